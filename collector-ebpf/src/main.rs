@@ -1,0 +1,32 @@
+//! The eBPF object: one perf_event program that samples, one tracepoint program that follows children.
+//!
+//! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf` builds
+//! the real one. Loaded and attached by `collector/src/sampler/`.
+
+#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+
+#[cfg(target_arch = "bpf")]
+mod maps;
+#[cfg(target_arch = "bpf")]
+mod sample;
+#[cfg(target_arch = "bpf")]
+mod targets;
+#[cfg(target_arch = "bpf")]
+mod task;
+#[cfg(target_arch = "bpf")]
+mod user_stack;
+
+#[cfg(target_arch = "bpf")]
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    loop {}
+}
+
+/// `Dual MIT/GPL`: the helpers that read memory and stacks are GPL-only.
+#[cfg(target_arch = "bpf")]
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
+
+#[cfg(not(target_arch = "bpf"))]
+fn main() {}

@@ -1,0 +1,63 @@
+//! The maps and the one load-time global. Created once at their final size: nothing is added at run time.
+
+use aya_ebpf::macros::map;
+use aya_ebpf::maps::{Array, HashMap, PerCpuArray, RingBuf};
+use stackwire_collector_ebpf::{
+    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES,
+    RING_BYTES, SampleHeader,
+};
+
+/// Where a record is put together before it is copied to the ring: too large for the BPF stack.
+#[repr(C)]
+pub struct Scratch {
+    pub header: SampleHeader,
+    pub frames: [u64; MAX_USER_FRAMES + MAX_KERNEL_FRAMES + 1],
+}
+
+const BPF_F_MMAPABLE: u32 = 1 << 10;
+
+#[map]
+pub static SAMPLES: RingBuf = RingBuf::with_byte_size(RING_BYTES, 0);
+
+#[map]
+pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);
+
+/// Mapped by the collector, so that it reads them with no capability and no system call.
+#[map]
+pub static COUNTERS: Array<u64> =
+    Array::with_max_entries(MAX_CPUS * COUNTERS_PER_CPU, BPF_F_MMAPABLE);
+
+/// Process id → start time of the process in boottime nanoseconds (0 = any), so that a pid used
+/// again by a stranger is not taken for ours.
+#[map]
+pub static TARGETS: HashMap<u32, u64> = HashMap::with_max_entries(MAX_TARGETS, 0);
+
+#[unsafe(no_mangle)]
+static CONFIG: Config = Config {
+    cgroup_id: 0,
+    scope: 0,
+    cgroup_level: 0,
+    kernel_stacks: 0,
+    task_flags: 0,
+    task_pid: 0,
+    task_tgid: 0,
+    task_group_leader: 0,
+    task_start_boottime: 0,
+};
+
+/// The configuration the collector wrote before load.
+#[inline(always)]
+pub fn config() -> Config {
+    // SAFETY: a static of plain integers; volatile because the loader, not this code, writes it.
+    unsafe { core::ptr::read_volatile(&CONFIG) }
+}
+
+/// Adds one to `counter` of `cpu`. Not atomic: a slot belongs to one CPU and one program.
+#[inline(always)]
+pub fn count(cpu: u32, counter: Counter) {
+    let row = if cpu < MAX_CPUS { cpu } else { MAX_CPUS - 1 };
+    if let Some(slot) = COUNTERS.get_ptr_mut(row * COUNTERS_PER_CPU + counter as u32) {
+        // SAFETY: the pointer came from a successful lookup in an array of u64.
+        unsafe { *slot += 1 };
+    }
+}

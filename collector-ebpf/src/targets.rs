@@ -1,0 +1,53 @@
+//! Which tasks are sampled, and the tracepoint that takes children along (`--follow`).
+
+use aya_ebpf::EbpfContext;
+use aya_ebpf::helpers::generated::{bpf_get_current_ancestor_cgroup_id, bpf_get_smp_processor_id};
+use aya_ebpf::macros::btf_tracepoint;
+use aya_ebpf::programs::BtfTracePointContext;
+use stackwire_collector_ebpf::{Counter, Scope};
+
+use crate::maps::{TARGETS, config, count};
+use crate::task::Task;
+
+/// Whether a sample of process `pid`, started at `start`, is wanted.
+#[inline(always)]
+pub fn wanted(pid: u32, start: u64) -> bool {
+    let config = config();
+    if config.scope == Scope::Processes as u32 {
+        // SAFETY: the value is a plain u64; a torn read is impossible on 64-bit targets.
+        return match unsafe { TARGETS.get(&pid) } {
+            Some(&expected) => expected == 0 || expected == start,
+            None => false,
+        };
+    }
+    if config.scope == Scope::Cgroup as u32 {
+        // SAFETY: a helper without memory arguments.
+        let id = unsafe { bpf_get_current_ancestor_cgroup_id(config.cgroup_level as i32) };
+        return id == config.cgroup_id;
+    }
+    true
+}
+
+/// `sched_process_fork(parent, child)`: runs before the child can. Fires for threads as well, which
+/// need no entry of their own.
+///
+/// Here and not in user space because a child may be gone before the collector wakes; here and not in
+/// the sampler because hash updates are not safe from NMI.
+#[btf_tracepoint(function = "sched_process_fork")]
+pub fn follow_fork(ctx: BtfTracePointContext) -> i32 {
+    let child = Task(ctx.arg::<u64>(1));
+    let pid = child.pid();
+    if pid == 0 || child.tid() != pid {
+        return 0;
+    }
+    let parent = Task(ctx.arg::<u64>(0));
+    let parent_pid = ctx.tgid();
+    if !wanted(parent_pid, parent.process_start()) {
+        return 0;
+    }
+    if TARGETS.insert(&pid, &child.process_start(), 0).is_err() {
+        // SAFETY: a helper without arguments.
+        count(unsafe { bpf_get_smp_processor_id() }, Counter::TargetsFull);
+    }
+    0
+}

@@ -1,0 +1,309 @@
+//! One epoch in the making: interned definitions and columns of samples. Pure.
+//!
+//! In a steady state a sample costs two look-ups of its raw stacks and one push a column; only stacks
+//! not seen in this epoch are normalized. Turned into messages by `wire.rs`.
+
+use std::rc::Rc;
+
+use rustc_hash::FxHashMap;
+use stackwire_collector_ebpf::SampleHeader;
+
+use crate::host::kallsyms::KernelLayout;
+use crate::normalize::{self, End, Frame, FrameKind, Stack};
+use crate::process::executable::{Executable, Kind};
+use crate::process::{Process, Processes};
+use crate::sample::comm_text;
+
+/// A process with samples in this epoch, as it was at the first of them.
+#[derive(Clone, Debug)]
+pub struct ProcessDef {
+    /// Image the definition is of.
+    pub image: u64,
+    /// Process id.
+    pub pid: u32,
+    /// Start in boottime nanoseconds.
+    pub start_ns: u64,
+    /// Name of the main thread.
+    pub comm: String,
+    /// Counts images.
+    pub generation: u32,
+    /// cgroup v2 id.
+    pub cgroup_id: u64,
+    /// Frames lie in anonymous memory: a perf-map may name them.
+    pub runs_anonymous: bool,
+}
+
+/// A mapping some frame lies in.
+#[derive(Clone, Copy, Debug)]
+pub struct MappingDef {
+    /// Index into [`Epoch::processes`].
+    pub process: u32,
+    /// Index into [`Epoch::executables`].
+    pub executable: u32,
+    /// First address.
+    pub start: u64,
+    /// Bytes.
+    pub length: u64,
+    /// File offset of the first address.
+    pub file_offset: u64,
+}
+
+/// A thread with samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ThreadDef {
+    /// Index into [`Epoch::processes`].
+    pub process: u32,
+    /// Thread id.
+    pub tid: u32,
+    /// Name, NUL-padded.
+    pub comm: [u8; 16],
+}
+
+/// A frame and, as its parent, the frame that called it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Node {
+    /// 0 = none, else 1 + index of the parent.
+    pub parent: u32,
+    /// Index into [`Epoch::executables`].
+    pub executable: u32,
+    /// Offset in the executable.
+    pub offset: u64,
+    /// How to read the offset.
+    pub kind: FrameKind,
+}
+
+/// A sample.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// `CLOCK_MONOTONIC` nanoseconds.
+    pub time_ns: u64,
+    /// Index into [`Epoch::threads`].
+    pub thread: u32,
+    /// CPU.
+    pub cpu: u32,
+    /// 0 = none, else 1 + index into [`Epoch::stacks`].
+    pub user: u32,
+    /// Likewise.
+    pub kernel: u32,
+    /// Weight.
+    pub value: u64,
+}
+
+/// The epoch.
+#[derive(Debug, Default)]
+pub struct Epoch {
+    /// Executables referred to.
+    pub executables: Vec<Rc<Executable>>,
+    /// Processes referred to.
+    pub processes: Vec<ProcessDef>,
+    /// Mappings referred to.
+    pub mappings: Vec<MappingDef>,
+    /// Threads referred to.
+    pub threads: Vec<ThreadDef>,
+    /// The forest of frames.
+    pub nodes: Vec<Node>,
+    /// Leaf nodes (1 + index, 0 = no frames) with end reasons.
+    pub stacks: Vec<(u32, End)>,
+    /// Samples in time order.
+    pub samples: Vec<Sample>,
+
+    executable_index: FxHashMap<u64, u32>,
+    process_index: FxHashMap<u64, u32>,
+    mapping_index: FxHashMap<(u32, u64, u64, u64), u32>,
+    thread_index: FxHashMap<ThreadDef, u32>,
+    node_index: FxHashMap<Node, u32>,
+    stack_index: FxHashMap<(u32, End), u32>,
+    /// Raw addresses with what else their meaning depends on → stack (1 + index, 0 = none).
+    seen: FxHashMap<Box<[u64]>, u32>,
+    seen_words: usize,
+    key: Vec<u64>,
+}
+
+/// Marks a kernel stack in the key of `seen`; image numbers never get there.
+const KERNEL_STACK: u64 = u64::MAX;
+
+impl Epoch {
+    /// Adds a sample.
+    pub fn add(
+        &mut self,
+        header: &SampleHeader,
+        user: &[u64],
+        kernel: &[u64],
+        processes: &mut Processes,
+        layout: &KernelLayout,
+    ) {
+        let unmapped = processes.executables().intern(Kind::Unmapped);
+        let process = processes.sampled(header.pid, header.start_boottime_ns);
+        let process_index = self.process(process, header.cgroup_id);
+        let thread =
+            self.thread(ThreadDef { process: process_index, tid: header.tid, comm: header.comm });
+
+        let version = u64::from(process.version) << 8 | u64::from(header.user_end);
+        let user = self.stack(&[process.image, version], user, |epoch| {
+            let stack = normalize::user(process, user, header.user_end, &unmapped)?;
+            epoch.define_mappings(process_index, &stack.frames);
+            Some(stack)
+        });
+        let executables = processes.executables();
+        let kernel = self.stack(&[KERNEL_STACK, header.kernel_end.into()], kernel, |_| {
+            normalize::kernel(layout, kernel, header.kernel_end, executables)
+        });
+        self.samples.push(Sample {
+            time_ns: header.time_ns,
+            thread,
+            cpu: header.cpu,
+            user,
+            kernel,
+            value: header.period,
+        });
+    }
+
+    /// Rough bytes held, to cut epochs before they grow large.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.seen_words * 8 + self.nodes.len() * 64 + self.samples.len() * size_of::<Sample>()
+    }
+
+    /// Whether an image ran anonymous memory in this epoch.
+    #[must_use]
+    pub fn runs_anonymous(&self, image: u64) -> bool {
+        let index = self.process_index.get(&image);
+        index.is_some_and(|&index| self.processes[index as usize].runs_anonymous)
+    }
+
+    /// Name of a thread as text.
+    #[must_use]
+    pub fn thread_comm(thread: &ThreadDef) -> String {
+        comm_text(&thread.comm)
+    }
+
+    fn stack(
+        &mut self,
+        context: &[u64; 2],
+        addresses: &[u64],
+        normalize: impl FnOnce(&mut Self) -> Option<Stack>,
+    ) -> u32 {
+        let mut key = std::mem::take(&mut self.key);
+        key.clear();
+        key.extend_from_slice(context);
+        key.extend_from_slice(addresses);
+        let index = match self.seen.get(key.as_slice()) {
+            Some(&index) => index,
+            None => {
+                let index = normalize(self).map_or(0, |stack| 1 + self.intern(&stack));
+                self.seen_words += key.len() + 4;
+                self.seen.insert(key.as_slice().into(), index);
+                index
+            }
+        };
+        self.key = key;
+        index
+    }
+
+    fn intern(&mut self, stack: &Stack) -> u32 {
+        let mut parent = 0;
+        for frame in stack.frames.iter().rev() {
+            let executable = self.executable(&frame.executable);
+            let node = Node { parent, executable, offset: frame.offset, kind: frame.kind };
+            parent = 1 + intern(&mut self.node_index, &mut self.nodes, node, node);
+        }
+        let stack = (parent, stack.end);
+        intern(&mut self.stack_index, &mut self.stacks, stack, stack)
+    }
+
+    fn executable(&mut self, executable: &Rc<Executable>) -> u32 {
+        intern(
+            &mut self.executable_index,
+            &mut self.executables,
+            executable.id,
+            Rc::clone(executable),
+        )
+    }
+
+    fn process(&mut self, process: &Process, cgroup_id: u64) -> u32 {
+        if let Some(&index) = self.process_index.get(&process.image) {
+            return index;
+        }
+        let definition = ProcessDef {
+            image: process.image,
+            pid: process.pid,
+            start_ns: process.start_ns,
+            comm: process.comm.clone(),
+            generation: process.generation,
+            cgroup_id,
+            runs_anonymous: false,
+        };
+        intern(&mut self.process_index, &mut self.processes, process.image, definition)
+    }
+
+    fn thread(&mut self, thread: ThreadDef) -> u32 {
+        intern(&mut self.thread_index, &mut self.threads, thread, thread)
+    }
+
+    fn define_mappings(&mut self, process: u32, frames: &[Frame]) {
+        for frame in frames {
+            let Some(mapping) = &frame.mapping else { continue };
+            if frame.executable.kind == Kind::Anonymous {
+                self.processes[process as usize].runs_anonymous = true;
+            }
+            let executable = self.executable(&mapping.executable);
+            let definition = MappingDef {
+                process,
+                executable,
+                start: mapping.start,
+                length: mapping.end - mapping.start,
+                file_offset: mapping.file_offset,
+            };
+            let key = (process, mapping.start, mapping.end, mapping.executable.id);
+            intern(&mut self.mapping_index, &mut self.mappings, key, definition);
+        }
+    }
+}
+
+/// Index of `key` in `table`, where `value` is pushed if it is new.
+fn intern<K: std::hash::Hash + Eq, V>(
+    index: &mut FxHashMap<K, u32>,
+    table: &mut Vec<V>,
+    key: K,
+    value: V,
+) -> u32 {
+    *index.entry(key).or_insert_with(|| {
+        table.push(value);
+        (table.len() - 1) as u32
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event::{Change, Event, Mapped};
+
+    #[test]
+    fn equal_stacks_are_stored_once_and_share_their_callers() {
+        let mut processes = Processes::new(None, false);
+        let pid = 4_000_001;
+        let exec = Change::Comm { tid: pid, comm: "x".into(), exec: true };
+        processes.apply(&Event { time_ns: 0, pid, change: exec });
+        let mapped =
+            Mapped { start: 0x1000, length: 0x1000, path: "/x".into(), ..Mapped::default() };
+        processes.apply(&Event { time_ns: 0, pid, change: Change::Map(mapped) });
+        let header = SampleHeader {
+            pid,
+            tid: pid,
+            start_boottime_ns: 1,
+            period: 10,
+            ..SampleHeader::default()
+        };
+        let mut epoch = Epoch::default();
+        let layout = KernelLayout::default();
+        for stack in [[0x1001, 0x1100, 0x1200], [0x1002, 0x1100, 0x1200], [0x1001, 0x1100, 0x1200]]
+        {
+            epoch.add(&header, &stack, &[], &mut processes, &layout);
+        }
+        assert_eq!(epoch.samples.len(), 3);
+        assert_eq!(epoch.stacks.len(), 2);
+        assert_eq!(epoch.nodes.len(), 4, "two leaves over one caller over one root");
+        assert_eq!((epoch.samples[0].user, epoch.samples[0].kernel), (epoch.samples[2].user, 0));
+        assert_eq!((epoch.mappings.len(), epoch.processes.len(), epoch.threads.len()), (1, 1, 1));
+    }
+}

@@ -1,0 +1,129 @@
+//! The command line: arguments in, one validated [`Config`] and where it goes out.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgGroup, Parser, ValueEnum};
+use stackwire_collector::{Config, Destination, Event, Limits, Scope, Target, VERSION};
+
+/// Sample stacks with eBPF and stream them unsymbolized.
+///
+/// The privileged half of Stackwire. Takes on-CPU samples of one process, a cgroup or the whole host and
+/// sends them to a symbolizer, or writes a capture that `stackwire resolve` reads on any host. Nothing it
+/// sends holds a name or a kernel address.
+///
+/// Needs CAP_BPF and CAP_PERFMON to start, and CAP_SYSLOG to locate kernel functions; drops all but
+/// CAP_PERFMON before it takes the first sample off the kernel.
+#[derive(Debug, Parser)]
+#[command(name = "stackwire-collector", version = VERSION, max_term_width = 100)]
+#[command(group(ArgGroup::new("scope").required(true).args(["pid", "all", "cgroup"])))]
+#[command(group(ArgGroup::new("destination").required(true).args(["to", "output"])))]
+#[command(after_help = "Exit codes: 0 done, 1 the capture failed, 2 the command line is wrong.")]
+pub struct Args {
+    /// Sample this process with all its threads (repeatable).
+    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pid: Vec<u32>,
+    /// Sample every process.
+    #[arg(long, short)]
+    all: bool,
+    /// Sample the tasks of this directory of the cgroup v2 hierarchy, and of those below it.
+    #[arg(long, value_name = "DIRECTORY")]
+    cgroup: Option<PathBuf>,
+    /// Sample children of the processes as well.
+    #[arg(long, requires = "pid")]
+    follow: bool,
+    /// What makes the kernel take a sample.
+    #[arg(long, value_enum, default_value = "cpu-clock")]
+    event: EventName,
+    /// Samples a second on each CPU.
+    #[arg(long, value_name = "HZ", default_value_t = 99)]
+    sample_rate: u32,
+    /// Record kernel stacks.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
+    kernel_stacks: bool,
+    /// End the capture after this long, as "30s" or "5m". Without it, Ctrl-C ends it.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    duration: Option<Duration>,
+    /// Send to a symbolizer: unix:/path/to/socket or http://host:port.
+    #[arg(long, value_name = "ADDRESS")]
+    to: Option<String>,
+    /// Write a capture file.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Length of an epoch: what a crash can cost, and how often a symbolizer hears.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "10s")]
+    epoch: Duration,
+    /// Memory for epochs nobody has taken yet, in MiB.
+    #[arg(long, value_name = "MIB", default_value_t = 16)]
+    buffer: usize,
+    /// Directory for a file that holds what the memory does not.
+    #[arg(long, value_name = "DIRECTORY")]
+    spool: Option<PathBuf>,
+    /// Largest size of that file, in MiB.
+    #[arg(long, value_name = "MIB", default_value_t = 256, requires = "spool")]
+    spool_max: u64,
+    /// End when standard input closes, and do not reconnect. `stackwire record` uses it.
+    #[arg(long)]
+    until_stdin_closes: bool,
+    /// Tell what is held and what was taken.
+    #[arg(long, short)]
+    verbose: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum EventName {
+    CpuClock,
+    Cycles,
+}
+
+/// What `main` needs.
+#[derive(Debug)]
+pub struct Run {
+    /// The capture.
+    pub config: Config,
+    /// Where it goes.
+    pub destination: Destination,
+    /// Standard input ends it.
+    pub until_stdin_closes: bool,
+    /// Talk.
+    pub verbose: bool,
+}
+
+impl Args {
+    /// Turns what was typed into what is run.
+    pub fn into_run(self) -> Run {
+        let scope = match self.cgroup {
+            Some(path) => Scope::Cgroup(path),
+            None if self.all => Scope::All,
+            None => Scope::Processes { pids: self.pid, follow: self.follow },
+        };
+        let mut config = Config::new(scope);
+        config.event = match self.event {
+            EventName::CpuClock => Event::CpuClock,
+            EventName::Cycles => Event::Cycles,
+        };
+        config.frequency = self.sample_rate;
+        config.kernel_stacks = self.kernel_stacks;
+        config.duration = self.duration;
+        config.epoch = self.epoch;
+        config.limits = Limits {
+            memory: self.buffer << 20,
+            spool: self.spool.map(|directory| (directory, self.spool_max << 20)),
+            ..Limits::default()
+        };
+        let destination = match (self.output, self.to) {
+            (Some(path), _) => Destination::File(path),
+            (None, address) => Destination::Symbolizer(Target {
+                address: address.unwrap_or_default(),
+                patience: Duration::from_secs(30),
+                once: self.until_stdin_closes,
+            }),
+        };
+        Run {
+            config,
+            destination,
+            until_stdin_closes: self.until_stdin_closes,
+            verbose: self.verbose,
+        }
+    }
+}

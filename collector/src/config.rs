@@ -1,0 +1,221 @@
+//! A validated configuration: what to sample, how, and where to send it. Nothing reads arguments or
+//! the environment after this.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::outbox::Limits;
+use crate::sampler::{BTF_PATH, Event};
+use crate::sink::Target;
+
+/// What is sampled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Every process.
+    All,
+    /// These processes with all their threads.
+    Processes {
+        /// Process ids.
+        pids: Vec<u32>,
+        /// Their future children as well.
+        follow: bool,
+    },
+    /// The tasks of a cgroup and those below it.
+    Cgroup(PathBuf),
+}
+
+/// Where a capture goes.
+#[derive(Clone, Debug)]
+pub enum Destination {
+    /// A capture file.
+    File(PathBuf),
+    /// A symbolizer.
+    Symbolizer(Target),
+}
+
+/// Everything a capture needs to know.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What is sampled.
+    pub scope: Scope,
+    /// What makes the kernel take a sample.
+    pub event: Event,
+    /// Samples a second and CPU.
+    pub frequency: u32,
+    /// Record kernel stacks.
+    pub kernel_stacks: bool,
+    /// Longest capture; none: until told to stop.
+    pub duration: Option<Duration>,
+    /// Length of an epoch.
+    pub epoch: Duration,
+    /// What may wait for the destination.
+    pub limits: Limits,
+}
+
+/// A configuration that cannot work, with what to do instead.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// No such process.
+    #[error("no process with pid {0}; `ps -e` lists those that run")]
+    NoSuchProcess(u32),
+    /// A thread id was given.
+    #[error("{tid} is a thread of process {pid}; use --pid {pid}, all its threads are sampled")]
+    IsThread {
+        /// The thread.
+        tid: u32,
+        /// Its process.
+        pid: u32,
+    },
+    /// A zombie.
+    #[error(
+        "pid {0} is a zombie: it has ended and waits for its parent, there is nothing left to sample"
+    )]
+    IsZombie(u32),
+    /// A kernel thread.
+    #[error("pid {0} is a kernel thread; kernel threads are sampled with -a")]
+    IsKernelThread(u32),
+    /// Rate 0.
+    #[error("a sample rate of 0 takes no samples; 99 is a good one")]
+    RateZero,
+    /// Rate above the kernel's limit.
+    #[error(
+        "a sample rate of {asked} is above the kernel's limit of {limit}; use --sample-rate {limit} or less, or raise sysctl kernel.perf_event_max_sample_rate"
+    )]
+    RateTooHigh {
+        /// Asked for.
+        asked: u32,
+        /// `kernel.perf_event_max_sample_rate`.
+        limit: u32,
+    },
+    /// Duration 0.
+    #[error("a duration of 0 takes no samples")]
+    NoDuration,
+    /// Not a cgroup.
+    #[error("{0} is not a directory of the cgroup v2 hierarchy")]
+    NotACgroup(PathBuf),
+    /// No BTF.
+    #[error(
+        "this kernel has no {BTF_PATH}; Stackwire needs one built with CONFIG_DEBUG_INFO_BTF, as distribution kernels from 5.15 on are"
+    )]
+    NoBtf,
+}
+
+impl Config {
+    /// A configuration with the defaults of the command line.
+    #[must_use]
+    pub fn new(scope: Scope) -> Self {
+        Self {
+            scope,
+            event: Event::CpuClock,
+            frequency: 99,
+            kernel_stacks: true,
+            duration: None,
+            epoch: Duration::from_secs(10),
+            limits: Limits::default(),
+        }
+    }
+
+    /// Checks it against this host.
+    ///
+    /// # Errors
+    /// See [`ConfigError`].
+    pub fn check(&self) -> Result<(), ConfigError> {
+        if self.frequency == 0 {
+            return Err(ConfigError::RateZero);
+        }
+        if let Some(limit) = max_sample_rate().filter(|&limit| self.frequency > limit) {
+            return Err(ConfigError::RateTooHigh { asked: self.frequency, limit });
+        }
+        if self.duration.is_some_and(|duration| duration.is_zero()) {
+            return Err(ConfigError::NoDuration);
+        }
+        match &self.scope {
+            Scope::All => {}
+            Scope::Processes { pids, .. } => {
+                pids.iter().try_for_each(|&pid| check_process(pid, Path::new("/proc")))?;
+            }
+            Scope::Cgroup(path) => {
+                if !path.join("cgroup.procs").exists() && !path.join("cgroup.controllers").exists()
+                {
+                    return Err(ConfigError::NotACgroup(path.clone()));
+                }
+            }
+        }
+        if !Path::new(BTF_PATH).exists() {
+            return Err(ConfigError::NoBtf);
+        }
+        Ok(())
+    }
+}
+
+fn max_sample_rate() -> Option<u32> {
+    std::fs::read_to_string("/proc/sys/kernel/perf_event_max_sample_rate").ok()?.trim().parse().ok()
+}
+
+/// `PF_KTHREAD` of include/linux/sched.h.
+const PF_KTHREAD: u64 = 0x0020_0000;
+
+fn check_process(pid: u32, proc: &Path) -> Result<(), ConfigError> {
+    let directory = proc.join(pid.to_string());
+    let status = std::fs::read_to_string(directory.join("status"));
+    let status = status.map_err(|_| ConfigError::NoSuchProcess(pid))?;
+    let leader = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok())
+        .unwrap_or(pid);
+    if leader != pid {
+        return Err(ConfigError::IsThread { tid: pid, pid: leader });
+    }
+    let stat = std::fs::read_to_string(directory.join("stat")).unwrap_or_default();
+    // proc_pid_stat(5): state is field 3, flags field 9; the name before them may hold anything.
+    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
+    if matches!(fields.next(), Some("Z" | "X")) {
+        return Err(ConfigError::IsZombie(pid));
+    }
+    let flags: u64 = fields.nth(5).and_then(|flags| flags.parse().ok()).unwrap_or(0);
+    if flags & PF_KTHREAD != 0 {
+        return Err(ConfigError::IsKernelThread(pid));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn check(status: &str, stat: &str) -> Result<(), ConfigError> {
+        let proc = tempfile::tempdir().unwrap();
+        std::fs::create_dir(proc.path().join("7")).unwrap();
+        std::fs::write(proc.path().join("7/status"), status).unwrap();
+        std::fs::write(proc.path().join("7/stat"), stat).unwrap();
+        check_process(7, proc.path())
+    }
+
+    #[test]
+    fn tells_what_cannot_be_sampled() {
+        assert_eq!(check("Tgid:\t7\n", "7 (a) b) S 1 7 7 0 -1 4194560 1"), Ok(()));
+        assert_eq!(check("Tgid:\t5\n", ""), Err(ConfigError::IsThread { tid: 7, pid: 5 }));
+        assert_eq!(check("Tgid:\t7\n", "7 (sh) Z 1 7 7 0 -1 4 1"), Err(ConfigError::IsZombie(7)));
+        assert_eq!(
+            check("Tgid:\t7\n", "7 (kworker/0) S 2 0 0 0 -1 69238880 1"),
+            Err(ConfigError::IsKernelThread(7))
+        );
+        assert_eq!(check_process(8, Path::new("/nonexistent")), Err(ConfigError::NoSuchProcess(8)));
+    }
+
+    #[test]
+    fn rates_and_durations_have_limits() {
+        let mut config = Config::new(Scope::All);
+        config.frequency = 0;
+        assert_eq!(config.check(), Err(ConfigError::RateZero));
+        config.frequency = 1_000_000;
+        assert!(matches!(config.check(), Err(ConfigError::RateTooHigh { asked: 1_000_000, .. })));
+        config.frequency = 99;
+        config.duration = Some(Duration::ZERO);
+        assert_eq!(config.check(), Err(ConfigError::NoDuration));
+        let config = Config::new(Scope::Cgroup("/proc/self".into()));
+        assert_eq!(config.check(), Err(ConfigError::NotACgroup("/proc/self".into())));
+    }
+}

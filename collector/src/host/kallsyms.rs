@@ -1,0 +1,163 @@
+//! The kernel's symbols, rebased: what lies where in the kernel, and a snapshot that names it
+//! without giving away where it is.
+//!
+//! Parsing is pure. Absolute addresses stay in [`KernelLayout`], which never leaves this process.
+//! Read once at start-up, while `CAP_SYSLOG` is held. The names are for the symbolizer.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+/// Where the kernel lists its symbols.
+pub const PATH: &str = "/proc/kallsyms";
+
+/// Modules are placed within 1 GiB and programs of BPF are pages; a symbol reaches no farther than this.
+const MAX_REACH: u64 = 2 << 20;
+
+/// A run of text symbols of one module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Run {
+    start: u64,
+    end: u64,
+    module: usize,
+}
+
+/// What lies where in the kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelLayout {
+    /// Name and base, the kernel itself first with an empty name.
+    modules: Vec<(String, u64)>,
+    runs: Vec<Run>,
+}
+
+impl KernelLayout {
+    /// Name of the module (empty for the kernel itself) and offset from its base.
+    #[must_use]
+    pub fn locate(&self, address: u64) -> Option<(&str, u64)> {
+        let after = self.runs.partition_point(|run| run.start <= address);
+        let run = self.runs.get(after.checked_sub(1)?).filter(|run| address < run.end)?;
+        let (name, base) = self.modules.get(run.module)?;
+        Some((name, address - base))
+    }
+}
+
+/// Parses kallsyms into the layout and the rebased snapshot, whose lines are
+/// `module TAB offset TAB name`, by module and offset; text symbols only.
+///
+/// The kernel's base is `_text`, a module's is its lowest text symbol. Lines that do not parse, data
+/// symbols and zero addresses are passed over.
+#[must_use]
+pub fn parse(text: &str) -> (KernelLayout, String) {
+    let mut symbols: Vec<(u64, &str, &str)> = text.lines().filter_map(parse_line).collect();
+    symbols.sort_unstable();
+    let kernel_base =
+        symbols.iter().find(|(_, name, module)| *name == "_text" && module.is_empty());
+    let Some(&(kernel_base, ..)) = kernel_base else {
+        return (KernelLayout::default(), String::new());
+    };
+    symbols.retain(|&(address, _, module)| !module.is_empty() || address >= kernel_base);
+
+    let mut bases: BTreeMap<&str, u64> = BTreeMap::new();
+    for &(address, _, module) in &symbols {
+        bases.entry(module).or_insert(address);
+    }
+    bases.insert("", kernel_base);
+    let names: Vec<&str> = bases.keys().copied().collect();
+    let mut runs: Vec<Run> = Vec::new();
+    for &(address, name, module) in &symbols {
+        let module = names.binary_search(&module).unwrap_or(0);
+        if let Some(last) = runs.last_mut() {
+            let same = last.module == module && address < last.end;
+            // A run ends where the next begins; `_etext` ends the kernel's own text.
+            last.end = if same || last.end > address { address } else { last.end };
+            if same {
+                last.end = address.saturating_add(MAX_REACH);
+                if name == "_etext" {
+                    last.end = address;
+                }
+                continue;
+            }
+        }
+        runs.push(Run { start: address, end: address.saturating_add(MAX_REACH), module });
+    }
+
+    let mut by_module: Vec<_> = symbols
+        .iter()
+        .map(|&(address, name, module)| (module, address - bases[module], name))
+        .collect();
+    by_module.sort_unstable();
+    let mut snapshot = String::with_capacity(by_module.len() * 32);
+    for (module, offset, name) in by_module {
+        // Writing to a String cannot fail.
+        let _ = writeln!(snapshot, "{module}\t{offset:x}\t{name}");
+    }
+    let modules = bases.into_iter().map(|(name, base)| (name.to_owned(), base)).collect();
+    (KernelLayout { modules, runs }, snapshot)
+}
+
+/// `address type name[ TAB [module]]`, text symbols only.
+fn parse_line(line: &str) -> Option<(u64, &str, &str)> {
+    let mut fields = line.split_whitespace();
+    let address = u64::from_str_radix(fields.next()?, 16).ok().filter(|&address| address != 0)?;
+    let kind = fields.next()?;
+    let name = fields.next()?;
+    let module = fields.next().map_or("", |module| module.trim_matches(['[', ']']));
+    matches!(kind, "t" | "T" | "w" | "W").then_some((address, name, module))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TEXT: &str = "\
+0000000000000000 A fixed_percpu_data
+ffffffff81000000 T _text
+ffffffff81000000 T startup_64
+ffffffff81000100 t do_syscall
+ffffffff81000800 D not_code
+ffffffff81000900 T _etext
+ffffffffc0000000 t first_of_module\t[ext4]
+ffffffffc0000080 t second\t[ext4]
+ffffffffc0400000 t bpf_prog_1\t[bpf]
+nonsense
+";
+
+    #[test]
+    fn locates_addresses_by_module() {
+        let (layout, _) = parse(TEXT);
+        assert_eq!(layout.locate(0xffff_ffff_8100_0123), Some(("", 0x123)));
+        assert_eq!(layout.locate(0xffff_ffff_8100_0900), None);
+        assert_eq!(layout.locate(0xffff_ffff_c000_0090), Some(("ext4", 0x90)));
+        assert_eq!(layout.locate(0xffff_ffff_c040_0010), Some(("bpf", 0x10)));
+        assert_eq!(layout.locate(0x1000), None);
+        assert_eq!(layout.locate(u64::MAX), None);
+    }
+
+    #[test]
+    fn the_snapshot_has_offsets_only() {
+        let (_, snapshot) = parse(TEXT);
+        assert!(!snapshot.contains("ffffffff"), "{snapshot}");
+        assert!(snapshot.contains("\t100\tdo_syscall\n"));
+        assert!(snapshot.contains("ext4\t80\tsecond\n"));
+        let moved = TEXT.replace("ffffffff8", "ffffffff9");
+        assert_eq!(parse(&moved).1, snapshot, "the same kernel elsewhere gives the same snapshot");
+    }
+
+    #[test]
+    fn hidden_addresses_give_nothing() {
+        let hidden = "0000000000000000 T _text\n0000000000000000 t do_syscall\n";
+        let (layout, snapshot) = parse(hidden);
+        assert!(layout == KernelLayout::default() && snapshot.is_empty());
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(lines in proptest::collection::vec("[0-9a-f]{1,16} [tTwWdD] [a-z_]{1,6}( \\[[a-z]{1,3}\\])?", 0..30)) {
+            let (layout, _) = parse(&format!("ffffffff81000000 T _text\n{}", lines.join("\n")));
+            for run in &layout.runs {
+                prop_assert!(run.start <= run.end);
+            }
+        }
+    }
+}

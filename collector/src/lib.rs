@@ -1,0 +1,56 @@
+//! The privileged half of Stackwire: samples stacks with eBPF and streams them unsymbolized.
+//!
+//! A sample's way through the files: `sampler/` (rings) → `sample.rs` and `event.rs` (records) →
+//! `pipeline.rs` (merge by time) → `process/` (what was mapped) → `normalize.rs` (address → executable
+//! and offset) → `batch.rs` (epoch) → `wire.rs` (message) → `outbox.rs` (queue) → `sink/` (file or gRPC).
+//!
+//! Parses no ELF, opens no file a target has mapped, listens nowhere.
+//!
+//! ```no_run
+//! use stackwire_collector::Session;
+//!
+//! let file = std::fs::File::create("app.stackwire")?;
+//! let session = Session::builder().pid(1234).profile().sample_rate(199).start(file)?;
+//! std::thread::sleep(std::time::Duration::from_secs(10));
+//! let summary = session.stop()?;
+//! println!("{} samples", summary.delivered);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod artifact;
+mod batch;
+mod config;
+mod event;
+mod host;
+mod normalize;
+mod outbox;
+mod pipeline;
+mod privilege;
+mod process;
+mod sample;
+mod sampler;
+mod session;
+mod sink;
+mod wire;
+
+pub use config::{Config, ConfigError, Destination, Scope};
+pub use outbox::Limits;
+pub use pipeline::Summary;
+pub use privilege::drop_all as drop_capabilities;
+pub use sampler::{Event, SamplerError};
+pub use session::{Builder, Session, SessionError};
+pub use sink::{SinkError, Target};
+pub use wire::LostReason;
+
+/// Version of this crate with the commit it was built from.
+pub const VERSION: &str = env!("STACKWIRE_VERSION");
+
+/// Entry points for fuzzing: parsers of what other processes or the kernel wrote.
+#[doc(hidden)]
+pub mod fuzz {
+    /// Decodes a ring record.
+    pub fn ring_record(bytes: &[u8]) {
+        let _ = crate::sample::decode(bytes, &mut Vec::new());
+        let _ = crate::event::decode(bytes);
+    }
+}

@@ -1,0 +1,74 @@
+//! `stackwire-collector`: parse → config → run → exit code.
+
+mod cli;
+
+use std::io::Read;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use clap::Parser;
+use stackwire_collector::{ConfigError, Session, SessionError};
+
+fn main() -> ExitCode {
+    let run = cli::Args::parse().into_run();
+    match capture(run) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("stackwire-collector: {error}");
+            match error {
+                SessionError::Config(
+                    ConfigError::RateZero
+                    | ConfigError::RateTooHigh { .. }
+                    | ConfigError::NoDuration,
+                ) => ExitCode::from(2),
+                _ => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+fn capture(run: cli::Run) -> Result<(), SessionError> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop))
+            .map_err(|error| SessionError::Internal(format!("cannot handle signals: {error}")))?;
+    }
+    let session = Session::to(run.config, run.destination)?;
+    // The sampling thread has dropped its own; this one needs none from here on.
+    stackwire_collector::drop_capabilities()
+        .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
+    if run.until_stdin_closes {
+        let stop = Arc::clone(&stop);
+        std::thread::spawn(move || {
+            // Whatever it says, its end is what counts.
+            let _ = std::io::stdin().read_to_end(&mut Vec::new());
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+    if run.verbose {
+        eprintln!("stackwire-collector: sampling; capabilities held: {}", session.capabilities());
+    }
+    while !stop.load(Ordering::Relaxed) && !session.is_finished() {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let summary = session.stop()?;
+    if run.verbose {
+        eprintln!(
+            "stackwire-collector: {} samples taken, {} delivered in {} epochs",
+            summary.taken, summary.delivered, summary.epochs
+        );
+        for (reason, count) in &summary.lost {
+            eprintln!("stackwire-collector: lost: {reason:?} {count}");
+        }
+        if summary.denied > 0 {
+            eprintln!(
+                "stackwire-collector: the mappings of {} processes could not be read: permission denied; \
+                 give the collector CAP_PERFMON (kernel 6.15+) or CAP_SYS_PTRACE",
+                summary.denied
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,230 @@
+//! Addresses become (executable, offset): the one place where they change kind. Pure.
+//!
+//! Nothing is subtracted from return addresses here, except to find the mapping a call lies in: the
+//! −1 of callers belongs to the symbolizer.
+
+use std::rc::Rc;
+
+use stackwire_collector_ebpf::{KernelEnd, UserEnd};
+
+use crate::host::kallsyms::KernelLayout;
+use crate::process::executable::{Executable, Executables, Kind};
+use crate::process::{Mapping, Mappings, Process};
+
+/// How a frame's address is to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FrameKind {
+    /// The instruction that was running.
+    Leaf,
+    /// A return address.
+    Caller,
+}
+
+/// A frame, independent of where its code was loaded.
+#[derive(Clone, Debug)]
+pub struct Frame {
+    /// What the code came from.
+    pub executable: Rc<Executable>,
+    /// Offset in it; see the wire contract for what it counts from.
+    pub offset: u64,
+    /// How to read the offset.
+    pub kind: FrameKind,
+    /// The mapping it lies in; none for kernel frames and unmapped addresses.
+    pub mapping: Option<Mapping>,
+}
+
+/// Why a stack ends, as the wire has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum End {
+    /// The thread's first function, or all the kernel's unwinder had.
+    Root,
+    /// Memory of the next frame was not readable.
+    Unreadable,
+    /// Deeper than is recorded.
+    DepthLimit,
+    /// Code without a frame pointer.
+    NoFramePointer,
+    /// A return address outside executable memory.
+    NotCode,
+    /// A 32-bit process.
+    Compat,
+    /// The kernel's unwinder refused.
+    Failed,
+    /// The mappings of the process are not known.
+    NoMappings,
+}
+
+/// A stack, leaf first.
+#[derive(Clone, Debug)]
+pub struct Stack {
+    /// Frames.
+    pub frames: Vec<Frame>,
+    /// Why it ends.
+    pub end: End,
+}
+
+/// Normalizes a user stack of `process`; `None` when there was none.
+///
+/// A return address outside executable memory ends the stack: with frame pointers, a caller
+/// without one leaves any number in the register, and a frame must never be a guess.
+pub fn user(
+    process: &Process,
+    addresses: &[u64],
+    end: u8,
+    unmapped: &Rc<Executable>,
+) -> Option<Stack> {
+    if addresses.is_empty() {
+        return None;
+    }
+    let known = matches!(process.mappings, Mappings::Known(_));
+    let mut frames = Vec::with_capacity(addresses.len());
+    for (index, &address) in addresses.iter().enumerate() {
+        let kind = if index == 0 { FrameKind::Leaf } else { FrameKind::Caller };
+        // A call may be the last instruction of a mapping, its return address just behind it.
+        let inside = if index == 0 { address } else { address.wrapping_sub(1) };
+        match process.mapping(inside) {
+            Some(mapping) => frames.push(Frame {
+                executable: Rc::clone(&mapping.executable),
+                offset: offset_in(mapping, address),
+                kind,
+                mapping: Some(mapping.clone()),
+            }),
+            None if index == 0 || !known => frames.push(Frame {
+                executable: Rc::clone(unmapped),
+                offset: address,
+                kind,
+                mapping: None,
+            }),
+            None => return Some(Stack { frames, end: End::NotCode }),
+        }
+    }
+    Some(Stack { frames, end: if known { user_end(end) } else { End::NoMappings } })
+}
+
+fn offset_in(mapping: &Mapping, address: u64) -> u64 {
+    match mapping.executable.kind {
+        Kind::Anonymous => address,
+        // The image of the vDSO starts with its mapping.
+        Kind::Vdso => address - mapping.start,
+        _ => address - mapping.start + mapping.file_offset,
+    }
+}
+
+/// Normalizes a kernel stack; `None` when there was none. No absolute address survives.
+pub fn kernel(
+    layout: &KernelLayout,
+    addresses: &[u64],
+    end: u8,
+    executables: &mut Executables,
+) -> Option<Stack> {
+    if addresses.is_empty() && end != KernelEnd::Failed as u8 {
+        return None;
+    }
+    let frames = addresses.iter().enumerate().map(|(index, &address)| {
+        let kind = if index == 0 { FrameKind::Leaf } else { FrameKind::Caller };
+        // As above: look where the call is, report where it returns.
+        let back = u64::from(index != 0);
+        let (kind_of, offset) = match layout.locate(address.wrapping_sub(back)) {
+            Some(("", offset)) => (Kind::Kernel, offset + back),
+            Some((module, offset)) => (Kind::Module(module.to_owned()), offset + back),
+            None => (Kind::Unmapped, 0),
+        };
+        Frame { executable: executables.intern(kind_of), offset, kind, mapping: None }
+    });
+    Some(Stack { frames: frames.collect(), end: kernel_end(end) })
+}
+
+fn user_end(end: u8) -> End {
+    const UNREADABLE: u8 = UserEnd::Unreadable as u8;
+    const DEPTH: u8 = UserEnd::DepthLimit as u8;
+    const NO_FP: u8 = UserEnd::NoFramePointer as u8;
+    const COMPAT: u8 = UserEnd::Compat as u8;
+    match end {
+        UNREADABLE => End::Unreadable,
+        DEPTH => End::DepthLimit,
+        NO_FP => End::NoFramePointer,
+        COMPAT => End::Compat,
+        _ => End::Root,
+    }
+}
+
+fn kernel_end(end: u8) -> End {
+    const DEPTH: u8 = KernelEnd::DepthLimit as u8;
+    const FAILED: u8 = KernelEnd::Failed as u8;
+    match end {
+        DEPTH => End::DepthLimit,
+        FAILED => End::Failed,
+        _ => End::Root,
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::event::{Change, Event, Mapped};
+    use crate::host::kallsyms;
+    use crate::process::Processes;
+
+    fn processes() -> Processes {
+        let mut processes = Processes::new(None, false);
+        let pid = 4_000_001;
+        let exec = Change::Comm { tid: pid, comm: "x".into(), exec: true };
+        processes.apply(&Event { time_ns: 0, pid, change: exec });
+        for (path, start) in [("/bin/x", 0x1000), ("[vdso]", 0x8000), ("//anon", 0x9000)] {
+            let mapped = Mapped {
+                start,
+                length: 0x1000,
+                file_offset: 0x500,
+                path: path.into(),
+                ..Mapped::default()
+            };
+            processes.apply(&Event { time_ns: 0, pid, change: Change::Map(mapped) });
+        }
+        processes
+    }
+
+    #[test]
+    fn each_kind_of_mapping_counts_from_its_own_base() {
+        let mut processes = processes();
+        let unmapped = processes.executables().intern(Kind::Unmapped);
+        let process = processes.sampled(4_000_001, 1);
+        let stack = user(process, &[0x1010, 0x8010, 0x9010], 0, &unmapped).unwrap();
+        let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.offset).collect();
+        assert_eq!(offsets, [0x510, 0x10, 0x9010]);
+        assert_eq!(stack.end, End::Root);
+        assert_eq!(
+            (stack.frames[0].kind, stack.frames[1].kind),
+            (FrameKind::Leaf, FrameKind::Caller)
+        );
+    }
+
+    #[test]
+    fn a_return_address_that_is_not_code_ends_the_stack() {
+        let mut processes = processes();
+        let unmapped = processes.executables().intern(Kind::Unmapped);
+        let process = processes.sampled(4_000_001, 1);
+        let stack = user(process, &[0x1010, 0x7777, 0x1020], 0, &unmapped).unwrap();
+        assert_eq!((stack.frames.len(), stack.end), (1, End::NotCode));
+        // Behind the last byte, where a call that never returns leaves it.
+        let stack = user(process, &[0x1010, 0x2000], 0, &unmapped).unwrap();
+        assert_eq!((stack.frames.len(), stack.frames[1].offset), (2, 0x1500));
+        // A leaf is where the CPU was, whatever is known of it.
+        let stack = user(process, &[0x7777], 0, &unmapped).unwrap();
+        assert_eq!(stack.frames[0].executable.kind, Kind::Unmapped);
+    }
+
+    #[test]
+    fn no_absolute_kernel_address_survives() {
+        let text =
+            "ffffffff81000000 T _text\nffffffff81000400 T _etext\nffffffffc0001000 t f\t[mod]\n";
+        let (layout, _) = kallsyms::parse(text);
+        let mut executables = Executables::default();
+        let addresses = [0xffff_ffff_8100_0010, 0xffff_ffff_c000_1020, 0xffff_8888_0000_0000];
+        let stack = kernel(&layout, &addresses, 0, &mut executables).unwrap();
+        let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.offset).collect();
+        assert_eq!(offsets, [0x10, 0x20, 0]);
+        assert_eq!(stack.frames[1].executable.kind, Kind::Module("mod".into()));
+        assert!(kernel(&layout, &[], KernelEnd::None as u8, &mut executables).is_none());
+    }
+}

@@ -1,0 +1,265 @@
+//! From rings to epochs: the loop that everything else is called from. Read this file first.
+//!
+//! drain → events and samples merged by time → processes → normalize → batch → wire → outbox. One
+//! thread, the only one that touches the kernel side; sinks run on another.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+use stackwire_collector_ebpf::Counter;
+
+use crate::artifact::{Artifact, Hash, Kind};
+use crate::batch::Epoch;
+use crate::event::Change;
+use crate::host::kallsyms::KernelLayout;
+use crate::host::{Identity, perf_map};
+use crate::outbox::Outbox;
+use crate::process::Processes;
+use crate::sampler::{Batch, Sampler};
+use crate::wire::{self, LostReason, References, Span};
+
+/// An epoch is cut early when it holds this many bytes.
+const EPOCH_BYTES: usize = 24 << 20;
+/// How long a sample waits for events that happened before it and are not in their ring yet.
+const SETTLE: Duration = Duration::from_millis(5);
+
+/// What a finished capture can tell of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Samples the kernel side took.
+    pub taken: u64,
+    /// Samples handed on in epochs.
+    pub delivered: u64,
+    /// Epochs.
+    pub epochs: u64,
+    /// What was lost.
+    pub lost: Vec<(LostReason, u64)>,
+    /// Processes whose mappings could not be read for want of permission.
+    pub denied: u64,
+}
+
+/// The loop's state.
+#[derive(Debug)]
+pub struct Pipeline {
+    sampler: Sampler,
+    processes: Processes,
+    layout: KernelLayout,
+    identity: Identity,
+    references: References,
+    outbox: Arc<Outbox>,
+    batch: Batch,
+    epoch: Epoch,
+    epoch_start: u64,
+    epoch_number: u64,
+    epoch_length: Duration,
+    delivered: u64,
+    throttled: u64,
+    lost_events: u64,
+    /// Totals at the start of this epoch, to tell what this epoch lost.
+    before: HashMap<LostReason, u64>,
+    dropped: u64,
+}
+
+impl Pipeline {
+    /// Puts the parts together; the clock of the first epoch starts now.
+    #[must_use]
+    pub fn new(
+        sampler: Sampler,
+        processes: Processes,
+        (layout, identity, references): (KernelLayout, Identity, References),
+        outbox: Arc<Outbox>,
+        (epoch_start, epoch_length): (u64, Duration),
+    ) -> Self {
+        Self {
+            sampler,
+            processes,
+            layout,
+            identity,
+            references,
+            outbox,
+            batch: Batch::default(),
+            epoch: Epoch::default(),
+            epoch_start,
+            epoch_number: 0,
+            epoch_length,
+            delivered: 0,
+            throttled: 0,
+            lost_events: 0,
+            before: HashMap::new(),
+            dropped: 0,
+        }
+    }
+
+    /// Runs until `stop` says so, the processes asked for have ended, or the sink gave up; then
+    /// takes what is left and closes the outbox.
+    pub fn run(mut self, mut stop: impl FnMut() -> bool) -> Summary {
+        let mut second = Instant::now();
+        while !stop() && self.outbox.stopped().is_none() {
+            self.sampler.wait(Duration::from_millis(50));
+            self.take(SETTLE);
+            if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
+                || self.epoch.bytes() > EPOCH_BYTES
+            {
+                self.cut();
+            }
+            if second.elapsed() >= Duration::from_secs(1) {
+                second = Instant::now();
+                // A CPU that cannot be sampled is retried in a second; the others go on.
+                let _ = self.sampler.follow_hotplug();
+                if self.processes.all_ended() {
+                    break;
+                }
+            }
+        }
+        self.sampler.stop();
+        self.take(Duration::ZERO);
+        self.finish()
+    }
+
+    /// Takes what the rings hold, up to `settle` ago; everything when `settle` is zero.
+    fn take(&mut self, settle: Duration) {
+        let until = match settle.as_nanos() as u64 {
+            0 => u64::MAX,
+            settle => now_ns() - settle,
+        };
+        self.sampler.drain(&mut self.batch);
+        let mut events = 0;
+        let mut samples = 0;
+        while let Some(&sample) =
+            self.batch.samples.get(samples).filter(|sample| sample.header.time_ns <= until)
+        {
+            while self.batch.events.get(events).is_some_and(|e| e.time_ns <= sample.header.time_ns)
+            {
+                self.apply(events);
+                events += 1;
+            }
+            let (user, kernel) = (self.batch.user(&sample), self.batch.kernel(&sample));
+            self.epoch.add(&sample.header, user, kernel, &mut self.processes, &self.layout);
+            samples += 1;
+        }
+        while self.batch.events.get(events).is_some_and(|event| event.time_ns <= until) {
+            self.apply(events);
+            events += 1;
+        }
+        self.batch.advance(samples, events);
+    }
+
+    fn apply(&mut self, index: usize) {
+        let event = &self.batch.events[index];
+        match &event.change {
+            Change::Throttle => self.throttled += 1,
+            Change::Lost(count) => self.lost_events += count,
+            // The last moment its perf-map can still be found.
+            Change::Exit { tid } if *tid == event.pid => {
+                if let Some(image) = self.processes.image(event.pid)
+                    && self.epoch.runs_anonymous(image)
+                {
+                    let map = snapshot_perf_map(event.pid, &self.outbox);
+                    self.references.perf_maps.insert(image, map);
+                }
+            }
+            _ => {}
+        }
+        self.processes.apply(event);
+    }
+
+    /// Seals the epoch and starts the next.
+    fn cut(&mut self) {
+        let now = now_ns();
+        for process in self.epoch.processes.iter().filter(|process| process.runs_anonymous) {
+            // Those that ended in this epoch have been looked at, and keep what was found then.
+            let ended = self.processes.image(process.pid) != Some(process.image);
+            if !(ended && self.references.perf_maps.contains_key(&process.image)) {
+                let map = snapshot_perf_map(process.pid, &self.outbox);
+                keep_better(&mut self.references.perf_maps, process.image, map);
+            }
+        }
+        let totals = self.totals();
+        let lost: Vec<_> = totals
+            .iter()
+            .map(|&(reason, total)| {
+                (reason, total - self.before.get(&reason).copied().unwrap_or(0))
+            })
+            .collect();
+        self.before = totals.into_iter().collect();
+        let samples = self.epoch.samples.len() as u64;
+        let span = Span { number: self.epoch_number, times: (self.epoch_start, now), lost: &lost };
+        let sealed = wire::epoch(&self.epoch, &span, &self.references, &self.identity);
+        self.outbox.push(sealed, samples);
+        self.delivered += samples;
+        self.epoch = Epoch::default();
+        self.epoch_number += 1;
+        self.epoch_start = now;
+        self.processes.end_epoch();
+        let processes = &self.processes;
+        self.references.perf_maps.retain(|&image, _| processes.has_image(image));
+    }
+
+    fn finish(mut self) -> Summary {
+        self.cut();
+        let lost = self.totals();
+        let taken = self.sampler.counter(Counter::Taken);
+        self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
+        Summary {
+            taken,
+            delivered: self.delivered,
+            epochs: self.epoch_number,
+            lost: lost.into_iter().filter(|(_, count)| *count > 0).collect(),
+            denied: self.processes.denied,
+        }
+    }
+
+    /// Everything lost since the start, by reason.
+    fn totals(&mut self) -> Vec<(LostReason, u64)> {
+        self.dropped += self.outbox.take_dropped();
+        vec![
+            (LostReason::RingFull, self.sampler.counter(Counter::RingFull)),
+            (LostReason::NoScratch, self.sampler.counter(Counter::NoScratch)),
+            (LostReason::EpochDropped, self.dropped),
+            (LostReason::MalformedRecord, self.batch.malformed),
+            (LostReason::Events, self.lost_events),
+            (LostReason::Throttled, self.throttled),
+            (LostReason::TargetsFull, self.sampler.counter(Counter::TargetsFull)),
+        ]
+    }
+}
+
+/// Reads a perf-map and leaves it in the outbox.
+fn snapshot_perf_map(pid: u32, outbox: &Outbox) -> Result<Hash, String> {
+    let content = perf_map::read(pid).map_err(|missing| missing.to_string())?;
+    let artifact = Artifact::new(Kind::PerfMap, content);
+    let hash = artifact.hash;
+    outbox.add_artifact(artifact, false);
+    Ok(hash)
+}
+
+/// A snapshot from before is better than a reason why there is none now.
+fn keep_better(
+    maps: &mut HashMap<u64, Result<Hash, String>>,
+    image: u64,
+    map: Result<Hash, String>,
+) {
+    let had_one = matches!(maps.get(&image), Some(Ok(_)));
+    if map.is_ok() || !had_one {
+        maps.insert(image, map);
+    }
+}
+
+/// `CLOCK_MONOTONIC`, nanoseconds.
+#[must_use]
+pub fn now_ns() -> u64 {
+    nanoseconds(ClockId::Monotonic)
+}
+
+/// `CLOCK_REALTIME`, nanoseconds.
+#[must_use]
+pub fn realtime_ns() -> u64 {
+    nanoseconds(ClockId::Realtime)
+}
+
+fn nanoseconds(clock: ClockId) -> u64 {
+    let now = clock_gettime(clock);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}

@@ -1,0 +1,73 @@
+//! Capabilities: what this process holds, and giving up what it no longer needs.
+
+use rustix::io;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities,
+    set_no_new_privs,
+};
+
+/// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
+/// mappings of other users' processes.
+const KEPT: CapabilitySet = CapabilitySet::PERFMON;
+
+/// Capabilities in force for this thread.
+#[must_use]
+pub fn effective() -> CapabilitySet {
+    capabilities(None).map_or(CapabilitySet::empty(), |sets| sets.effective)
+}
+
+/// Drops every capability but [`KEPT`], for good: no later exec can bring one back.
+///
+/// Capabilities belong to threads: call it while there is one, those started later inherit its state.
+///
+/// # Errors
+/// Those of the system calls; none is expected, since a process may always give up what it has.
+pub fn drop_all_but_needed() -> io::Result<()> {
+    keep(KEPT)
+}
+
+/// Drops every capability of this thread, for good.
+///
+/// # Errors
+/// As above.
+pub fn drop_all() -> io::Result<()> {
+    keep(CapabilitySet::empty())
+}
+
+fn keep(wanted: CapabilitySet) -> io::Result<()> {
+    set_no_new_privs(true)?;
+    clear_ambient_capability_set()?;
+    let kept = capabilities(None)?.permitted & wanted;
+    set_capabilities(
+        None,
+        CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() },
+    )
+}
+
+/// Names as in capabilities(7), or "none".
+#[must_use]
+pub fn names(set: CapabilitySet) -> String {
+    let names: Vec<_> = set.iter_names().map(|(name, _)| format!("CAP_{name}")).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(" ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_the_manual() {
+        assert_eq!(names(CapabilitySet::PERFMON | CapabilitySet::BPF), "CAP_PERFMON CAP_BPF");
+        assert_eq!(names(CapabilitySet::empty()), "none");
+    }
+
+    #[test]
+    fn a_thread_that_dropped_holds_at_most_what_is_kept() {
+        std::thread::spawn(|| {
+            assert!(drop_all_but_needed().is_ok());
+            assert!(KEPT.contains(effective()));
+        })
+        .join()
+        .unwrap_or_else(|_| panic!("the thread failed"));
+    }
+}

@@ -1,0 +1,123 @@
+//! What code came from, interned: equal executables are one [`Rc`], with one id for life.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use crate::event::Mapped;
+
+/// What an address can lie in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A mapped file.
+    File {
+        /// Path as the process has it.
+        path: String,
+        /// GNU build-id, empty when the file has none or the kernel could not read it.
+        build_id: Vec<u8>,
+        /// Inode and device, where there is no build-id.
+        inode: u64,
+        /// Major and minor number of the device.
+        device: (u32, u32),
+    },
+    /// The vDSO.
+    Vdso,
+    /// Anonymous executable memory.
+    Anonymous,
+    /// The kernel image.
+    Kernel,
+    /// A kernel module, or `bpf`.
+    Module(String),
+    /// Nothing known.
+    Unmapped,
+}
+
+/// An interned executable.
+#[derive(Debug)]
+pub struct Executable {
+    /// Unique among all executables of this collector.
+    pub id: u64,
+    /// What it is.
+    pub kind: Kind,
+}
+
+/// The interner. Forgets what nothing refers to any more, so it is as large as the mappings known.
+#[derive(Debug, Default)]
+pub struct Executables {
+    by_kind: HashMap<Kind, Rc<Executable>>,
+    next_id: u64,
+}
+
+impl Executables {
+    /// The executable of this kind.
+    pub fn intern(&mut self, kind: Kind) -> Rc<Executable> {
+        if let Some(found) = self.by_kind.get(&kind) {
+            return Rc::clone(found);
+        }
+        self.next_id += 1;
+        let executable = Rc::new(Executable { id: self.next_id, kind: kind.clone() });
+        self.by_kind.insert(kind, Rc::clone(&executable));
+        executable
+    }
+
+    /// The executable behind a mapping.
+    pub fn of_mapping(&mut self, mapped: &Mapped) -> Rc<Executable> {
+        let path = mapped.path.strip_suffix(" (deleted)").unwrap_or(&mapped.path);
+        let kind = if path == "[vdso]" {
+            Kind::Vdso
+        } else if !path.starts_with('/')
+            || path.starts_with("//anon")
+            || path.starts_with("/dev/zero")
+        {
+            Kind::Anonymous
+        } else if mapped.build_id.is_empty() {
+            Kind::File {
+                path: path.to_owned(),
+                build_id: Vec::new(),
+                inode: mapped.inode,
+                device: mapped.device,
+            }
+        } else {
+            // The build-id is the identity; the inode would tell equal files apart.
+            Kind::File {
+                path: path.to_owned(),
+                build_id: mapped.build_id.clone(),
+                inode: 0,
+                device: (0, 0),
+            }
+        };
+        self.intern(kind)
+    }
+
+    /// Forgets what nothing refers to.
+    pub fn purge(&mut self) {
+        self.by_kind.retain(|_, executable| Rc::strong_count(executable) > 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_mappings_are_one_executable_until_forgotten() {
+        let mut executables = Executables::default();
+        let mapped =
+            Mapped { path: "/bin/x".into(), build_id: vec![1; 20], inode: 5, ..Mapped::default() };
+        let first = executables.of_mapping(&mapped);
+        let deleted = Mapped { path: "/bin/x (deleted)".into(), inode: 6, ..mapped.clone() };
+        assert_eq!(executables.of_mapping(&deleted).id, first.id);
+        let id = first.id;
+        drop(first);
+        executables.purge();
+        assert_ne!(executables.of_mapping(&mapped).id, id);
+    }
+
+    #[test]
+    fn names_that_are_not_files_are_anonymous() {
+        let mut executables = Executables::default();
+        for path in ["", "//anon", "[heap]", "[anon:v8]", "anon_inode:[perf]"] {
+            let mapped = Mapped { path: path.into(), ..Mapped::default() };
+            assert_eq!(executables.of_mapping(&mapped).kind, Kind::Anonymous, "{path}");
+        }
+    }
+}

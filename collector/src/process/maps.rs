@@ -1,0 +1,172 @@
+//! Executable mappings of a process that already runs: `PROCMAP_QUERY`, else `/proc/PID/maps`.
+//!
+//! The text parser is pure. Reads what the kernel says about mappings and opens no mapped file, so a
+//! kernel without `PROCMAP_QUERY` (before 6.11) gives no build-ids here. Called by `process/mod.rs`.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::AsRawFd;
+
+use crate::event::Mapped;
+
+/// Executable mappings of `pid`, by address.
+///
+/// # Errors
+/// Those of opening and reading `/proc/PID/maps`: `NotFound` when the process is gone,
+/// `PermissionDenied` without `CAP_PERFMON` (kernel 6.15 and newer) or `CAP_SYS_PTRACE`.
+pub fn read(pid: u32) -> io::Result<Vec<Mapped>> {
+    let mut file = File::open(format!("/proc/{pid}/maps"))?;
+    match query_all(&file) {
+        Ok(mappings) => Ok(mappings),
+        // ENOTTY and EINVAL: the kernel does not know the ioctl.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => {
+            let mut text = Vec::new();
+            file.read_to_end(&mut text)?;
+            Ok(parse(&text))
+        }
+        // The address space is gone: a zombie, or on its way there.
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Executable mappings in the text of `/proc/PID/maps`; lines that are none are passed over.
+#[must_use]
+pub fn parse(text: &[u8]) -> Vec<Mapped> {
+    text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
+}
+
+/// `start-end perms offset major:minor inode   path`, proc_pid_maps(5).
+fn parse_line(line: &[u8]) -> Option<Mapped> {
+    let line = String::from_utf8_lossy(line);
+    let mut fields = line.splitn(6, ' ');
+    let (start, end) = fields.next()?.split_once('-')?;
+    let (start, end) = (hex(start)?, hex(end)?);
+    if fields.next()?.as_bytes().get(2) != Some(&b'x') {
+        return None;
+    }
+    let file_offset = hex(fields.next()?)?;
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+    let inode = fields.next()?.parse().ok()?;
+    let path = fields.next().unwrap_or("").trim_start().to_owned();
+    let length = end.checked_sub(start)?;
+    Some(Mapped { start, length, file_offset, path, build_id: Vec::new(), inode, device })
+}
+
+fn hex(text: &str) -> Option<u64> {
+    u64::from_str_radix(text, 16).ok()
+}
+
+/// `struct procmap_query` of include/uapi/linux/fs.h, kernel 6.11.
+#[repr(C)]
+#[derive(Default)]
+struct ProcmapQuery {
+    size: u64,
+    query_flags: u64,
+    query_addr: u64,
+    vma_start: u64,
+    vma_end: u64,
+    vma_flags: u64,
+    vma_page_size: u64,
+    vma_offset: u64,
+    inode: u64,
+    dev_major: u32,
+    dev_minor: u32,
+    vma_name_size: u32,
+    build_id_size: u32,
+    vma_name_addr: u64,
+    build_id_addr: u64,
+}
+
+/// `_IOWR('f', 17, struct procmap_query)`.
+const PROCMAP_QUERY: u64 =
+    (3 << 30) | ((size_of::<ProcmapQuery>() as u64) << 16) | (0x66 << 8) | 17;
+const VMA_EXECUTABLE: u64 = 0x04;
+const COVERING_OR_NEXT_VMA: u64 = 0x10;
+
+fn query_all(maps: &File) -> io::Result<Vec<Mapped>> {
+    let mut found = Vec::new();
+    let mut from = 0;
+    while let Some(mapped) = query(maps, from)? {
+        from = mapped.start + mapped.length;
+        found.push(mapped);
+    }
+    Ok(found)
+}
+
+/// The first executable mapping that ends above `address`.
+fn query(maps: &File, address: u64) -> io::Result<Option<Mapped>> {
+    let mut name = [0u8; 4096];
+    let mut build_id = [0u8; 20];
+    let mut request = ProcmapQuery {
+        size: size_of::<ProcmapQuery>() as u64,
+        query_flags: VMA_EXECUTABLE | COVERING_OR_NEXT_VMA,
+        query_addr: address,
+        vma_name_size: name.len() as u32,
+        build_id_size: build_id.len() as u32,
+        vma_name_addr: name.as_mut_ptr() as u64,
+        build_id_addr: build_id.as_mut_ptr() as u64,
+        ..ProcmapQuery::default()
+    };
+    // SAFETY: the request is the struct the ioctl takes, its two buffers have the sizes it states, and
+    // all three outlive the call.
+    let result = unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY as _, &raw mut request) };
+    if result < 0 {
+        let error = io::Error::last_os_error();
+        return if error.raw_os_error() == Some(libc::ENOENT) { Ok(None) } else { Err(error) };
+    }
+    let path = name.get(..(request.vma_name_size as usize).saturating_sub(1)).unwrap_or(&[]);
+    Ok(Some(Mapped {
+        start: request.vma_start,
+        length: request.vma_end - request.vma_start,
+        file_offset: request.vma_offset,
+        path: String::from_utf8_lossy(path).into_owned(),
+        build_id: build_id.get(..request.build_id_size as usize).unwrap_or(&[]).to_vec(),
+        inode: request.inode,
+        device: (request.dev_major, request.dev_minor),
+    }))
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn parses_the_lines_the_kernel_writes() {
+        let text = b"\
+55d0-66d0 r-xp 00002000 fe:01 1234                       /usr/bin/a program (deleted)\n\
+7000-8000 rw-p 00000000 00:00 0                          [heap]\n\
+9000-a000 r-xp 00000000 00:00 0 \n\
+nonsense\n";
+        let mappings = parse(text);
+        assert_eq!(mappings.len(), 2);
+        assert_eq!(mappings[0].path, "/usr/bin/a program (deleted)");
+        assert_eq!((mappings[0].start, mappings[0].length), (0x55d0, 0x1100));
+        assert_eq!((mappings[0].file_offset, mappings[0].inode), (0x2000, 1234));
+        assert_eq!(mappings[0].device, (0xfe, 1));
+        assert_eq!(mappings[1].path, "");
+    }
+
+    #[test]
+    fn both_ways_tell_the_same_of_this_process() {
+        let queried = read(std::process::id()).unwrap();
+        let parsed = parse(&std::fs::read("/proc/self/maps").unwrap());
+        let spans = |mappings: &[Mapped]| -> Vec<_> {
+            mappings.iter().map(|m| (m.start, m.length, m.file_offset, m.path.clone())).collect()
+        };
+        let vsyscall = |m: &(u64, u64, u64, String)| m.3 != "[vsyscall]";
+        let parsed: Vec<_> = spans(&parsed).into_iter().filter(vsyscall).collect();
+        assert_eq!(spans(&queried), parsed);
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(line in "\\PC{0,80}") {
+            let _ = parse(line.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! The processes under observation: identity, name, and what is mapped where, at the time of each sample.
+//!
+//! Fed with side-band events in time order and asked at each sample. Processes that ran before the
+//! capture are read from `/proc` at start or when first met. Opens no file of a target but
+//! `/proc/PID/{maps,comm,status}`.
+
+pub mod executable;
+pub mod maps;
+
+use std::collections::HashMap;
+use std::io;
+use std::rc::Rc;
+
+use self::executable::{Executable, Executables};
+use crate::event::{Change, Event, Mapped};
+
+/// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten first.
+const MAX_PROCESSES: usize = 32_768;
+
+/// An executable mapping.
+#[derive(Clone, Debug)]
+pub struct Mapping {
+    /// First address.
+    pub start: u64,
+    /// First address behind it.
+    pub end: u64,
+    /// File offset of `start`.
+    pub file_offset: u64,
+    /// What is mapped.
+    pub executable: Rc<Executable>,
+}
+
+/// What is known of a process's mappings.
+#[derive(Clone, Debug)]
+pub enum Mappings {
+    /// By address, without overlaps.
+    Known(Rc<Vec<Mapping>>),
+    /// `/proc` refused.
+    Denied,
+    /// It was gone before it could be asked.
+    Gone,
+}
+
+/// One program image of a process.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// Unique among all images of all processes in this collector; changes at each exec.
+    pub image: u64,
+    /// Process id.
+    pub pid: u32,
+    /// Start in boottime nanoseconds; 0 until the first sample tells.
+    pub start_ns: u64,
+    /// Name of the main thread.
+    pub comm: String,
+    /// Counts images of this process.
+    pub generation: u32,
+    /// Where its code is.
+    pub mappings: Mappings,
+    /// Changes whenever `mappings` does.
+    pub version: u32,
+    /// Sampled in this epoch.
+    touched: bool,
+    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
+    exited: bool,
+}
+
+impl Process {
+    /// The mapping `address` lies in.
+    #[must_use]
+    pub fn mapping(&self, address: u64) -> Option<&Mapping> {
+        let Mappings::Known(mappings) = &self.mappings else { return None };
+        let after = mappings.partition_point(|mapping| mapping.start <= address);
+        mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
+    }
+
+    fn map(&mut self, mapped: &Mapped, executables: &mut Executables) {
+        let start = mapped.start;
+        let end = start.saturating_add(mapped.length);
+        let new = Mapping {
+            start,
+            end,
+            file_offset: mapped.file_offset,
+            executable: executables.of_mapping(mapped),
+        };
+        let Mappings::Known(mappings) = &mut self.mappings else { return };
+        let mappings = Rc::make_mut(mappings);
+        let first = mappings.partition_point(|old| old.end <= start);
+        let last = mappings.partition_point(|old| old.start < end);
+        // What the new mapping covers is gone; what sticks out of it on either side stays.
+        let mut replacement = Vec::with_capacity(3);
+        if let Some(old) = mappings.get(first).filter(|old| first < last && old.start < start) {
+            replacement.push(Mapping { end: start, ..old.clone() });
+        }
+        replacement.push(new);
+        if let Some(old) = last
+            .checked_sub(1)
+            .and_then(|at| mappings.get(at))
+            .filter(|old| first < last && old.end > end)
+        {
+            let file_offset = old.file_offset + (end - old.start);
+            replacement.push(Mapping { start: end, file_offset, ..old.clone() });
+        }
+        mappings.splice(first..last, replacement);
+        self.version += 1;
+    }
+}
+
+/// All processes of interest.
+#[derive(Debug, Default)]
+pub struct Processes {
+    by_pid: HashMap<u32, Process>,
+    executables: Executables,
+    /// `None`: all processes are of interest.
+    wanted: Option<std::collections::HashSet<u32>>,
+    follow: bool,
+    next_image: u64,
+    /// Processes whose mappings could not be read, by cause.
+    pub denied: u64,
+}
+
+impl Processes {
+    /// Observes all processes, or those given (with their children when `follow`).
+    #[must_use]
+    pub fn new(wanted: Option<&[u32]>, follow: bool) -> Self {
+        let wanted = wanted.map(|pids| pids.iter().copied().collect());
+        Self { wanted, follow, ..Self::default() }
+    }
+
+    /// Reads what is mapped in the processes that already run: all, or those wanted.
+    pub fn scan(&mut self) {
+        let pids: Vec<u32> = match &self.wanted {
+            Some(pids) => pids.iter().copied().collect(),
+            None => std::fs::read_dir("/proc")
+                .map(|entries| {
+                    entries
+                        .flatten()
+                        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+                        .collect()
+                })
+                .unwrap_or_default(),
+        };
+        for pid in pids {
+            self.load(pid);
+        }
+    }
+
+    /// Applies one event.
+    pub fn apply(&mut self, event: &Event) {
+        let pid = event.pid;
+        match &event.change {
+            Change::Fork { parent } => {
+                if let Some(wanted) = &mut self.wanted
+                    && self.follow
+                    && wanted.contains(parent)
+                {
+                    wanted.insert(pid);
+                }
+                if self.is_wanted(pid) {
+                    self.fork(*parent, pid);
+                }
+            }
+            _ if !self.is_wanted(pid) => {}
+            Change::Comm { exec: true, comm, .. } => self.exec(pid, comm),
+            Change::Comm { tid, comm, .. } if *tid == pid => {
+                if let Some(process) = self.by_pid.get_mut(&pid) {
+                    process.comm.clone_from(comm);
+                }
+            }
+            Change::Map(mapped) => {
+                if let Some(process) = self.by_pid.get_mut(&pid) {
+                    process.map(mapped, &mut self.executables);
+                }
+            }
+            Change::Exit { tid } if *tid == pid => {
+                if let Some(process) = self.by_pid.get_mut(&pid) {
+                    process.exited = true;
+                }
+            }
+            // The side band has gaps: what is mapped must be asked again.
+            Change::Lost(_) => self.forget_mappings(),
+            Change::Comm { .. } | Change::Exit { .. } | Change::Throttle => {}
+        }
+    }
+
+    /// The process a sample was taken in.
+    pub fn sampled(&mut self, pid: u32, start_ns: u64) -> &mut Process {
+        // A pid used again, and the events that would have told are lost.
+        let reused = |process: &Process| process.start_ns != 0 && process.start_ns != start_ns;
+        if self.by_pid.get(&pid).is_none_or(reused) {
+            self.by_pid.remove(&pid);
+            self.load(pid);
+        }
+        if self.by_pid.len() > MAX_PROCESSES {
+            self.by_pid.retain(|&other, process| process.touched || other == pid);
+        }
+        let next_image = &mut self.next_image;
+        // Absent after load() only if it was gone: its samples are still worth keeping.
+        let process = self.by_pid.entry(pid).or_insert_with(|| {
+            *next_image += 1;
+            new_process(*next_image, pid, String::new(), Mappings::Gone)
+        });
+        process.start_ns = start_ns;
+        process.touched = true;
+        process
+    }
+
+    /// The interner, for executables that are not mappings.
+    pub fn executables(&mut self) -> &mut Executables {
+        &mut self.executables
+    }
+
+    /// The current image of a process.
+    #[must_use]
+    pub fn image(&self, pid: u32) -> Option<u64> {
+        self.by_pid.get(&pid).map(|process| process.image)
+    }
+
+    /// Whether some process still runs this image.
+    #[must_use]
+    pub fn has_image(&self, image: u64) -> bool {
+        self.by_pid.values().any(|process| process.image == image)
+    }
+
+    /// Called between epochs: forgets who ended, who was sampled, and executables nothing refers to.
+    pub fn end_epoch(&mut self) {
+        self.by_pid.retain(|_, process| process.touched || !process.exited);
+        for process in self.by_pid.values_mut() {
+            process.touched = false;
+        }
+        self.executables.purge();
+    }
+
+    /// Processes asked for have all ended. Never true when all processes are observed.
+    pub fn all_ended(&mut self) -> bool {
+        let Some(wanted) = &mut self.wanted else { return false };
+        wanted.retain(|&pid| is_running(pid));
+        wanted.is_empty()
+    }
+
+    fn is_wanted(&self, pid: u32) -> bool {
+        self.wanted.as_ref().is_none_or(|wanted| wanted.contains(&pid))
+    }
+
+    fn load(&mut self, pid: u32) {
+        let comm = std::fs::read(format!("/proc/{pid}/comm"))
+            .map(|name| String::from_utf8_lossy(name.trim_ascii_end()).into_owned());
+        let mappings = match maps::read(pid) {
+            Ok(found) => {
+                let executables = &mut self.executables;
+                let mappings = found.iter().map(|mapped| Mapping {
+                    start: mapped.start,
+                    end: mapped.start + mapped.length,
+                    file_offset: mapped.file_offset,
+                    executable: executables.of_mapping(mapped),
+                });
+                Mappings::Known(Rc::new(mappings.collect()))
+            }
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                self.denied += 1;
+                Mappings::Denied
+            }
+            Err(_) => Mappings::Gone,
+        };
+        if comm.is_err() && matches!(mappings, Mappings::Gone) {
+            return; // no such process
+        }
+        self.next_image += 1;
+        let process = new_process(self.next_image, pid, comm.unwrap_or_default(), mappings);
+        self.by_pid.insert(pid, process);
+    }
+
+    fn fork(&mut self, parent: u32, pid: u32) {
+        if !self.by_pid.contains_key(&parent) {
+            self.load(parent);
+        }
+        let inherited = self.by_pid.get(&parent).map(|p| (p.comm.clone(), p.mappings.clone()));
+        // A parent that is not wanted itself was loaded for this alone.
+        if !self.is_wanted(parent) {
+            self.by_pid.remove(&parent);
+        }
+        let Some((comm, mappings)) = inherited else {
+            self.by_pid.remove(&pid);
+            return; // the first sample will ask /proc
+        };
+        self.next_image += 1;
+        self.by_pid.insert(pid, new_process(self.next_image, pid, comm, mappings));
+    }
+
+    fn exec(&mut self, pid: u32, comm: &str) {
+        self.next_image += 1;
+        let mappings = Mappings::Known(Rc::default());
+        let mut process = new_process(self.next_image, pid, comm.to_owned(), mappings);
+        if let Some(before) = self.by_pid.get(&pid) {
+            process.start_ns = before.start_ns;
+            process.generation = before.generation + 1;
+        }
+        self.by_pid.insert(pid, process);
+    }
+
+    fn forget_mappings(&mut self) {
+        let pids: Vec<u32> = self.by_pid.keys().copied().collect();
+        for pid in pids {
+            let Some(before) = self.by_pid.remove(&pid) else { continue };
+            self.load(pid);
+            match self.by_pid.get_mut(&pid) {
+                Some(process) => {
+                    process.start_ns = before.start_ns;
+                    process.generation = before.generation + 1;
+                }
+                // Gone meanwhile: what was known is better than nothing.
+                None => {
+                    self.by_pid.insert(pid, before);
+                }
+            }
+        }
+    }
+}
+
+/// Whether `/proc` has the process in a state other than zombie or dead.
+fn is_running(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        // The name in parentheses may hold anything: the state is behind the last one.
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+    })
+}
+
+fn new_process(image: u64, pid: u32, comm: String, mappings: Mappings) -> Process {
+    Process {
+        image,
+        pid,
+        start_ns: 0,
+        comm,
+        generation: 0,
+        mappings,
+        version: 0,
+        touched: false,
+        exited: false,
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::executable::Kind;
+    use super::*;
+
+    const PID: u32 = 4_000_001; // above any pid_max, so that /proc has no such process
+
+    fn map(pid: u32, start: u64, length: u64, file_offset: u64, path: &str) -> Event {
+        let path = path.to_owned();
+        let mapped =
+            Mapped { start, length, file_offset, path, build_id: vec![1; 20], ..Mapped::default() };
+        Event { time_ns: 0, pid, change: Change::Map(mapped) }
+    }
+
+    fn exec(pid: u32, comm: &str) -> Event {
+        Event { time_ns: 0, pid, change: Change::Comm { tid: pid, comm: comm.into(), exec: true } }
+    }
+
+    fn at(process: &Process, address: u64) -> Option<(String, u64)> {
+        let mapping = process.mapping(address)?;
+        let Kind::File { path, .. } = &mapping.executable.kind else { return None };
+        Some((path.clone(), address - mapping.start + mapping.file_offset))
+    }
+
+    #[test]
+    fn a_new_mapping_replaces_what_it_covers_and_splits_what_sticks_out() {
+        let mut processes = Processes::new(None, false);
+        processes.apply(&exec(PID, "x"));
+        processes.apply(&map(PID, 0x1000, 0x4000, 0, "/old"));
+        processes.apply(&map(PID, 0x2000, 0x1000, 0x700, "/new"));
+        let process = processes.sampled(PID, 1);
+        assert_eq!(at(process, 0x1fff).unwrap(), ("/old".into(), 0xfff));
+        assert_eq!(at(process, 0x2001).unwrap(), ("/new".into(), 0x701));
+        assert_eq!(at(process, 0x3000).unwrap(), ("/old".into(), 0x2000));
+        assert_eq!(at(process, 0x5000), None);
+        processes.apply(&map(PID, 0, 0x9000, 0, "/all"));
+        assert_eq!(at(processes.sampled(PID, 1), 0x2001).unwrap().0, "/all");
+    }
+
+    #[test]
+    fn a_child_has_its_parents_mappings_until_it_execs() {
+        let mut processes = Processes::new(None, false);
+        processes.apply(&exec(PID, "parent"));
+        processes.apply(&map(PID, 0x1000, 0x1000, 0, "/parent"));
+        let fork = Change::Fork { parent: PID };
+        processes.apply(&Event { time_ns: 0, pid: PID + 1, change: fork });
+        let image = processes.sampled(PID + 1, 2).image;
+        assert_eq!(at(processes.sampled(PID + 1, 2), 0x1000).unwrap().0, "/parent");
+        processes.apply(&exec(PID + 1, "child"));
+        let child = processes.sampled(PID + 1, 2);
+        assert!(at(child, 0x1000).is_none() && child.image != image);
+        assert_eq!((child.comm.as_str(), child.generation), ("child", 1));
+        assert_eq!(at(processes.sampled(PID, 1), 0x1000).unwrap().0, "/parent");
+    }
+
+    #[test]
+    fn only_wanted_processes_and_followed_children_are_kept() {
+        for follow in [false, true] {
+            let mut processes = Processes::new(Some(&[PID]), follow);
+            processes.apply(&exec(PID, "wanted"));
+            processes.apply(&exec(PID + 7, "stranger"));
+            processes.apply(&Event {
+                time_ns: 0,
+                pid: PID + 1,
+                change: Change::Fork { parent: PID },
+            });
+            let mut kept: Vec<_> = processes.by_pid.keys().copied().collect();
+            kept.sort_unstable();
+            assert_eq!(kept, if follow { vec![PID, PID + 1] } else { vec![PID] });
+        }
+    }
+
+    #[test]
+    fn a_reused_pid_does_not_inherit_and_a_gone_process_is_said_to_be_gone() {
+        let mut processes = Processes::new(None, false);
+        processes.apply(&exec(PID, "first"));
+        processes.apply(&map(PID, 0x1000, 0x1000, 0, "/first"));
+        processes.sampled(PID, 10);
+        let second = processes.sampled(PID, 20);
+        assert!(at(second, 0x1000).is_none());
+        assert!(matches!(second.mappings, Mappings::Gone));
+    }
+}

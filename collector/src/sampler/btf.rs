@@ -1,0 +1,218 @@
+//! Offsets of struct members, read from the kernel's BTF.
+//!
+//! Pure: bytes in, numbers out. Reads just as much BTF as `struct task_struct` needs; aya's own
+//! reader keeps member offsets to itself, and the one published BTF crate is LGPL.
+//! Format: Documentation/bpf/btf.rst. Called by `sampler/object.rs`.
+
+/// BTF that cannot be read, or lacks what is asked for.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BtfError {
+    /// Not BTF, or cut.
+    #[error("kernel BTF is malformed at byte {0}")]
+    Malformed(usize),
+    /// No such struct.
+    #[error("kernel BTF has no struct {0}")]
+    NoStruct(String),
+    /// No such member.
+    #[error("kernel BTF has no member {member} in struct {name}")]
+    NoMember {
+        /// Struct searched.
+        name: String,
+        /// Member not found.
+        member: String,
+    },
+}
+
+const MAGIC: u16 = 0xeb9f;
+const KIND_STRUCT: u32 = 4;
+const KIND_UNION: u32 = 5;
+
+/// Byte offsets of `members` in `struct name`, members of anonymous structs and unions included.
+///
+/// # Errors
+/// See [`BtfError`]; a bit-field that starts inside a byte counts as missing.
+pub fn member_offsets<const N: usize>(
+    btf: &[u8],
+    name: &str,
+    members: [&str; N],
+) -> Result<[u32; N], BtfError> {
+    let reader = Reader::new(btf)?;
+    let structs = reader.index()?;
+    let root = structs
+        .iter()
+        .copied()
+        .flatten()
+        .find(|found| found.kind == KIND_STRUCT && reader.is_name(found.name, name))
+        .ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
+    let mut offsets = [0; N];
+    for (slot, member) in offsets.iter_mut().zip(members) {
+        *slot = reader
+            .find(&structs, root, member, 0)?
+            .filter(|bits| bits % 8 == 0)
+            .map(|bits| bits / 8)
+            .ok_or_else(|| BtfError::NoMember {
+                name: name.to_owned(),
+                member: member.to_owned(),
+            })?;
+    }
+    Ok(offsets)
+}
+
+/// A struct or union: where its members are.
+#[derive(Clone, Copy)]
+struct Composite {
+    kind: u32,
+    name: u32,
+    members_at: usize,
+    member_count: usize,
+    /// Member offsets carry a bit-field size in their top byte (`kind_flag`).
+    bit_fields: bool,
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    types: std::ops::Range<usize>,
+    strings_at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn new(bytes: &'a [u8]) -> Result<Self, BtfError> {
+        let mut reader = Self { bytes, types: 0..0, strings_at: 0 };
+        let magic = bytes.first_chunk::<2>().map(|two| u16::from_ne_bytes(*two));
+        if magic != Some(MAGIC) {
+            return Err(BtfError::Malformed(0));
+        }
+        let header = reader.word(4)? as usize;
+        let types = header + reader.word(8)? as usize;
+        reader.types = types..types + reader.word(12)? as usize;
+        reader.strings_at = header + reader.word(16)? as usize;
+        Ok(reader)
+    }
+
+    fn word(&self, at: usize) -> Result<u32, BtfError> {
+        self.bytes
+            .get(at..at + 4)
+            .and_then(|word| word.try_into().ok())
+            .map(u32::from_ne_bytes)
+            .ok_or(BtfError::Malformed(at))
+    }
+
+    fn is_name(&self, offset: u32, name: &str) -> bool {
+        let at = self.strings_at + offset as usize;
+        let end = at + name.len();
+        self.bytes.get(at..end) == Some(name.as_bytes()) && self.bytes.get(end) == Some(&0)
+    }
+
+    /// Every type by id, structs and unions only; ids count from 1.
+    fn index(&self) -> Result<Vec<Option<Composite>>, BtfError> {
+        let mut found = vec![None];
+        let mut at = self.types.start;
+        while at < self.types.end {
+            let (name, info) = (self.word(at)?, self.word(at + 4)?);
+            let (kind, count) = ((info >> 24) & 0x1f, (info & 0xffff) as usize);
+            let composite = matches!(kind, KIND_STRUCT | KIND_UNION);
+            found.push(composite.then_some(Composite {
+                kind,
+                name,
+                members_at: at + 12,
+                member_count: count,
+                bit_fields: info >> 31 == 1,
+            }));
+            // Bytes behind the 12 every type has, by kind: int, ptr, array, struct, union, enum, …
+            at += 12
+                + match kind {
+                    1 | 14 | 17 => 4,
+                    3 => 12,
+                    KIND_STRUCT | KIND_UNION | 15 | 19 => count * 12,
+                    6 | 13 => count * 8,
+                    2 | 7..=12 | 16 | 18 => 0,
+                    _ => return Err(BtfError::Malformed(at)),
+                };
+        }
+        Ok(found)
+    }
+
+    /// Bit offset of `member` in `within`; nested anonymous structs are searched, to a depth of 8.
+    fn find(
+        &self,
+        types: &[Option<Composite>],
+        within: Composite,
+        member: &str,
+        depth: usize,
+    ) -> Result<Option<u32>, BtfError> {
+        for index in 0..within.member_count {
+            let at = within.members_at + index * 12;
+            let (name, kind, raw) = (self.word(at)?, self.word(at + 4)?, self.word(at + 8)?);
+            let offset = if within.bit_fields { raw & 0x00ff_ffff } else { raw };
+            if name != 0 && self.is_name(name, member) {
+                return Ok(Some(offset));
+            }
+            let inner = types.get(kind as usize).copied().flatten();
+            if let (0, Some(inner), true) = (name, inner, depth < 8)
+                && let Some(found) = self.find(types, inner, member, depth + 1)?
+            {
+                return Ok(Some(offset + found));
+            }
+        }
+        Ok(None)
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// `struct task { union { int a; int b; }; int flags; }`, written by hand.
+    fn sample() -> Vec<u8> {
+        let strings = b"\0task\0flags\0b\0";
+        let types: Vec<u32> = [
+            vec![0, 1 << 24, 4, 32],                                 // 1: int
+            vec![0, (KIND_UNION << 24) | 1, 4, 12, 1, 0],            // 2: union { int b }
+            vec![1, (KIND_STRUCT << 24) | 2, 8, 0, 2, 64, 6, 1, 32], // 3: struct task
+        ]
+        .concat();
+        let mut bytes = Vec::new();
+        bytes.extend(MAGIC.to_ne_bytes());
+        bytes.extend([1, 0]);
+        let types_bytes = types.len() as u32 * 4;
+        for word in [24, 0, types_bytes, types_bytes, strings.len() as u32] {
+            bytes.extend(word.to_ne_bytes());
+        }
+        bytes.extend(types.iter().flat_map(|word| word.to_ne_bytes()));
+        bytes.extend(strings);
+        bytes
+    }
+
+    #[test]
+    fn finds_members_and_members_of_anonymous_unions() {
+        assert_eq!(member_offsets(&sample(), "task", ["flags", "b"]).unwrap(), [4, 8]);
+        assert_eq!(
+            member_offsets(&sample(), "task", ["mm"]).unwrap_err().to_string(),
+            "kernel BTF has no member mm in struct task"
+        );
+        assert!(matches!(member_offsets(&sample(), "mm", ["b"]), Err(BtfError::NoStruct(_))));
+    }
+
+    #[test]
+    fn the_running_kernel_has_what_the_programs_need() {
+        let Ok(btf) = std::fs::read("/sys/kernel/btf/vmlinux") else { return };
+        let [flags, pid, tgid] =
+            member_offsets(&btf, "task_struct", ["flags", "pid", "tgid"]).unwrap();
+        assert_eq!(tgid, pid + 4);
+        assert!(flags < pid);
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(cut in 0usize..200, at in 0usize..100, value: u8) {
+            let mut bytes = sample();
+            bytes.truncate(cut);
+            if let Some(byte) = bytes.get_mut(at) { *byte = value; }
+            let _ = member_offsets(&bytes, "task", ["flags", "b"]);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Memory shared with the kernel: perf rings and the counters array. Knows no layout.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// A shared mapping that lives as long as this value.
+#[derive(Debug)]
+pub struct Mapped {
+    base: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: the memory is reached through atomics only, so any thread may hold the mapping.
+unsafe impl Send for Mapped {}
+
+impl Mapped {
+    /// Maps `length` bytes of `fd` from its start, readable and writable.
+    ///
+    /// # Errors
+    /// The system call's: `EPERM` when over the locked-memory allowance.
+    pub fn read_write(fd: BorrowedFd<'_>, length: usize) -> io::Result<Self> {
+        Self::map(fd, length, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
+    /// Maps `length` bytes of `fd` from its start, readable.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn read_only(fd: BorrowedFd<'_>, length: usize) -> io::Result<Self> {
+        Self::map(fd, length, ProtFlags::READ)
+    }
+
+    fn map(fd: BorrowedFd<'_>, length: usize, protection: ProtFlags) -> io::Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
+        let base =
+            unsafe { mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0)? };
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { base, length })
+    }
+
+    /// The 8 bytes at `offset`, which must be a multiple of 8.
+    #[must_use]
+    pub fn atomic(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= self.length, "inside the mapping");
+        // SAFETY: in bounds and aligned by the assertion, mapped until drop, and AtomicU64 allows
+        // the kernel to change it behind our back.
+        unsafe { self.base.add(offset).cast().as_ref() }
+    }
+
+    /// Appends `length` bytes from `offset` on to `into`.
+    ///
+    /// The kernel must not be writing there: perf rings guarantee it between tail and head.
+    pub fn copy(&self, offset: usize, length: usize, into: &mut Vec<u8>) {
+        assert!(offset + length <= self.length, "inside the mapping");
+        let mut done = 0;
+        // Records are 8-byte aligned, so this takes whole words except for odd tails.
+        while done + 8 <= length && (offset + done).is_multiple_of(8) {
+            into.extend_from_slice(
+                &self.atomic(offset + done).load(Ordering::Relaxed).to_ne_bytes(),
+            );
+            done += 8;
+        }
+        while done < length {
+            // SAFETY: in bounds by the assertion, mapped until drop; AtomicU8 as above.
+            let byte = unsafe { self.base.add(offset + done).cast::<AtomicU8>().as_ref() };
+            into.push(byte.load(Ordering::Relaxed));
+            done += 1;
+        }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: the range is the one mmap returned, and no reference into it outlives self.
+        // A failure would leave the mapping behind, which nothing could mend here.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.length) };
+    }
+}

@@ -1,0 +1,279 @@
+//! The driver of the kernel side: loads, attaches to every CPU, drains rings in time order.
+//!
+//! Knows records, not processes: what they mean is for `pipeline.rs` and below. Everything that needs a
+//! capability happens in [`Sampler::start`], except opening events on CPUs that come online later.
+
+mod btf;
+mod mapped;
+mod object;
+mod perf_event;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use aya::maps::{MapData, RingBuf};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use stackwire_collector_ebpf::{Counter, SampleHeader};
+
+use self::object::Object;
+pub use self::object::{BTF_PATH, Filter, LoadError};
+pub use self::perf_event::Event;
+use self::perf_event::PerfEvent;
+use crate::{event, sample};
+
+/// Sampling could not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SamplerError {
+    /// The eBPF object.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A perf event.
+    #[error("cannot open a {event} perf event on CPU {cpu}: {error}{hint}")]
+    Open {
+        /// Name of the event.
+        event: &'static str,
+        /// CPU it was for.
+        cpu: u32,
+        /// What the kernel said.
+        error: io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// No CPU list.
+    #[error("cannot read {CPUS_ONLINE}: {0}")]
+    Cpus(io::Error),
+}
+
+const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
+
+/// A sample, its frames still in the arena of its [`Batch`].
+#[derive(Clone, Copy, Debug)]
+pub struct RawSample {
+    /// The fixed part.
+    pub header: SampleHeader,
+    start: usize,
+}
+
+/// What one drain brought, samples and events each in time order.
+#[derive(Debug, Default)]
+pub struct Batch {
+    /// Samples not yet taken by [`Batch::advance`].
+    pub samples: Vec<RawSample>,
+    /// Side-band events.
+    pub events: Vec<event::Event>,
+    /// Ring records that did not decode.
+    pub malformed: u64,
+    frames: Vec<u64>,
+}
+
+impl Batch {
+    /// User frames of a sample, leaf first.
+    #[must_use]
+    pub fn user(&self, sample: &RawSample) -> &[u64] {
+        &self.frames[sample.start..][..usize::from(sample.header.user_frames)]
+    }
+
+    /// Kernel frames of a sample, leaf first.
+    #[must_use]
+    pub fn kernel(&self, sample: &RawSample) -> &[u64] {
+        let start = sample.start + usize::from(sample.header.user_frames);
+        &self.frames[start..][..usize::from(sample.header.kernel_frames)]
+    }
+
+    /// Forgets the first `samples` samples and `events` events; keeps the rest for the next drain.
+    pub fn advance(&mut self, samples: usize, events: usize) {
+        self.events.drain(..events);
+        if samples == self.samples.len() {
+            self.samples.clear();
+            self.frames.clear();
+            return;
+        }
+        let mut kept = Vec::new();
+        let rest: Vec<_> = self.samples.drain(samples..).collect();
+        self.samples.clear();
+        for mut sample in rest {
+            let count =
+                usize::from(sample.header.user_frames) + usize::from(sample.header.kernel_frames);
+            let frames = self.frames[sample.start..][..count].to_vec();
+            sample.start = kept.len();
+            kept.extend(frames);
+            self.samples.push(sample);
+        }
+        self.frames = kept;
+    }
+}
+
+/// The running kernel side.
+pub struct Sampler {
+    object: Object,
+    ring: RingBuf<MapData>,
+    events: BTreeMap<u32, PerfEvent>,
+    kind: Event,
+    frequency: u32,
+    buffer: Vec<u8>,
+}
+
+impl fmt::Debug for Sampler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { object: _, ring: _, buffer: _, events, kind, frequency } = self;
+        let cpus: Vec<_> = events.keys().collect();
+        f.debug_struct("Sampler")
+            .field("kind", kind)
+            .field("frequency", frequency)
+            .field("cpus", &cpus)
+            .finish()
+    }
+}
+
+impl Sampler {
+    /// Loads, attaches to every online CPU, and starts sampling.
+    ///
+    /// # Errors
+    /// See [`SamplerError`].
+    pub fn start(filter: &Filter, kind: Event, frequency: u32) -> Result<Self, SamplerError> {
+        let mut object = Object::load(filter)?;
+        let ring = object.take_ring()?;
+        let events = BTreeMap::new();
+        let mut sampler = Self { object, ring, events, kind, frequency, buffer: Vec::new() };
+        for cpu in online_cpus()? {
+            sampler.attach(cpu)?;
+        }
+        for event in sampler.events.values() {
+            event.enable().map_err(|error| sampler.open_error(0, error))?;
+        }
+        Ok(sampler)
+    }
+
+    /// Opens events on CPUs that came online and forgets those of CPUs that went.
+    ///
+    /// # Errors
+    /// When a new CPU cannot be sampled; the others go on.
+    pub fn follow_hotplug(&mut self) -> Result<(), SamplerError> {
+        let online = online_cpus()?;
+        self.events.retain(|cpu, _| online.contains(cpu));
+        for cpu in online {
+            if !self.events.contains_key(&cpu) {
+                self.attach(cpu)?;
+                if let Some(event) = self.events.get(&cpu) {
+                    event.enable().map_err(|error| self.open_error(cpu, error))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until there is much to drain or `timeout`, less than a second, is over.
+    pub fn wait(&self, timeout: Duration) {
+        let mut fds = vec![PollFd::new(&self.ring, PollFlags::IN)];
+        fds.extend(
+            self.events.values().map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)),
+        );
+        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+        // An interrupted or failed wait costs one early look at the rings.
+        let _ = poll(&mut fds, Some(&timeout));
+    }
+
+    /// Moves everything in the rings into `batch`: samples first, so that every event older than a
+    /// sample is in the batch with it.
+    pub fn drain(&mut self, batch: &mut Batch) {
+        while let Some(record) = self.ring.next() {
+            let start = batch.frames.len();
+            match sample::decode(&record, &mut batch.frames) {
+                Ok(header) => batch.samples.push(RawSample { header, start }),
+                Err(_) => batch.malformed += 1,
+            }
+        }
+        for event in self.events.values_mut() {
+            event.drain(&mut self.buffer, |record| batch.events.extend(event::decode(record)));
+        }
+        batch.samples.sort_by_key(|sample| sample.header.time_ns);
+        batch.events.sort_by_key(|event| event.time_ns);
+    }
+
+    /// Stops taking samples; what was taken stays in the rings.
+    pub fn stop(&mut self) {
+        for event in self.events.values() {
+            // Fails only for events of a CPU that went offline, which take no samples.
+            let _ = event.disable();
+        }
+    }
+
+    /// A counter of the kernel side, summed over CPUs.
+    #[must_use]
+    pub fn counter(&self, counter: Counter) -> u64 {
+        self.object.counter(counter)
+    }
+
+    fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
+        let event = PerfEvent::open(cpu, self.kind, self.frequency)
+            .map_err(|error| self.open_error(cpu, error))?;
+        event
+            .set_program(self.object.sampling_program()?)
+            .map_err(|error| self.open_error(cpu, error))?;
+        self.events.insert(cpu, event);
+        Ok(())
+    }
+
+    fn open_error(&self, cpu: u32, error: io::Error) -> SamplerError {
+        let hint = match error.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM) => {
+                "; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
+            }
+            Some(libc::ENOENT | libc::EOPNOTSUPP) if self.kind == Event::Cycles => {
+                "; this machine has no hardware cycle counter, use --event cpu-clock"
+            }
+            _ => "",
+        };
+        SamplerError::Open { event: self.kind.name(), cpu, error, hint }
+    }
+}
+
+/// CPUs the kernel schedules on now.
+fn online_cpus() -> Result<Vec<u32>, SamplerError> {
+    let text = std::fs::read_to_string(CPUS_ONLINE).map_err(SamplerError::Cpus)?;
+    Ok(parse_cpus(&text))
+}
+
+/// Parses a kernel CPU list, as "0-3,7". Pure.
+fn parse_cpus(text: &str) -> Vec<u32> {
+    text.trim()
+        .split(',')
+        .filter_map(|part| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            Some(first.parse::<u32>().ok()?..=last.parse().ok()?)
+        })
+        .flatten()
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_cpu_lists() {
+        assert_eq!(parse_cpus("0-2,5\n"), [0, 1, 2, 5]);
+        assert_eq!(parse_cpus("0\n"), [0]);
+        assert_eq!(parse_cpus(""), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn a_batch_keeps_the_frames_of_what_is_left() {
+        let mut batch = Batch::default();
+        for (time_ns, ip) in [(1, 10), (2, 20), (3, 30)] {
+            let start = batch.frames.len();
+            batch.frames.extend([ip, ip + 1]);
+            let header =
+                SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
+            batch.samples.push(RawSample { header, start });
+        }
+        batch.advance(2, 0);
+        let left = batch.samples[0];
+        assert_eq!((batch.user(&left), batch.kernel(&left)), (&[30][..], &[31][..]));
+        batch.advance(1, 0);
+        assert!(batch.samples.is_empty() && batch.frames.is_empty());
+    }
+}

@@ -1,0 +1,173 @@
+//! Loads the eBPF object into the kernel and hands out its maps and programs.
+//!
+//! The object is checked in; `make ebpf` rebuilds it and `tests` compare its digest with the sources.
+//! Attaches nothing to perf events: `sampler/mod.rs` does.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use aya::maps::{HashMap, MapData, RingBuf};
+use aya::programs::{BtfTracePoint, PerfEvent as PerfEventProgram};
+use aya::{Btf, Ebpf, EbpfLoader};
+use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS};
+
+use super::btf::{BtfError, member_offsets};
+use super::mapped::Mapped;
+
+/// The programs, compiled from `collector-ebpf/`.
+static OBJECT: &[u8] = aya::include_bytes_aligned!("../../ebpf/stackwire.bpf.o");
+
+/// Where the kernel publishes its BTF (CONFIG_DEBUG_INFO_BTF).
+pub const BTF_PATH: &str = "/sys/kernel/btf/vmlinux";
+
+/// The programs could not be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// No BTF.
+    #[error(
+        "cannot read {BTF_PATH}: {0}; Stackwire needs a kernel built with CONFIG_DEBUG_INFO_BTF (any distribution kernel from 5.15 on)"
+    )]
+    NoBtf(std::io::Error),
+    /// BTF without what is needed.
+    #[error(transparent)]
+    Btf(#[from] BtfError),
+    /// No capability.
+    #[error(
+        "cannot load eBPF programs: permission denied; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
+    )]
+    Denied,
+    /// Anything else the kernel or the loader said.
+    #[error("cannot load eBPF programs: {0}")]
+    Kernel(String),
+}
+
+/// What is to be sampled, in kernel terms.
+#[derive(Clone, Debug, Default)]
+pub struct Filter {
+    /// Scope, cgroup and kernel stacks; the offsets are filled in here.
+    pub config: Config,
+    /// Processes to start with, for the process scope.
+    pub pids: Vec<u32>,
+    /// Take children along.
+    pub follow: bool,
+}
+
+/// The loaded object.
+#[derive(Debug)]
+pub struct Object {
+    ebpf: Ebpf,
+    counters: Mapped,
+}
+
+impl Object {
+    /// Loads maps and programs; attaches the fork tracepoint when children are followed.
+    ///
+    /// # Errors
+    /// See [`LoadError`].
+    pub fn load(filter: &Filter) -> Result<Self, LoadError> {
+        let raw = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
+        let [flags, pid, tgid, group_leader, start_boottime] = member_offsets(
+            &raw,
+            "task_struct",
+            ["flags", "pid", "tgid", "group_leader", "start_boottime"],
+        )?;
+        let config = Config {
+            task_flags: flags,
+            task_pid: pid,
+            task_tgid: tgid,
+            task_group_leader: group_leader,
+            task_start_boottime: start_boottime,
+            ..filter.config
+        };
+        let bytes = config.to_bytes();
+        // Parsed again by aya, for the programs that need types by name; only when one is loaded.
+        let mut ebpf = EbpfLoader::new()
+            .btf(None)
+            .override_global("CONFIG", bytes.as_slice(), true)
+            .load(OBJECT)
+            .map_err(load_error)?;
+
+        let program: &mut PerfEventProgram = program(&mut ebpf, "sample")?;
+        program.load().map_err(load_error)?;
+        if filter.follow {
+            let btf = Btf::parse(&raw, aya::Endianness::default()).map_err(load_error)?;
+            let program: &mut BtfTracePoint = self::program(&mut ebpf, "follow_fork")?;
+            program.load("sched_process_fork", &btf).map_err(load_error)?;
+            program.attach().map_err(load_error)?;
+        }
+        let targets = ebpf.map_mut("TARGETS").ok_or_else(|| missing("TARGETS"))?;
+        let mut targets: HashMap<_, u32, u64> = targets.try_into().map_err(load_error)?;
+        for pid in &filter.pids {
+            targets.insert(pid, 0, 0).map_err(load_error)?;
+        }
+        let counters = {
+            let map = ebpf.map("COUNTERS").ok_or_else(|| missing("COUNTERS"))?;
+            let aya::maps::Map::Array(data) = map else { return Err(missing("COUNTERS")) };
+            Mapped::read_only(data.fd().as_fd(), (MAX_CPUS * COUNTERS_PER_CPU * 8) as usize)
+                .map_err(|error| LoadError::Kernel(format!("cannot map the counters: {error}")))?
+        };
+        Ok(Self { ebpf, counters })
+    }
+
+    /// The ring buffer, once.
+    ///
+    /// # Errors
+    /// When it was taken before.
+    pub fn take_ring(&mut self) -> Result<RingBuf<MapData>, LoadError> {
+        let map = self.ebpf.take_map("SAMPLES").ok_or_else(|| missing("SAMPLES"))?;
+        RingBuf::try_from(map).map_err(load_error)
+    }
+
+    /// The sampling program, to attach to perf events.
+    ///
+    /// # Errors
+    /// When the object lacks it.
+    pub fn sampling_program(&self) -> Result<BorrowedFd<'_>, LoadError> {
+        let program: &PerfEventProgram = self
+            .ebpf
+            .program("sample")
+            .and_then(|program| program.try_into().ok())
+            .ok_or_else(|| missing("sample"))?;
+        program.fd().map(AsFd::as_fd).map_err(load_error)
+    }
+
+    /// Sum of a counter over all CPUs. Takes no system call and no capability.
+    #[must_use]
+    pub fn counter(&self, counter: Counter) -> u64 {
+        (0..MAX_CPUS)
+            .map(|cpu| {
+                let slot = cpu * COUNTERS_PER_CPU + counter as u32;
+                self.counters.atomic(slot as usize * 8).load(std::sync::atomic::Ordering::Relaxed)
+            })
+            .sum()
+    }
+}
+
+fn program<'a, P>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut P, LoadError>
+where
+    &'a mut P: TryFrom<&'a mut aya::programs::Program>,
+{
+    ebpf.program_mut(name).and_then(|program| program.try_into().ok()).ok_or_else(|| missing(name))
+}
+
+fn missing(what: &str) -> LoadError {
+    LoadError::Kernel(format!("the object has no {what}; it was not built from these sources"))
+}
+
+/// Tells "not allowed" from everything else, and keeps every cause in the text.
+fn load_error(error: impl std::error::Error + 'static) -> LoadError {
+    let mut text = error.to_string();
+    let mut denied = false;
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            denied |= io.kind() == std::io::ErrorKind::PermissionDenied;
+        }
+        let part = error.to_string();
+        if !text.contains(&part) {
+            text = format!("{text}: {part}");
+        }
+        cause = error.source();
+    }
+    if denied { LoadError::Denied } else { LoadError::Kernel(text) }
+}

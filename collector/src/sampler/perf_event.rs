@@ -1,0 +1,174 @@
+//! perf events: the system calls, and the rings that carry mapping, exec, fork and exit records.
+//!
+//! One event a CPU does both jobs: its overflow runs the sampling program, which writes no perf
+//! record, and its ring carries the side band. Unsafe lives here and in `mapped.rs` only. Decodes
+//! nothing: `event.rs` does. Called by `sampler/mod.rs`.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use perf_event_open_sys::bindings as abi;
+use perf_event_open_sys::ioctls;
+
+use super::mapped::Mapped;
+
+/// What makes the kernel take a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Event {
+    /// A timer on the CPU's clock; exists everywhere, weighs in nanoseconds.
+    #[default]
+    CpuClock,
+    /// CPU cycles of the hardware's counters; weighs in cycles.
+    Cycles,
+}
+
+impl Event {
+    /// The name on the wire and on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::CpuClock => "cpu-clock",
+            Self::Cycles => "cycles",
+        }
+    }
+}
+
+/// Pages of records a CPU's ring holds: 256 KiB, half of what `kernel.perf_event_mlock_kb` allows
+/// an unprivileged user per CPU.
+const RING_PAGES: usize = 64;
+
+/// One open event with its ring.
+#[derive(Debug)]
+pub struct PerfEvent {
+    fd: OwnedFd,
+    ring: Mapped,
+    data_offset: usize,
+    data_size: usize,
+}
+
+impl PerfEvent {
+    /// Opens `event` on `cpu` for all tasks but idle, disabled, at `frequency` samples a second.
+    ///
+    /// # Errors
+    /// The system call's: `EACCES` without `CAP_PERFMON`, `ENOENT` where the hardware has no such
+    /// event, `ENODEV` where the CPU is offline, `EINVAL` above `kernel.perf_event_max_sample_rate`.
+    pub fn open(cpu: u32, event: Event, frequency: u32) -> io::Result<Self> {
+        let mut attr = abi::perf_event_attr {
+            size: size_of::<abi::perf_event_attr>() as u32,
+            clockid: libc::CLOCK_MONOTONIC,
+            sample_type: u64::from(
+                abi::PERF_SAMPLE_TID | abi::PERF_SAMPLE_TIME | abi::PERF_SAMPLE_CPU,
+            ),
+            ..Default::default()
+        };
+        (attr.type_, attr.config) = match event {
+            Event::CpuClock => (abi::PERF_TYPE_SOFTWARE, u64::from(abi::PERF_COUNT_SW_CPU_CLOCK)),
+            Event::Cycles => (abi::PERF_TYPE_HARDWARE, u64::from(abi::PERF_COUNT_HW_CPU_CYCLES)),
+        };
+        attr.__bindgen_anon_1.sample_freq = u64::from(frequency);
+        attr.set_freq(1);
+        attr.set_disabled(1);
+        attr.set_exclude_idle(1);
+        attr.set_sample_id_all(1);
+        attr.set_use_clockid(1);
+        attr.set_mmap(1);
+        attr.set_mmap2(1);
+        attr.set_build_id(1);
+        attr.set_comm(1);
+        attr.set_comm_exec(1);
+        attr.set_task(1);
+        attr.set_watermark(1);
+        attr.__bindgen_anon_2.wakeup_watermark =
+            (RING_PAGES * rustix::param::page_size() / 4) as u32;
+
+        // SAFETY: attr is fully initialised and outlives the call; the other arguments are integers.
+        let fd = unsafe {
+            perf_event_open_sys::perf_event_open(
+                &mut attr,
+                -1,
+                cpu as i32,
+                -1,
+                abi::PERF_FLAG_FD_CLOEXEC.into(),
+            )
+        };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel just returned this descriptor to us and nobody else has it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let page = rustix::param::page_size();
+        let ring = Mapped::read_write(fd.as_fd(), (RING_PAGES + 1) * page)?;
+        Ok(Self { fd, ring, data_offset: page, data_size: RING_PAGES * page })
+    }
+
+    /// Runs `program` at each overflow.
+    ///
+    /// # Errors
+    /// The ioctl's.
+    pub fn set_program(&self, program: BorrowedFd<'_>) -> io::Result<()> {
+        // SAFETY: both descriptors are open for the length of the call.
+        check(unsafe { ioctls::SET_BPF(self.fd.as_raw_fd(), program.as_raw_fd() as u32) })
+    }
+
+    /// Starts the event.
+    ///
+    /// # Errors
+    /// The ioctl's.
+    pub fn enable(&self) -> io::Result<()> {
+        // SAFETY: the descriptor is open for the length of the call.
+        check(unsafe { ioctls::ENABLE(self.fd.as_raw_fd(), 0) })
+    }
+
+    /// Stops the event; what is in the ring stays.
+    ///
+    /// # Errors
+    /// The ioctl's.
+    pub fn disable(&self) -> io::Result<()> {
+        // SAFETY: the descriptor is open for the length of the call.
+        check(unsafe { ioctls::DISABLE(self.fd.as_raw_fd(), 0) })
+    }
+
+    /// Becomes readable when a quarter of the ring is full.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Takes all records out of the ring, handing each to `each`, header first.
+    pub fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) {
+        let (head, tail) = self.positions();
+        // The kernel writes head with release order after the records (perf_event.h, data_head).
+        let end = head.load(Ordering::Acquire);
+        let mut at = tail.load(Ordering::Relaxed);
+        while at < end {
+            buffer.clear();
+            self.copy(at, 8, buffer);
+            let size = buffer.get(6..8).map_or(0, |size| u16::from_ne_bytes([size[0], size[1]]));
+            if size < 8 || u64::from(size) > end - at {
+                break; // never seen; the rest of the ring cannot be told apart
+            }
+            self.copy(at + 8, usize::from(size) - 8, buffer);
+            each(buffer);
+            at += u64::from(size);
+        }
+        tail.store(end, Ordering::Release);
+    }
+
+    fn positions(&self) -> (&AtomicU64, &AtomicU64) {
+        let head = std::mem::offset_of!(abi::perf_event_mmap_page, data_head);
+        let tail = std::mem::offset_of!(abi::perf_event_mmap_page, data_tail);
+        (self.ring.atomic(head), self.ring.atomic(tail))
+    }
+
+    fn copy(&self, position: u64, length: usize, into: &mut Vec<u8>) {
+        let start = (position % self.data_size as u64) as usize;
+        let first = length.min(self.data_size - start);
+        self.ring.copy(self.data_offset + start, first, into);
+        self.ring.copy(self.data_offset, length - first, into);
+    }
+}
+
+fn check(result: i32) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

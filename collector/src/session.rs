@@ -1,0 +1,323 @@
+//! A capture from start to stop, for `main.rs` and for programs that embed the collector.
+
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use stackwire_collector_ebpf as abi;
+use stackwire_proto::v1::CollectorMessage;
+
+use crate::artifact::{Artifact, Kind};
+use crate::config::{Config, ConfigError, Destination, Scope};
+use crate::host::{Identity, kallsyms, vdso};
+use crate::outbox::Outbox;
+use crate::pipeline::{Pipeline, Summary, now_ns, realtime_ns};
+use crate::privilege;
+use crate::process::Processes;
+use crate::sampler::{Filter, Sampler, SamplerError};
+use crate::sink::{self, SinkError};
+use crate::wire::{self, Head, References, Sampling};
+
+/// A capture that could not start or finish.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SessionError {
+    /// What was asked for cannot work here.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The kernel side.
+    #[error(transparent)]
+    Sampler(#[from] SamplerError),
+    /// The destination.
+    #[error(transparent)]
+    Sink(#[from] SinkError),
+    /// A thread, a runtime, a system call that never fails did.
+    #[error("{0}")]
+    Internal(String),
+}
+
+/// How a session is set up; see [`Session::builder`].
+#[derive(Debug)]
+pub struct Builder {
+    config: Config,
+    profile: bool,
+}
+
+impl Builder {
+    /// Samples one process with all its threads (repeatable) instead of all processes.
+    #[must_use]
+    pub fn pid(mut self, pid: u32) -> Self {
+        match &mut self.config.scope {
+            Scope::Processes { pids, .. } => pids.push(pid),
+            scope => *scope = Scope::Processes { pids: vec![pid], follow: false },
+        }
+        self
+    }
+
+    /// Takes children along.
+    #[must_use]
+    pub fn follow(mut self) -> Self {
+        if let Scope::Processes { follow, .. } = &mut self.config.scope {
+            *follow = true;
+        }
+        self
+    }
+
+    /// Samples CPU time.
+    #[must_use]
+    pub fn profile(mut self) -> Self {
+        self.profile = true;
+        self
+    }
+
+    /// Samples a second and CPU; 99 unless told.
+    #[must_use]
+    pub fn sample_rate(mut self, frequency: u32) -> Self {
+        self.config.frequency = frequency;
+        self
+    }
+
+    /// Starts sampling into `out`, a capture as `stackwire resolve` reads it.
+    ///
+    /// # Errors
+    /// See [`SessionError`].
+    pub fn start(self, out: impl Write + Send + 'static) -> Result<Session, SessionError> {
+        if !self.profile {
+            let message = "nothing to sample: call profile() on the builder";
+            return Err(SessionError::Internal(message.to_owned()));
+        }
+        Session::start(self.config, Out::Writer(Box::new(out)))
+    }
+}
+
+enum Out {
+    Writer(Box<dyn Write + Send>),
+    Destination(Destination),
+}
+
+/// A running capture.
+///
+/// Its threads give up their capabilities once sampling has started; those of the calling thread stay.
+#[derive(Debug)]
+pub struct Session {
+    stop: Arc<AtomicBool>,
+    pipeline: JoinHandle<Summary>,
+    sink: JoinHandle<Result<(), SinkError>>,
+    held: String,
+}
+
+impl Session {
+    /// A session of all processes with the defaults of the command line.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder { config: Config::new(Scope::All), profile: false }
+    }
+
+    /// Starts a capture to a destination.
+    ///
+    /// # Errors
+    /// See [`SessionError`]. An output that cannot be written is found out before sampling starts.
+    pub fn to(config: Config, destination: Destination) -> Result<Self, SessionError> {
+        Self::start(config, Out::Destination(destination))
+    }
+
+    fn start(config: Config, out: Out) -> Result<Self, SessionError> {
+        config.check()?;
+        let out = match out {
+            Out::Destination(Destination::File(path)) => {
+                let file = create(&path)?;
+                Sink::Writer(Box::new(file), path.display().to_string())
+            }
+            Out::Destination(Destination::Symbolizer(target)) => Sink::Symbolizer(target),
+            Out::Writer(writer) => Sink::Writer(writer, "the capture's writer".to_owned()),
+        };
+        let stop = Arc::new(AtomicBool::new(false));
+        let outbox = Arc::new(Outbox::new(config.limits.clone()));
+        let (ready, started) = mpsc::channel();
+        let deadline_stop = Arc::clone(&stop);
+        let queue = Arc::clone(&outbox);
+        let pipeline = std::thread::Builder::new()
+            .name("collect".to_owned())
+            .spawn(move || match prepare(&config, queue) {
+                Ok((hello, pipeline)) => {
+                    let deadline = config.duration.map(|duration| Instant::now() + duration);
+                    let held = privilege::names(privilege::effective());
+                    // The other end waits for this message; it cannot be gone.
+                    let _ = ready.send(Ok((hello, held)));
+                    pipeline.run(|| {
+                        deadline_stop.load(Ordering::Relaxed)
+                            || deadline.is_some_and(|deadline| Instant::now() >= deadline)
+                    })
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                    Summary::default()
+                }
+            })
+            .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
+        let (hello, held) = started.recv().map_err(|_| {
+            SessionError::Internal("the collecting thread died at start".to_owned())
+        })??;
+        let sink = std::thread::Builder::new()
+            .name("deliver".to_owned())
+            .spawn(move || deliver(out, &outbox, hello))
+            .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
+        Ok(Self { stop, pipeline, sink, held })
+    }
+
+    /// Whether the capture has ended by itself: duration over, processes gone, destination lost.
+    #[must_use]
+    pub fn is_finished(&self) -> bool {
+        self.pipeline.is_finished()
+    }
+
+    /// Capabilities the sampling thread still holds, as in capabilities(7).
+    #[must_use]
+    pub fn capabilities(&self) -> &str {
+        &self.held
+    }
+
+    /// Ends sampling and waits until everything is delivered.
+    ///
+    /// # Errors
+    /// When the destination failed; what it had got by then stays there.
+    pub fn stop(self) -> Result<Summary, SessionError> {
+        self.stop.store(true, Ordering::Relaxed);
+        let died = |_| SessionError::Internal("a thread of the collector died".to_owned());
+        let summary = self.pipeline.join().map_err(died)?;
+        self.sink.join().map_err(died)??;
+        Ok(summary)
+    }
+}
+
+enum Sink {
+    Writer(Box<dyn Write + Send>, String),
+    Symbolizer(sink::Target),
+}
+
+fn deliver(out: Sink, outbox: &Arc<Outbox>, hello: CollectorMessage) -> Result<(), SinkError> {
+    // Started with the privileges of the caller, of which it needs none.
+    let _ = privilege::drop_all();
+    let result = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| SinkError::Write { path: "the runtime".to_owned(), error })
+        .and_then(|runtime| {
+            runtime.block_on(async {
+                match out {
+                    Sink::Writer(writer, name) => {
+                        sink::write_file(Arc::clone(outbox), hello, writer, name).await
+                    }
+                    Sink::Symbolizer(target) => {
+                        sink::upload(Arc::clone(outbox), hello, target).await
+                    }
+                }
+            })
+        });
+    if let Err(error) = &result {
+        outbox.stop(error.to_string());
+    }
+    result
+}
+
+/// Everything that needs a capability, then the drop of those not needed any more.
+fn prepare(
+    config: &Config,
+    outbox: Arc<Outbox>,
+) -> Result<(CollectorMessage, Pipeline), SessionError> {
+    let (filter, wanted, sampling) = describe(config)?;
+    let clocks = (now_ns(), realtime_ns());
+    let sampler = Sampler::start(&filter, config.event, config.frequency)?;
+    let mut processes = Processes::new(wanted.as_deref(), filter.follow);
+    processes.scan();
+    let mut references = References::default();
+    let mut layout = kallsyms::KernelLayout::default();
+    if config.kernel_stacks {
+        // Without it kernel frames stay unnamed, which the report says; the capture is still worth it.
+        let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
+        let (parsed, snapshot) = kallsyms::parse(&text);
+        layout = parsed;
+        if !snapshot.is_empty() {
+            let artifact = Artifact::new(Kind::Kallsyms, snapshot.into_bytes());
+            references.kallsyms = Some(artifact.hash);
+            outbox.add_artifact(artifact, true);
+        }
+    }
+    if let Some(image) = vdso::image() {
+        let artifact = Artifact::new(Kind::Vdso, image);
+        references.vdso = Some(artifact.hash);
+        outbox.add_artifact(artifact, true);
+    }
+    privilege::drop_all_but_needed()
+        .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
+
+    let mut capture_id = [0; 16];
+    rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
+    let identity = Identity::read();
+    let head = Head { capture_id, identity: identity.clone(), clocks, sampling };
+    let known = (layout, identity, references);
+    let pipeline = Pipeline::new(sampler, processes, known, outbox, (clocks.0, config.epoch));
+    Ok((wire::hello(&head), pipeline))
+}
+
+fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), SessionError> {
+    let mut sampling = Sampling {
+        event: config.event.name().to_owned(),
+        frequency: config.frequency,
+        kernel_stacks: config.kernel_stacks,
+        ..Sampling::default()
+    };
+    let mut filter = Filter::default();
+    filter.config.kernel_stacks = config.kernel_stacks.into();
+    let mut wanted = None;
+    match &config.scope {
+        Scope::All => filter.config.scope = abi::Scope::All as u32,
+        Scope::Processes { pids, follow } => {
+            filter.config.scope = abi::Scope::Processes as u32;
+            filter.pids.clone_from(pids);
+            filter.follow = *follow;
+            sampling.pids.clone_from(pids);
+            sampling.follow = *follow;
+            wanted = Some(pids.clone());
+        }
+        Scope::Cgroup(path) => {
+            let not_one = || ConfigError::NotACgroup(path.clone());
+            let (id, level) = cgroup(path).ok_or_else(not_one)?;
+            filter.config.scope = abi::Scope::Cgroup as u32;
+            filter.config.cgroup_id = id;
+            filter.config.cgroup_level = level;
+            sampling.cgroup = path.display().to_string();
+        }
+    }
+    Ok((filter, wanted, sampling))
+}
+
+/// Id of a cgroup (the inode of its directory) and its depth below the root of the hierarchy.
+fn cgroup(path: &Path) -> Option<(u64, u32)> {
+    let path = path.canonicalize().ok()?;
+    let metadata = std::fs::metadata(&path).ok()?;
+    // The root of the hierarchy is where the file system begins.
+    let level = path
+        .ancestors()
+        .skip(1)
+        .take_while(|up| std::fs::metadata(up).is_ok_and(|up| up.dev() == metadata.dev()))
+        .count();
+    Some((metadata.ino(), level as u32))
+}
+
+fn create(path: &PathBuf) -> Result<std::fs::File, SinkError> {
+    // A capture tells what runs on the host: for its owner only.
+    std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(|error| SinkError::Write { path: path.display().to_string(), error })
+}

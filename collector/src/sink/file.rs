@@ -1,0 +1,52 @@
+//! The capture file as a sink: everything in it that reading it back needs, artifacts before the epochs
+//! that refer to them.
+
+use std::collections::HashSet;
+use std::io::Write;
+use std::sync::Arc;
+
+use stackwire_proto::{FrameWriter, v1};
+
+use super::SinkError;
+use crate::artifact::Hash;
+use crate::outbox::{Next, Outbox};
+use crate::wire;
+
+/// Writes until the end of the capture. `name` stands for the writer in messages.
+///
+/// # Errors
+/// The first failed write ends the capture.
+pub async fn run(
+    outbox: Arc<Outbox>,
+    hello: v1::CollectorMessage,
+    out: impl Write,
+    name: String,
+) -> Result<(), SinkError> {
+    let mut out = FrameWriter::new(std::io::BufWriter::new(out));
+    let failed = |error| SinkError::Write { path: name.clone(), error };
+    out.write(&hello).map_err(failed)?;
+    let mut written: HashSet<Hash> = HashSet::new();
+    let mut from = 0;
+    loop {
+        match outbox.next(from).await.map_err(SinkError::Spool)? {
+            Next::Epoch(epoch) => {
+                for artifact in outbox.all_artifacts() {
+                    if written.insert(artifact.hash) {
+                        for piece in wire::pieces(&artifact) {
+                            out.write(&piece).map_err(failed)?;
+                        }
+                    }
+                }
+                let number = epoch.number;
+                out.write(&wire::message(v1::collector_message::Body::Epoch(epoch)))
+                    .map_err(failed)?;
+                outbox.acknowledge(number);
+                from = number + 1;
+            }
+            Next::End(end) => {
+                out.write(&wire::message(v1::collector_message::Body::End(end))).map_err(failed)?;
+                return Ok(());
+            }
+        }
+    }
+}

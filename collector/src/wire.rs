@@ -1,0 +1,336 @@
+//! Domain → wire: the one file of the collector that builds messages. Pure.
+
+use std::collections::HashMap;
+
+use stackwire_proto::{FORMAT, seal_epoch, seal_pieces, v1};
+
+use crate::artifact::{self, Artifact, Hash};
+use crate::batch::Epoch;
+use crate::host::{Identity, module_build_id};
+use crate::normalize::{End, FrameKind};
+use crate::process::executable::Kind;
+
+/// What is said once, at the head of a stream.
+#[derive(Clone, Debug)]
+pub struct Head {
+    /// Random identity of the capture.
+    pub capture_id: [u8; 16],
+    /// The host.
+    pub identity: Identity,
+    /// The same instant on the monotonic and the real-time clock, nanoseconds.
+    pub clocks: (u64, u64),
+    /// How samples are taken.
+    pub sampling: Sampling,
+}
+
+/// How samples are taken.
+#[derive(Clone, Debug, Default)]
+pub struct Sampling {
+    /// Name of the event.
+    pub event: String,
+    /// Samples a second and CPU.
+    pub frequency: u32,
+    /// Kernel stacks are recorded.
+    pub kernel_stacks: bool,
+    /// Processes asked for; empty: all, or those of `cgroup`.
+    pub pids: Vec<u32>,
+    /// cgroup asked for, empty otherwise.
+    pub cgroup: String,
+    /// Children are taken along.
+    pub follow: bool,
+}
+
+/// Why something was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LostReason {
+    /// Ring buffer full.
+    RingFull,
+    /// No scratch buffer.
+    NoScratch,
+    /// Epochs nobody took.
+    EpochDropped,
+    /// Undecodable ring records.
+    MalformedRecord,
+    /// Side-band events.
+    Events,
+    /// The kernel throttled sampling.
+    Throttled,
+    /// Children that could not be followed.
+    TargetsFull,
+}
+
+impl LostReason {
+    /// Whether the count is of samples, which are part of those taken.
+    #[must_use]
+    pub fn counts_samples(self) -> bool {
+        matches!(
+            self,
+            Self::RingFull | Self::NoScratch | Self::EpochDropped | Self::MalformedRecord
+        )
+    }
+}
+
+/// Artifacts that executables and processes of an epoch refer to.
+#[derive(Clone, Debug, Default)]
+pub struct References {
+    /// kallsyms snapshot.
+    pub kallsyms: Option<Hash>,
+    /// vDSO image.
+    pub vdso: Option<Hash>,
+    /// By process image: the perf-map, or why there is none.
+    pub perf_maps: HashMap<u64, Result<Hash, String>>,
+}
+
+/// The first message of a stream.
+#[must_use]
+pub fn hello(head: &Head) -> v1::CollectorMessage {
+    let Head { capture_id, identity, clocks, sampling } = head;
+    message(v1::collector_message::Body::Hello(v1::Hello {
+        format: FORMAT,
+        capture_id: capture_id.to_vec(),
+        collector_version: crate::VERSION.to_owned(),
+        hostname: identity.hostname.clone(),
+        boot_id: identity.boot_id.clone(),
+        kernel_release: identity.kernel_release.clone(),
+        machine: identity.machine.clone(),
+        clock_monotonic_ns: clocks.0,
+        clock_realtime_ns: clocks.1,
+        sampling: Some(v1::Sampling {
+            event: sampling.event.clone(),
+            frequency: sampling.frequency,
+            kernel_stacks: sampling.kernel_stacks,
+            all: sampling.pids.is_empty() && sampling.cgroup.is_empty(),
+            pids: sampling.pids.clone(),
+            cgroup: sampling.cgroup.clone(),
+            follow: sampling.follow,
+        }),
+    }))
+}
+
+/// Span and losses of an epoch.
+#[derive(Clone, Debug)]
+pub struct Span<'a> {
+    /// Number within the capture.
+    pub number: u64,
+    /// Start and end on the monotonic clock.
+    pub times: (u64, u64),
+    /// Lost in it.
+    pub lost: &'a [(LostReason, u64)],
+}
+
+/// Compresses an epoch into a message body.
+#[must_use]
+pub fn epoch(
+    epoch: &Epoch,
+    span: &Span<'_>,
+    references: &References,
+    identity: &Identity,
+) -> v1::SealedEpoch {
+    let mut strings = Strings::default();
+    strings.index("");
+    let executables = epoch
+        .executables
+        .iter()
+        .map(|found| executable(&found.kind, &mut strings, references, identity))
+        .collect();
+    let processes = epoch
+        .processes
+        .iter()
+        .map(|process| {
+            let perf_map = references.perf_maps.get(&process.image);
+            v1::Process {
+                pid: process.pid,
+                start_ns: process.start_ns,
+                comm: strings.index(&process.comm),
+                generation: process.generation,
+                perf_map: perf_map
+                    .and_then(|map| map.as_ref().ok())
+                    .map_or(Vec::new(), |hash| hash.0.to_vec()),
+                perf_map_missing: perf_map
+                    .and_then(|map| map.as_ref().err())
+                    .map_or(0, |reason| strings.index(reason)),
+                cgroup_id: process.cgroup_id,
+            }
+        })
+        .collect();
+    let threads = epoch
+        .threads
+        .iter()
+        .map(|thread| v1::Thread {
+            process: thread.process,
+            tid: thread.tid,
+            comm: strings.index(&Epoch::thread_comm(thread)),
+        })
+        .collect();
+    let mappings = epoch
+        .mappings
+        .iter()
+        .map(|mapping| v1::Mapping {
+            process: mapping.process,
+            executable: mapping.executable,
+            start: mapping.start,
+            length: mapping.length,
+            file_offset: mapping.file_offset,
+        })
+        .collect();
+    let stacks =
+        epoch.stacks.iter().map(|&(node, end)| v1::Stack { node, end: end_reason(end).into() });
+    seal_epoch(&v1::Epoch {
+        number: span.number,
+        start_ns: span.times.0,
+        end_ns: span.times.1,
+        executables,
+        processes,
+        mappings,
+        threads,
+        nodes: Some(nodes(epoch)),
+        stacks: stacks.collect(),
+        samples: Some(samples(epoch, span.times.0)),
+        lost: lost(span.lost),
+        strings: strings.table,
+    })
+}
+
+/// The last message of a capture.
+#[must_use]
+pub fn end(now_ns: u64, epochs: u64, taken: u64, totals: &[(LostReason, u64)]) -> v1::End {
+    v1::End { clock_monotonic_ns: now_ns, epochs, taken, lost: lost(totals) }
+}
+
+/// An artifact as messages, one at a time.
+pub fn pieces(artifact: &Artifact) -> impl Iterator<Item = v1::CollectorMessage> + '_ {
+    let kind = match artifact.kind {
+        artifact::Kind::Kallsyms => v1::ArtifactKind::Kallsyms,
+        artifact::Kind::PerfMap => v1::ArtifactKind::PerfMap,
+        artifact::Kind::Vdso => v1::ArtifactKind::Vdso,
+    };
+    seal_pieces(&artifact.hash.0, kind, &artifact.content)
+        .map(|chunk| message(v1::collector_message::Body::Artifact(chunk)))
+}
+
+/// Wraps a body.
+#[must_use]
+pub fn message(body: v1::collector_message::Body) -> v1::CollectorMessage {
+    v1::CollectorMessage { body: Some(body) }
+}
+
+fn executable(
+    kind: &Kind,
+    strings: &mut Strings,
+    references: &References,
+    identity: &Identity,
+) -> v1::Executable {
+    let hash = |hash: Option<Hash>| hash.map_or(Vec::new(), |hash| hash.0.to_vec());
+    let mut wire = v1::Executable::default();
+    match kind {
+        Kind::File { path, build_id, inode, device } => {
+            wire.set_kind(v1::ExecutableKind::File);
+            wire.path = strings.index(path);
+            wire.build_id.clone_from(build_id);
+            wire.inode = *inode;
+            (wire.device_major, wire.device_minor) = *device;
+        }
+        Kind::Vdso => {
+            wire.set_kind(v1::ExecutableKind::Vdso);
+            wire.path = strings.index("[vdso]");
+            wire.artifact = hash(references.vdso);
+        }
+        Kind::Anonymous => wire.set_kind(v1::ExecutableKind::Anonymous),
+        Kind::Kernel => {
+            wire.set_kind(v1::ExecutableKind::Kernel);
+            wire.build_id.clone_from(&identity.kernel_build_id);
+            wire.artifact = hash(references.kallsyms);
+        }
+        Kind::Module(name) => {
+            wire.set_kind(v1::ExecutableKind::Module);
+            wire.path = strings.index(name);
+            wire.build_id = module_build_id(name);
+            wire.artifact = hash(references.kallsyms);
+        }
+        Kind::Unmapped => wire.set_kind(v1::ExecutableKind::Unmapped),
+    }
+    wire
+}
+
+fn nodes(epoch: &Epoch) -> v1::StackNodes {
+    let mut wire = v1::StackNodes::default();
+    let mut before = 0u64;
+    for node in &epoch.nodes {
+        wire.parent.push(node.parent);
+        wire.executable.push(node.executable);
+        wire.offset_delta.push(node.offset.wrapping_sub(before) as i64);
+        wire.kind.push(match node.kind {
+            FrameKind::Leaf => v1::FrameKind::Leaf as u32,
+            FrameKind::Caller => v1::FrameKind::Caller as u32,
+        });
+        before = node.offset;
+    }
+    wire
+}
+
+fn samples(epoch: &Epoch, start_ns: u64) -> v1::Samples {
+    let mut wire = v1::Samples::default();
+    let mut before = start_ns;
+    for sample in &epoch.samples {
+        wire.time_delta.push(sample.time_ns.wrapping_sub(before) as i64);
+        wire.thread.push(sample.thread);
+        wire.cpu.push(sample.cpu);
+        wire.user_stack.push(sample.user);
+        wire.kernel_stack.push(sample.kernel);
+        wire.value.push(sample.value);
+        before = sample.time_ns;
+    }
+    if wire.value.windows(2).all(|pair| pair[0] == pair[1]) {
+        wire.value.truncate(1);
+    }
+    wire
+}
+
+fn lost(counts: &[(LostReason, u64)]) -> Vec<v1::Lost> {
+    let wire = counts.iter().filter(|(_, count)| *count > 0).map(|&(reason, count)| v1::Lost {
+        reason: match reason {
+            LostReason::RingFull => v1::LostReason::RingFull,
+            LostReason::NoScratch => v1::LostReason::NoScratch,
+            LostReason::EpochDropped => v1::LostReason::EpochDropped,
+            LostReason::MalformedRecord => v1::LostReason::MalformedRecord,
+            LostReason::Events => v1::LostReason::Events,
+            LostReason::Throttled => v1::LostReason::Throttled,
+            LostReason::TargetsFull => v1::LostReason::TargetsFull,
+        }
+        .into(),
+        count,
+        samples: reason.counts_samples(),
+    });
+    wire.collect()
+}
+
+fn end_reason(end: End) -> v1::EndReason {
+    match end {
+        End::Root => v1::EndReason::Root,
+        End::Unreadable => v1::EndReason::Unreadable,
+        End::DepthLimit => v1::EndReason::DepthLimit,
+        End::NoFramePointer => v1::EndReason::NoFramePointer,
+        End::NotCode => v1::EndReason::NotCode,
+        End::Compat => v1::EndReason::Compat,
+        End::Failed => v1::EndReason::Failed,
+        End::NoMappings => v1::EndReason::NoMappings,
+    }
+}
+
+#[derive(Default)]
+struct Strings {
+    table: Vec<String>,
+    index: HashMap<String, u32>,
+}
+
+impl Strings {
+    fn index(&mut self, text: &str) -> u32 {
+        if let Some(&index) = self.index.get(text) {
+            return index;
+        }
+        let index = self.table.len() as u32;
+        self.table.push(text.to_owned());
+        self.index.insert(text.to_owned(), index);
+        index
+    }
+}

@@ -1,0 +1,24 @@
+//! The contract between collector and symbolizer: messages, and how a capture file frames them.
+//!
+//! No logic beyond framing and compression. The collector builds these messages in
+//! `collector/src/wire.rs`; the symbolizer takes them apart in `symbolizer/src/ingest.rs`; nothing
+//! else sees them. `proto/README.md` tells the contract in prose.
+
+mod frame;
+mod seal;
+
+pub use frame::{FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, write_frame};
+pub use seal::{
+    ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, SealError, open_epoch, open_piece,
+    seal_epoch, seal_pieces,
+};
+
+/// Version of the contract: of the messages and of the framing. A reader takes this one and older.
+pub const FORMAT: u32 = 1;
+
+/// Generated from `stackwire/v1/stackwire.proto`.
+#[expect(missing_docs, clippy::all, reason = "generated; the .proto file carries the comments")]
+#[allow(clippy::allow_attributes_without_reason, reason = "generated")]
+pub mod v1 {
+    tonic::include_proto!("stackwire.v1");
+}
