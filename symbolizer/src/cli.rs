@@ -1,0 +1,171 @@
+//! The command line, as typed. `command/` turns it into what is run.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use stackwire::VERSION;
+
+/// Profile Linux processes: stacks from a small privileged collector, names found here.
+#[derive(Debug, Parser)]
+#[command(name = "stackwire", version = VERSION, max_term_width = 100)]
+#[command(after_help = "Exit codes: 0 done, 1 the run failed, 2 the command line is wrong.\n\
+                        `stackwire doctor` tells what works on this host and what to do about the rest.")]
+pub struct Args {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Sample a process, a command or the whole host, and write profiles.
+    Record(Record),
+    /// Receive captures from many collectors and write a profile for each window.
+    Serve(Serve),
+    /// Turn saved captures into profiles.
+    Resolve(Resolve),
+    /// Print what a capture shows: hot functions, how well they are named, what was lost.
+    Report(Report),
+    /// Check this host: kernel, permissions, collector.
+    Doctor(Doctor),
+    /// Wait for a word on a socket, then become a command. `record -- command` uses it.
+    #[command(hide = true)]
+    Launch(Launch),
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Record {
+    /// Sample CPU time.
+    #[arg(long)]
+    pub profile: bool,
+    /// Sample this process with all its threads.
+    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Option<u32>,
+    /// Sample every process.
+    #[arg(long, short)]
+    pub all: bool,
+    /// Sample children of the process as well. A command is always followed.
+    #[arg(long)]
+    pub follow: bool,
+    /// How long, as "10s" or "5m"; Ctrl-C ends it early and still writes everything.
+    /// A command is sampled until it ends.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    pub duration: Option<Duration>,
+    /// Samples a second on each CPU.
+    #[arg(long, value_name = "HZ", default_value_t = 99)]
+    pub sample_rate: u32,
+    /// What makes the kernel take a sample.
+    #[arg(long, value_enum, default_value = "cpu-clock")]
+    pub event: Event,
+    /// How to unwind user stacks.
+    #[arg(long, value_enum, default_value = "fp")]
+    pub unwind: Unwind,
+    /// Record kernel stacks.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
+    pub kernel_stacks: bool,
+    /// Where the pprof goes; without it, COMM-YYYYMMDDHHMM-on-cpu.pb.gz.
+    #[arg(long, value_name = "FILE")]
+    pub profile_output: Option<PathBuf>,
+    /// Keep the raw stream too, to resolve it again later.
+    #[arg(long, value_name = "FILE")]
+    pub capture: Option<PathBuf>,
+    #[command(flatten)]
+    pub outputs: Outputs,
+    /// The collector to start, instead of the one beside this program or in PATH.
+    #[arg(long, value_name = "FILE")]
+    pub collector: Option<PathBuf>,
+    /// A command to run and sample, with its children, until it ends.
+    #[arg(last = true, value_name = "COMMAND")]
+    pub command: Vec<std::ffi::OsString>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Unwind {
+    /// By frame pointers.
+    Fp,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Event {
+    /// A timer on the CPU's clock; exists everywhere.
+    CpuClock,
+    /// CPU cycles; needs hardware counters.
+    Cycles,
+}
+
+/// Outputs every profile can have.
+#[derive(Clone, Debug, Default, ClapArgs)]
+pub struct Outputs {
+    /// Draw a flame graph (SVG).
+    #[arg(long, value_name = "FILE")]
+    pub flamegraph: Option<PathBuf>,
+    /// Write folded stacks.
+    #[arg(long, value_name = "FILE")]
+    pub folded: Option<PathBuf>,
+    /// Put a comment into the pprof (repeatable).
+    #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
+    pub tags: Vec<String>,
+}
+
+fn tag(text: &str) -> Result<String, String> {
+    match text.split_once('=') {
+        Some((key, _)) if !key.is_empty() => Ok(text.to_owned()),
+        _ => Err("a tag is KEY=VALUE".to_owned()),
+    }
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Serve {
+    /// Address to listen on: host:port or unix:/path. There is no authentication: keep it where only
+    /// collectors come.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:4400")]
+    pub listen: String,
+    /// Where profiles go.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub output_dir: PathBuf,
+    /// Where the captures are kept; without it, `captures` in the output directory.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub log_dir: Option<PathBuf>,
+    /// Most MiB of captures kept; the oldest go first.
+    #[arg(long, value_name = "MIB", default_value_t = 4096)]
+    pub log_max: u64,
+    /// Length of the window a profile covers.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "5m")]
+    pub window: Duration,
+    /// Put a comment into every pprof (repeatable).
+    #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
+    pub tags: Vec<String>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Resolve {
+    /// Captures; several become one profile.
+    #[arg(required = true, value_name = "FILE")]
+    pub captures: Vec<PathBuf>,
+    /// Where the pprof goes; without it, beside the first capture with the ending .pb.gz.
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    #[command(flatten)]
+    pub outputs: Outputs,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Report {
+    /// Captures; several are reported as one.
+    #[arg(required = true, value_name = "FILE")]
+    pub captures: Vec<PathBuf>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Doctor {
+    /// The collector to check, instead of the one beside this program or in PATH.
+    #[arg(long, value_name = "FILE")]
+    pub collector: Option<PathBuf>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Launch {
+    pub socket: PathBuf,
+    #[arg(last = true, required = true)]
+    pub command: Vec<std::ffi::OsString>,
+}

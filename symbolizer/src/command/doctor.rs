@@ -1,0 +1,190 @@
+//! `stackwire doctor`: what works on this host, and what to do about what does not.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::anyhow;
+use stackwire::find_collector;
+
+use super::Failure;
+use crate::cli::Doctor;
+
+/// One finding.
+struct Finding {
+    level: Level,
+    what: String,
+    advice: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Level {
+    Works,
+    Limits,
+    Prevents,
+}
+
+pub fn run(arguments: &Doctor) -> Result<(), Failure> {
+    let mut findings = vec![kernel(), btf(), lockdown(), kptr_restrict(), rate_limit(), paranoid()];
+    findings.extend(collector(arguments.collector.as_deref()));
+    for finding in &findings {
+        let mark = match finding.level {
+            Level::Works => "ok  ",
+            Level::Limits => "warn",
+            Level::Prevents => "FAIL",
+        };
+        println!("{mark}  {}", finding.what);
+        if !finding.advice.is_empty() {
+            println!("      {}", finding.advice);
+        }
+    }
+    let prevented = findings.iter().filter(|finding| finding.level == Level::Prevents).count();
+    if prevented > 0 {
+        return Err(anyhow!("{prevented} of {} checks prevent profiling", findings.len()).into());
+    }
+    Ok(())
+}
+
+fn works(what: impl Into<String>) -> Finding {
+    Finding { level: Level::Works, what: what.into(), advice: String::new() }
+}
+
+fn limits(what: impl Into<String>, advice: impl Into<String>) -> Finding {
+    Finding { level: Level::Limits, what: what.into(), advice: advice.into() }
+}
+
+fn prevents(what: impl Into<String>, advice: impl Into<String>) -> Finding {
+    Finding { level: Level::Prevents, what: what.into(), advice: advice.into() }
+}
+
+fn kernel() -> Finding {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    match version {
+        (0..=4, _) | (5, 0..=14) => {
+            prevents(format!("kernel {release}"), "Stackwire needs kernel 5.15 or newer")
+        }
+        (5, _) | (6, 0..=14) => limits(
+            format!("kernel {release}: profiling works"),
+            "before 6.15 the mappings of other users' running processes need CAP_SYS_PTRACE at start",
+        ),
+        _ => works(format!("kernel {release}")),
+    }
+}
+
+fn btf() -> Finding {
+    match Path::new("/sys/kernel/btf/vmlinux").exists() {
+        true => works("kernel BTF: /sys/kernel/btf/vmlinux"),
+        false => prevents(
+            "kernel BTF: none",
+            "use a kernel built with CONFIG_DEBUG_INFO_BTF, as distribution kernels are",
+        ),
+    }
+}
+
+fn lockdown() -> Finding {
+    let text = fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
+    match text.split(['[', ']']).nth(1) {
+        Some("confidentiality") => prevents(
+            "kernel lockdown: confidentiality",
+            "in this mode eBPF may not read kernel memory; boot with lockdown=integrity or none",
+        ),
+        Some(mode) => works(format!("kernel lockdown: {mode}")),
+        None => works("kernel lockdown: not shown (securityfs is not mounted)"),
+    }
+}
+
+fn sysctl(name: &str) -> Option<i64> {
+    let path = format!("/proc/sys/{}", name.replace('.', "/"));
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn kptr_restrict() -> Finding {
+    match sysctl("kernel.kptr_restrict") {
+        Some(2) => limits(
+            "kernel.kptr_restrict = 2: kernel functions cannot be named",
+            "sysctl kernel.kptr_restrict=1 lets the collector (CAP_SYSLOG) see them, and nobody else",
+        ),
+        Some(value) => works(format!("kernel.kptr_restrict = {value}")),
+        None => works("kernel.kptr_restrict: not shown"),
+    }
+}
+
+fn rate_limit() -> Finding {
+    let rate = sysctl("kernel.perf_event_max_sample_rate").unwrap_or(0);
+    match rate {
+        0..=98 => limits(
+            format!("kernel.perf_event_max_sample_rate = {rate}: below the usual 99 Hz"),
+            "the kernel lowers it when sampling took too long; sysctl kernel.perf_event_max_sample_rate=100000",
+        ),
+        _ => works(format!("kernel.perf_event_max_sample_rate = {rate}")),
+    }
+}
+
+fn paranoid() -> Finding {
+    let value = sysctl("kernel.perf_event_paranoid").unwrap_or(2);
+    works(format!("kernel.perf_event_paranoid = {value}: no matter with CAP_PERFMON"))
+}
+
+fn collector(named: Option<&Path>) -> Vec<Finding> {
+    let Some(path) = named.map(Path::to_owned).or_else(find_collector) else {
+        return vec![prevents("collector: not found", "run `make install`, or name it with --collector")];
+    };
+    let shown = path.display();
+    let Ok(metadata) = fs::metadata(&path) else {
+        return vec![prevents(format!("collector: no file {shown}"), "name it with --collector")];
+    };
+    let version = Command::new(&path).arg("--version").output();
+    let version = match version {
+        Ok(output) if output.status.success() => {
+            works(format!("collector: {shown}, {}", String::from_utf8_lossy(&output.stdout).trim()))
+        }
+        Ok(output) => prevents(format!("collector: {shown} fails with {}", output.status), "build it again"),
+        Err(error) => prevents(
+            format!("collector: {shown}: {error}"),
+            "who may execute the collector may profile: ask to be put into its group",
+        ),
+    };
+    vec![version, privilege(&path, &metadata)]
+}
+
+/// `CAP_SYSLOG`, `CAP_PERFMON`, `CAP_BPF` of include/uapi/linux/capability.h.
+const WANTED: [(u32, &str); 3] = [(34, "CAP_SYSLOG"), (38, "CAP_PERFMON"), (39, "CAP_BPF")];
+
+fn privilege(path: &Path, metadata: &fs::Metadata) -> Finding {
+    let mut attribute = [0u8; 64];
+    let held = rustix::fs::getxattr(path, "security.capability", &mut attribute)
+        .ok()
+        .and_then(|length| permitted(attribute.get(..length)?));
+    let running_as_root = rustix::process::geteuid().is_root();
+    match held {
+        Some(held) => {
+            let missing: Vec<_> =
+                WANTED.iter().filter(|(bit, _)| held >> bit & 1 == 0).map(|(_, name)| *name).collect();
+            match missing.as_slice() {
+                [] => works(format!(
+                    "collector privileges: file capabilities, mode {:o}, group {}",
+                    metadata.permissions().mode() & 0o7777,
+                    metadata.gid()
+                )),
+                ["CAP_SYSLOG"] => limits("collector privileges: no CAP_SYSLOG", "kernel functions stay unnamed; run `make install`"),
+                _ => prevents(format!("collector privileges: {} missing", missing.join(", ")), "run `make install`"),
+            }
+        }
+        None if running_as_root => works("collector privileges: runs as root, drops what it does not need"),
+        None => prevents(
+            "collector privileges: none",
+            "run `make install` as root, or: setcap cap_bpf,cap_perfmon,cap_syslog=ep on the collector",
+        ),
+    }
+}
+
+/// Permitted set of `struct vfs_cap_data` (include/uapi/linux/capability.h), little-endian.
+fn permitted(attribute: &[u8]) -> Option<u64> {
+    let word = |at: usize| {
+        attribute.get(at..at + 4).and_then(|word| word.try_into().ok()).map(u32::from_le_bytes)
+    };
+    Some(u64::from(word(4)?) | u64::from(word(12)?) << 32)
+}

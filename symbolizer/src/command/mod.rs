@@ -1,0 +1,36 @@
+//! What each subcommand does.
+
+mod doctor;
+mod launch;
+mod output;
+mod record;
+mod resolve;
+mod serve;
+
+use crate::cli::Command;
+
+/// Why a command ended badly: which exit code, and what to say.
+#[derive(Debug)]
+pub enum Failure {
+    /// The command line is wrong (2).
+    Usage(String),
+    /// The run failed (1).
+    Run(anyhow::Error),
+}
+
+impl<E: Into<anyhow::Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Run(error.into())
+    }
+}
+
+pub fn run(command: Command) -> Result<(), Failure> {
+    match command {
+        Command::Record(arguments) => record::run(arguments),
+        Command::Serve(arguments) => serve::run(arguments),
+        Command::Resolve(arguments) => resolve::run(arguments),
+        Command::Report(arguments) => resolve::report(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Launch(arguments) => launch::run(&arguments),
+    }
+}

@@ -1,0 +1,139 @@
+//! Output files: opened before the work starts, in place only when it is done.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use stackwire::export::{self, PprofOptions};
+use stackwire::{Profile, profile};
+use tempfile::NamedTempFile;
+
+use crate::cli;
+
+/// A file that will hold an output.
+#[derive(Debug)]
+pub struct Output {
+    path: PathBuf,
+    file: Target,
+}
+
+#[derive(Debug)]
+enum Target {
+    /// Renamed to the path at the end: who reads there finds the old file or the whole new one.
+    New(NamedTempFile),
+    /// Something that is not a regular file, as `/dev/stdout`.
+    Special(File),
+}
+
+impl Output {
+    /// Makes sure that `path` can be written.
+    pub fn prepare(path: &Path) -> anyhow::Result<Self> {
+        let cannot = || format!("cannot write {}", path.display());
+        let special = std::fs::metadata(path).is_ok_and(|found| !found.is_file());
+        let file = if special {
+            Target::Special(OpenOptions::new().write(true).open(path).with_context(cannot)?)
+        } else {
+            let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+            let directory = directory.unwrap_or(Path::new("."));
+            Target::New(NamedTempFile::new_in(directory).with_context(cannot)?)
+        };
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// Writes it.
+    pub fn finish(self, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> anyhow::Result<()> {
+        let cannot = || format!("cannot write {}", self.path.display());
+        let mut out = BufWriter::new(match &self.file {
+            Target::New(file) => file.as_file(),
+            Target::Special(file) => file,
+        });
+        write(&mut out).and_then(|()| out.flush()).with_context(cannot)?;
+        drop(out);
+        match self.file {
+            Target::New(file) => {
+                file.persist(&self.path).with_context(cannot)?;
+            }
+            Target::Special(_) => {}
+        }
+        Ok(())
+    }
+}
+
+/// All outputs of a profile.
+#[derive(Debug)]
+pub struct Outputs {
+    pprof: Output,
+    flamegraph: Option<Output>,
+    folded: Option<Output>,
+    tags: Vec<String>,
+}
+
+impl Outputs {
+    /// Makes sure that all can be written.
+    pub fn prepare(pprof: &Path, outputs: &cli::Outputs) -> anyhow::Result<Self> {
+        let optional = |path: &Option<PathBuf>| path.as_deref().map(Output::prepare).transpose();
+        Ok(Self {
+            pprof: Output::prepare(pprof)?,
+            flamegraph: optional(&outputs.flamegraph)?,
+            folded: optional(&outputs.folded)?,
+            tags: outputs.tags.clone(),
+        })
+    }
+
+    /// Writes all, and tells what was written.
+    pub fn write(self, profile: &Profile) -> anyhow::Result<()> {
+        let options = PprofOptions { tags: self.tags };
+        let path = self.pprof.path.clone();
+        self.pprof.finish(|out| export::pprof(profile, &options, out))?;
+        eprintln!("{}", summary(profile, &path));
+        if let Some(flamegraph) = self.flamegraph {
+            let title = title(profile);
+            let path = flamegraph.path.clone();
+            flamegraph.finish(|out| export::flamegraph(profile, &title, out))?;
+            eprintln!("flame graph: {}", path.display());
+        }
+        if let Some(folded) = self.folded {
+            let path = folded.path.clone();
+            folded.finish(|out| export::folded(profile, out))?;
+            eprintln!("folded stacks: {}", path.display());
+        }
+        Ok(())
+    }
+}
+
+/// One line a run: how much there is, and how much is missing.
+fn summary(profile: &Profile, path: &Path) -> String {
+    let mut frames = 0u64;
+    let mut named = 0u64;
+    for sample in &profile.samples {
+        for location in profile.frames(sample.key) {
+            frames += sample.count;
+            if let Some(profile::Resolution::Found { .. }) = profile.resolutions.get(location.index()) {
+                named += sample.count;
+            }
+        }
+    }
+    let share = if frames == 0 { 0.0 } else { named as f64 * 100.0 / frames as f64 };
+    let mut line = format!(
+        "{} samples, {} lost, {share:.1} % of frames named: {}",
+        profile.sample_count(),
+        profile.lost_samples(),
+        path.display()
+    );
+    for note in &profile.notes {
+        line.push_str("\nnote: ");
+        line.push_str(note);
+    }
+    line
+}
+
+fn title(profile: &Profile) -> String {
+    let origin = &profile.origin;
+    let what = if origin.all {
+        origin.hostname.clone()
+    } else {
+        profile.processes.first().map_or(origin.hostname.clone(), |process| format!("{} ({})", process.comm, process.pid))
+    };
+    format!("{what}: {} samples of {}", profile.sample_count(), origin.event)
+}

@@ -1,0 +1,225 @@
+//! `stackwire record`: start a session, wait, write.
+
+use std::io::{IsTerminal, Write};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow};
+use stackwire::{Builder, Session, SessionError};
+
+use super::Failure;
+use super::output::Outputs;
+use crate::cli::{Event, Record};
+
+/// Without `--duration`, as perf-agent has it.
+const DEFAULT_DURATION: Duration = Duration::from_secs(10);
+
+pub fn run(arguments: Record) -> Result<(), Failure> {
+    check(&arguments)?;
+    let comm = comm(&arguments);
+    let pprof = match &arguments.profile_output {
+        Some(path) => path.clone(),
+        None => auto_name(comm.as_deref()),
+    };
+    let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
+    }
+
+    let launched = match arguments.command.is_empty() {
+        true => None,
+        false => Some(Launched::start(&arguments.command)?),
+    };
+    let session = match start(&arguments, launched.as_ref().map(|launched| launched.child.id())) {
+        Ok(session) => session,
+        Err(error) => {
+            if let Some(launched) = launched {
+                launched.abandon();
+            }
+            return Err(match error {
+                SessionError::Usage(message) => Failure::Usage(message),
+                other => other.into(),
+            });
+        }
+    };
+    let launched = launched.map(Launched::release).transpose()?;
+    let (profile, took) = wait(session, &arguments, &stop, launched)?;
+    if profile.samples.is_empty() {
+        let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
+        return Err(anyhow!(
+            "no samples: {whom} used no CPU in {:.1} s, so there is no profile to write",
+            took.as_secs_f64()
+        )
+        .into());
+    }
+    outputs.write(&profile)?;
+    Ok(())
+}
+
+/// Combinations that cannot be meant, each with what to type instead.
+fn check(arguments: &Record) -> Result<(), Failure> {
+    let usage = |message: &str| Err(Failure::Usage(message.to_owned()));
+    if !arguments.profile {
+        return usage("nothing to record: add --profile for CPU time");
+    }
+    match (arguments.pid, arguments.all, arguments.command.is_empty()) {
+        (Some(_), false, true) | (None, true, true) | (None, false, false) => {}
+        (Some(_), true, _) => return usage("--pid and --all exclude each other: use --pid PID for one process, or -a for all"),
+        (None, false, true) => return usage("what to sample? use --pid PID, -a for every process, or -- COMMAND"),
+        _ => return usage("a command is sampled by itself: leave out --pid and --all, or the command"),
+    }
+    if arguments.follow && arguments.all {
+        return usage("--all samples children already: leave out --follow");
+    }
+    if arguments.duration.is_some_and(|duration| duration.is_zero()) {
+        return usage("a duration of 0 takes no samples: use --duration 10s");
+    }
+    if let Some(capture) = &arguments.capture
+        && Some(capture) == arguments.profile_output.as_ref()
+    {
+        return usage("--capture and --profile-output name the same file");
+    }
+    Ok(())
+}
+
+fn start(arguments: &Record, command: Option<u32>) -> Result<Session, SessionError> {
+    let mut builder: Builder = Session::builder()
+        .profile()
+        .sample_rate(arguments.sample_rate)
+        .kernel_stacks(arguments.kernel_stacks)
+        .event(match arguments.event {
+            Event::CpuClock => "cpu-clock",
+            Event::Cycles => "cycles",
+        })
+        .follow(arguments.follow || command.is_some());
+    if let Some(pid) = arguments.pid.or(command) {
+        builder = builder.pid(pid);
+    }
+    if let Some(duration) = duration(arguments) {
+        builder = builder.duration(duration);
+    }
+    if let Some(collector) = &arguments.collector {
+        builder = builder.collector(collector);
+    }
+    if let Some(capture) = &arguments.capture {
+        builder = builder.capture(capture);
+    }
+    builder.start()
+}
+
+/// A command ends its capture itself.
+fn duration(arguments: &Record) -> Option<Duration> {
+    match arguments.command.is_empty() {
+        true => Some(arguments.duration.unwrap_or(DEFAULT_DURATION)),
+        false => arguments.duration,
+    }
+}
+
+fn wait(
+    mut session: Session,
+    arguments: &Record,
+    stop: &AtomicBool,
+    mut command: Option<Child>,
+) -> Result<(stackwire::Profile, Duration), Failure> {
+    let started = Instant::now();
+    let terminal = std::io::stderr().is_terminal();
+    if terminal {
+        let until = duration(arguments).map_or("until the command ends".to_owned(), |duration| {
+            format!("for {}", humantime::format_duration(duration))
+        });
+        eprintln!("sampling {until} (Ctrl-C to stop early)");
+    }
+    while !stop.load(Ordering::Relaxed) && !session.is_finished() {
+        if let Some(child) = &mut command
+            && child.try_wait().context("cannot wait for the command")?.is_some()
+        {
+            break;
+        }
+        if terminal {
+            eprint!("\r{:>5.0} s ", started.elapsed().as_secs_f64());
+            // The terminal may be gone; the capture is not.
+            let _ = std::io::stderr().flush();
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let took = started.elapsed();
+    if terminal {
+        eprint!("\r");
+    }
+    let profile = session.stop()?;
+    if let Some(mut child) = command
+        && child.try_wait().context("cannot wait for the command")?.is_none()
+        && !stop.load(Ordering::Relaxed)
+    {
+        // Sampled for as long as asked; it goes on, as it would without us.
+        eprintln!("the command runs on as pid {}", child.id());
+    }
+    Ok((profile, took))
+}
+
+/// A command that waits for a word before it starts.
+struct Launched {
+    child: Child,
+    listener: UnixListener,
+    _directory: tempfile::TempDir,
+}
+
+impl Launched {
+    fn start(command: &[std::ffi::OsString]) -> anyhow::Result<Self> {
+        let directory = tempfile::Builder::new().prefix("stackwire-").tempdir()?;
+        let socket = directory.path().join("launch.sock");
+        let listener = UnixListener::bind(&socket).context("cannot set up the launch of the command")?;
+        let child = Command::new(std::env::current_exe()?)
+            .arg("launch")
+            .arg(&socket)
+            .arg("--")
+            .args(command)
+            .spawn()
+            .context("cannot start the command")?;
+        Ok(Self { child, listener, _directory: directory })
+    }
+
+    /// Lets the command run.
+    fn release(self) -> anyhow::Result<Child> {
+        let (mut stream, _) = self.listener.accept().context("the command did not start")?;
+        stream.write_all(b"!").context("the command did not start")?;
+        Ok(self.child)
+    }
+
+    /// Ends the process that waits.
+    fn abandon(self) {
+        let Self { mut child, listener, _directory } = self;
+        drop(listener);
+        // Reaped either way; it may have seen the socket close and ended by itself.
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// Name of what is sampled, for messages and files.
+fn comm(arguments: &Record) -> Option<String> {
+    if let Some(command) = arguments.command.first() {
+        let name = std::path::Path::new(command).file_name()?;
+        return Some(name.to_string_lossy().into_owned());
+    }
+    let pid = arguments.pid?;
+    let comm = std::fs::read_to_string(format!("/proc/{pid}/comm"));
+    Some(comm.map_or(format!("pid{pid}"), |comm| comm.trim().to_owned()))
+}
+
+/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, without a name when everything is sampled.
+fn auto_name(comm: Option<&str>) -> PathBuf {
+    let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
+    // A thread may call itself anything, `../../etc/x` included.
+    let safe = |c: char| if c.is_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
+    match comm {
+        Some(comm) => format!("{}-{now}-on-cpu.pb.gz", comm.chars().map(safe).collect::<String>()),
+        None => format!("{now}-on-cpu.pb.gz"),
+    }
+    .into()
+}

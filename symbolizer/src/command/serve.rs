@@ -1,0 +1,38 @@
+//! `stackwire serve`: the server until Ctrl-C.
+
+use anyhow::Context;
+use stackwire::{ServeConfig, serve};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::Failure;
+use crate::cli::Serve;
+
+pub fn run(arguments: Serve) -> Result<(), Failure> {
+    if arguments.window.is_zero() {
+        return Err(Failure::Usage("a window of 0 holds no samples: use --window 5m".to_owned()));
+    }
+    let config = ServeConfig {
+        listen: arguments.listen,
+        log_dir: arguments.log_dir.unwrap_or_else(|| arguments.output_dir.join("captures")),
+        output_dir: arguments.output_dir,
+        log_max: arguments.log_max << 20,
+        window: arguments.window,
+        tags: arguments.tags,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    runtime.block_on(async {
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let shutdown = async move {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+        };
+        serve(config, |address| eprintln!("stackwire: listening on {address}"), shutdown).await?;
+        Ok(())
+    })
+}

@@ -1,0 +1,45 @@
+//! Folded stacks: `comm;root;…;leaf count`, a line a stack, as flame graph tools read them.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use crate::profile::{Executable, Profile};
+
+/// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: &Profile, mut out: impl Write) -> io::Result<()> {
+    for (stack, count) in lines(profile) {
+        writeln!(out, "{stack} {count}")?;
+    }
+    out.flush()
+}
+
+/// Stacks with their sample counts, in order of their text.
+pub(super) fn lines(profile: &Profile) -> BTreeMap<String, u64> {
+    let mut folded = BTreeMap::new();
+    for sample in &profile.samples {
+        let thread = &profile.threads[sample.key.thread.index()];
+        let process = &profile.processes[thread.process.index()];
+        let mut line = clean(&process.comm);
+        for location in profile.frames(sample.key).rev() {
+            let executable = profile.locations[location.index()].executable;
+            let kernel = matches!(profile.executables[executable.index()], Executable::Kernel { .. });
+            for function in profile.lines(location).iter().rev() {
+                line.push(';');
+                line.push_str(&clean(&function.function));
+                if kernel {
+                    line.push_str("_[k]");
+                }
+            }
+        }
+        *folded.entry(line).or_insert(0) += sample.count;
+    }
+    folded
+}
+
+/// Semicolons separate frames and newlines stacks.
+fn clean(name: &str) -> String {
+    name.chars().map(|c| if c == ';' { ':' } else if c.is_control() { ' ' } else { c }).collect()
+}

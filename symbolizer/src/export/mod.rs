@@ -1,0 +1,12 @@
+//! Outputs. Each reads a resolved profile and writes to any `Write`; none resolves, none opens a file.
+
+mod flamegraph;
+mod folded;
+mod pprof;
+mod pprof_proto;
+mod report;
+
+pub use self::flamegraph::write as flamegraph;
+pub use self::folded::write as folded;
+pub use self::pprof::{Options as PprofOptions, write as pprof};
+pub use self::report::write as report;

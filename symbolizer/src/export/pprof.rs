@@ -1,0 +1,301 @@
+//! pprof: gzip of `profile.proto`, leaf first, all inlined functions in one Location, addresses inside
+//! their mappings. Equal profiles give equal bytes.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use flate2::{Compression, GzBuilder};
+use prost::Message;
+use rustc_hash::FxHashMap;
+
+use super::pprof_proto as proto;
+use crate::profile::{Executable, Line, LocationId, Profile, Resolution};
+
+/// What is written besides the profile.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// `key=value` comments.
+    pub tags: Vec<String>,
+}
+
+/// Where `_text` is linked on x86-64 and modules begin: kernel addresses are shown from there on, which
+/// is where a debugger expects those of a kernel that was not moved.
+const KERNEL_BASE: u64 = 0xffff_ffff_8100_0000;
+const MODULE_BASE: u64 = 0xffff_ffff_c000_0000;
+/// Shown for kernel code whose size is unknown.
+const KERNEL_SPAN: u64 = 0x0300_0000;
+
+/// Writes the profile.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: &Profile, options: &Options, out: impl Write) -> io::Result<()> {
+    let message = build(profile, options).encode_to_vec();
+    // No name and no time in the header: nothing that is not in the stream.
+    let mut out = GzBuilder::new().mtime(0).write(out, Compression::fast());
+    out.write_all(&message)?;
+    out.finish()?.flush()
+}
+
+fn build(profile: &Profile, options: &Options) -> proto::Profile {
+    let mut writer = Writer::new(profile);
+    let cpu_unit = if profile.origin.event == "cycles" { "cycles" } else { "nanoseconds" };
+    let count_type = writer.value_type("samples", "count");
+    let cpu_type = writer.value_type(if cpu_unit == "cycles" { "cycles" } else { "cpu" }, cpu_unit);
+    let period = match (profile.origin.frequency, cpu_unit) {
+        (frequency @ 1.., "nanoseconds") => 1_000_000_000 / i64::from(frequency),
+        _ => 1,
+    };
+    let samples = profile.samples.iter().map(|sample| writer.sample(sample)).collect();
+    let comments = comments(profile, options);
+    let comment = comments.iter().map(|comment| writer.strings.index(comment)).collect();
+    let default_sample_type = cpu_type.r#type;
+    proto::Profile {
+        sample_type: vec![count_type, cpu_type],
+        sample: samples,
+        mapping: writer.mappings.list,
+        location: writer.locations,
+        function: writer.functions,
+        time_nanos: profile.start_ns as i64,
+        duration_nanos: profile.duration_ns as i64,
+        period_type: Some(cpu_type),
+        period,
+        comment,
+        default_sample_type,
+        string_table: writer.strings.table,
+    }
+}
+
+/// Tags, then what a reader must know to believe the numbers.
+fn comments(profile: &Profile, options: &Options) -> Vec<String> {
+    let origin = &profile.origin;
+    let mut comments = options.tags.clone();
+    comments.push(format!("host {}, kernel {} {}", origin.hostname, origin.kernel_release, origin.machine));
+    comments.push(match profile.taken {
+        Some(taken) => format!(
+            "samples taken {taken}, in this profile {}, lost {}",
+            profile.sample_count(),
+            profile.lost_samples()
+        ),
+        None => format!(
+            "samples in this profile {}, lost {} and those of the missing end",
+            profile.sample_count(),
+            profile.lost_samples()
+        ),
+    });
+    let lost = profile.lost.iter();
+    comments.extend(lost.map(|(reason, (count, _))| format!("lost {count} {}", reason.text())));
+    comments.extend(profile.notes.iter().cloned());
+    comments
+}
+
+struct Writer<'a> {
+    profile: &'a Profile,
+    strings: Strings,
+    mappings: Mappings,
+    locations: Vec<proto::Location>,
+    location_ids: FxHashMap<LocationId, u64>,
+    functions: Vec<proto::Function>,
+    function_ids: HashMap<(u64, String, String), u64>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(profile: &'a Profile) -> Self {
+        let mut strings = Strings::default();
+        strings.index("");
+        let mappings = Mappings::plan(profile, &mut strings);
+        Self {
+            profile,
+            strings,
+            mappings,
+            locations: Vec::new(),
+            location_ids: FxHashMap::default(),
+            functions: Vec::new(),
+            function_ids: HashMap::new(),
+        }
+    }
+
+    fn value_type(&mut self, kind: &str, unit: &str) -> proto::ValueType {
+        proto::ValueType { r#type: self.strings.index(kind), unit: self.strings.index(unit) }
+    }
+
+    fn sample(&mut self, sample: &crate::profile::Sample) -> proto::Sample {
+        let profile = self.profile;
+        let location_id = profile.frames(sample.key).map(|location| self.location(location)).collect();
+        let thread = &profile.threads[sample.key.thread.index()];
+        let process = &profile.processes[thread.process.index()];
+        let label = vec![
+            self.text_label("comm", &process.comm),
+            self.number_label("pid", process.pid),
+            self.text_label("thread", &thread.comm),
+            self.number_label("tid", thread.tid),
+        ];
+        let value = vec![sample.count as i64, sample.value as i64];
+        proto::Sample { location_id, value, label }
+    }
+
+    fn text_label(&mut self, key: &str, text: &str) -> proto::Label {
+        // An empty string would read as a number of 0.
+        let text = if text.is_empty() { "?" } else { text };
+        proto::Label { key: self.strings.index(key), str: self.strings.index(text), num: 0 }
+    }
+
+    fn number_label(&mut self, key: &str, number: u32) -> proto::Label {
+        proto::Label { key: self.strings.index(key), str: 0, num: number.into() }
+    }
+
+    fn location(&mut self, id: LocationId) -> u64 {
+        if let Some(&known) = self.location_ids.get(&id) {
+            return known;
+        }
+        let (mapping, address) = self.mappings.place(self.profile, id);
+        let resolution = self.profile.resolutions.get(id.index());
+        let lines = match resolution {
+            Some(Resolution::Found { lines, .. }) => lines.as_slice(),
+            _ => &[],
+        };
+        if let Some(mapping) = mapping {
+            let mapping = &mut self.mappings.list[mapping as usize - 1];
+            mapping.has_functions |= !lines.is_empty();
+            mapping.has_filenames |= lines.iter().any(|line| !line.file.is_empty());
+            mapping.has_line_numbers |= lines.iter().any(|line| line.line != 0);
+            mapping.has_inline_frames |= lines.len() > 1;
+        }
+        let mapping_id = mapping.unwrap_or(0);
+        let line = lines.iter().map(|line| self.line(mapping_id, line)).collect();
+        let new = self.locations.len() as u64 + 1;
+        self.locations.push(proto::Location { id: new, mapping_id, address, line });
+        self.location_ids.insert(id, new);
+        new
+    }
+
+    fn line(&mut self, mapping: u64, line: &Line) -> proto::Line {
+        let key = (mapping, line.function.clone(), line.file.clone());
+        let next = self.functions.len() as u64 + 1;
+        let function_id = *self.function_ids.entry(key).or_insert(next);
+        if function_id == next {
+            let name = self.strings.index(&line.function);
+            let filename = self.strings.index(&line.file);
+            self.functions.push(proto::Function { id: next, name, system_name: name, filename });
+        }
+        proto::Line { function_id, line: line.line.into() }
+    }
+}
+
+/// pprof has one address space where a profile of a whole host has many: each distinct mapping of an
+/// executable is written once, where the first process had it. Mappings may overlap; pprof goes by id.
+struct Mappings {
+    list: Vec<proto::Mapping>,
+    /// By executable, and process where that matters: (file offset, length, id).
+    by_owner: HashMap<(u32, Option<u32>), Vec<(u64, u64, u64)>>,
+}
+
+impl Mappings {
+    fn plan(profile: &Profile, strings: &mut Strings) -> Self {
+        let mut planned = Self { list: Vec::new(), by_owner: HashMap::new() };
+        let mut mappings: Vec<_> = profile.mappings.iter().collect();
+        // The first mapping stands for the main binary: of the first process, the file lowest in
+        // memory, which is where the kernel puts the program.
+        let is_file =
+            |m: &&&crate::profile::Mapping| matches!(profile.executables[m.executable.index()], Executable::File { .. });
+        let first_process = mappings.first().map(|mapping| mapping.process);
+        let main = mappings
+            .iter()
+            .filter(|mapping| Some(mapping.process) == first_process)
+            .filter(is_file)
+            .min_by_key(|mapping| mapping.start)
+            .map(|mapping| mapping.executable);
+        mappings.sort_by_key(|mapping| Some(mapping.executable) != main);
+        for mapping in mappings {
+            let executable = &profile.executables[mapping.executable.index()];
+            let private = matches!(executable, Executable::Anonymous);
+            let owner = (mapping.executable.0, private.then_some(mapping.process.0));
+            // Anonymous memory has no file to be an offset into: its addresses are what is looked up.
+            let first = match executable {
+                Executable::Anonymous => mapping.start,
+                Executable::Vdso { .. } => 0,
+                _ => mapping.file_offset,
+            };
+            let file_offset = if private { 0 } else { first };
+            planned.add(owner, first, mapping.start, mapping.length, file_offset, executable, strings);
+        }
+        for (index, executable) in profile.executables.iter().enumerate() {
+            if let Executable::Kernel { module, .. } = executable {
+                let used = profile.locations.iter().filter(|at| at.executable.index() == index);
+                let end = used.map(|at| at.offset + 1).max().unwrap_or(0).next_multiple_of(1 << 20);
+                let (start, length) = if module.is_empty() {
+                    (KERNEL_BASE, end.max(KERNEL_SPAN))
+                } else {
+                    // Apart from each other, though where they were is not known.
+                    (MODULE_BASE + ((index as u64) << 24), end)
+                };
+                planned.add((index as u32, None), 0, start, length, 0, executable, strings);
+            }
+        }
+        planned
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the fields of a mapping, at its two call sites")]
+    fn add(
+        &mut self,
+        owner: (u32, Option<u32>),
+        first: u64,
+        start: u64,
+        length: u64,
+        file_offset: u64,
+        executable: &Executable,
+        strings: &mut Strings,
+    ) {
+        let known = self.by_owner.entry(owner).or_default();
+        if known.iter().any(|&(offset, size, _)| offset == first && size == length) {
+            return;
+        }
+        let id = self.list.len() as u64 + 1;
+        known.push((first, length, id));
+        self.list.push(proto::Mapping {
+            id,
+            memory_start: start,
+            memory_limit: start.saturating_add(length),
+            file_offset,
+            filename: strings.index(&executable.name()),
+            build_id: strings.index(&executable.build_id_hex()),
+            ..proto::Mapping::default()
+        });
+    }
+
+    /// The mapping of a location and its address there.
+    fn place(&self, profile: &Profile, id: LocationId) -> (Option<u64>, u64) {
+        let location = &profile.locations[id.index()];
+        let owner = (location.executable.0, location.process.map(|process| process.0));
+        let found = self.by_owner.get(&owner).and_then(|known| {
+            known.iter().find(|&&(first, length, _)| {
+                first <= location.offset && location.offset - first < length
+            })
+        });
+        match found {
+            Some(&(first, _, id)) => {
+                let mapping = &self.list[id as usize - 1];
+                (Some(id), mapping.memory_start + (location.offset - first))
+            }
+            None => (None, location.offset),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Strings {
+    table: Vec<String>,
+    index: HashMap<String, i64>,
+}
+
+impl Strings {
+    fn index(&mut self, text: &str) -> i64 {
+        if let Some(&index) = self.index.get(text) {
+            return index;
+        }
+        let index = self.table.len() as i64;
+        self.table.push(text.to_owned());
+        self.index.insert(text.to_owned(), index);
+        index
+    }
+}

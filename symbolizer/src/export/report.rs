@@ -1,0 +1,188 @@
+//! The text report: what was hot, how well it is named, how stacks ended, what was lost.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io::{self, Write};
+
+use crate::profile::{EndReason, Profile, Resolution};
+
+/// Functions listed.
+const TOP: usize = 25;
+
+/// Writes the report.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: &Profile, mut out: impl Write) -> io::Result<()> {
+    head(profile, &mut out)?;
+    top(profile, &mut out)?;
+    coverage(profile, &mut out)?;
+    ends(profile, &mut out)?;
+    losses(profile, &mut out)?;
+    out.flush()
+}
+
+fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let origin = &profile.origin;
+    writeln!(
+        out,
+        "{} samples of {} at {} Hz over {:.1} s, {} on {} ({} {})",
+        profile.sample_count(),
+        origin.event,
+        origin.frequency,
+        profile.duration_ns as f64 / 1e9,
+        count(profile.processes.iter().map(|p| p.pid).collect::<HashSet<_>>().len(), "process", "processes"),
+        origin.hostname,
+        origin.kernel_release,
+        origin.machine,
+    )?;
+    for note in &profile.notes {
+        writeln!(out, "note: {note}")?;
+    }
+    Ok(())
+}
+
+fn count(number: usize, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
+}
+
+fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let total = profile.sample_count();
+    let mut own: HashMap<(String, String), u64> = HashMap::new();
+    let mut with_callees: HashMap<(String, String), u64> = HashMap::new();
+    for sample in &profile.samples {
+        let mut seen = HashSet::new();
+        for (depth, location) in profile.frames(sample.key).enumerate() {
+            let executable = profile.locations[location.index()].executable;
+            let module = profile.executables[executable.index()].name();
+            let module = module.rsplit('/').next().unwrap_or_default();
+            for (inner, line) in profile.lines(location).into_iter().enumerate() {
+                let name = (line.function, module.to_owned());
+                if depth == 0 && inner == 0 {
+                    *own.entry(name.clone()).or_default() += sample.count;
+                }
+                if seen.insert(name.clone()) {
+                    *with_callees.entry(name).or_default() += sample.count;
+                }
+            }
+        }
+    }
+    let mut rows: Vec<_> = own.into_iter().collect();
+    rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    writeln!(out, "\n    self           total          function")?;
+    let shown = rows.iter().take(TOP);
+    for (name, samples) in shown {
+        let all = with_callees.get(name).copied().unwrap_or(*samples);
+        writeln!(
+            out,
+            "{:>6.2} % {samples:>7} {:>6.2} % {all:>7}  {} [{}]",
+            share(*samples, total),
+            share(all, total),
+            name.0,
+            name.1.trim_matches(['[', ']'])
+        )?;
+    }
+    if rows.len() > TOP {
+        let rest: u64 = rows[TOP..].iter().map(|(_, samples)| samples).sum();
+        writeln!(out, "{:>6.2} % {rest:>7}                   {} more", share(rest, total), rows.len() - TOP)?;
+    }
+    Ok(())
+}
+
+/// A frame of a sample counts once a sample: what is hot weighs most.
+fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    #[derive(Default)]
+    struct Row {
+        frames: u64,
+        named: u64,
+        qualities: BTreeMap<&'static str, u64>,
+        missing: BTreeMap<String, u64>,
+    }
+    let mut rows: HashMap<usize, Row> = HashMap::new();
+    for sample in &profile.samples {
+        for location in profile.frames(sample.key) {
+            let executable = profile.locations[location.index()].executable;
+            let row = rows.entry(executable.index()).or_default();
+            row.frames += sample.count;
+            match profile.resolutions.get(location.index()) {
+                Some(Resolution::Found { quality, .. }) => {
+                    row.named += sample.count;
+                    *row.qualities.entry(quality.text()).or_default() += sample.count;
+                }
+                Some(Resolution::Missing(reason)) => {
+                    *row.missing.entry(reason.clone()).or_default() += sample.count;
+                }
+                None => {}
+            }
+        }
+    }
+    let mut rows: Vec<_> = rows.into_iter().collect();
+    rows.sort_by(|a, b| b.1.frames.cmp(&a.1.frames).then(a.0.cmp(&b.0)));
+    writeln!(out, "\n  frames   named  executable")?;
+    for (index, row) in rows {
+        let executable = &profile.executables[index];
+        let qualities: Vec<_> = row
+            .qualities
+            .iter()
+            .map(|(quality, frames)| format!("{quality} {:.1} %", share(*frames, row.frames)))
+            .collect();
+        let build_id = executable.build_id_hex();
+        let id = build_id.get(..12).map_or(String::new(), |id| format!(" {id}"));
+        writeln!(
+            out,
+            "{:>8} {:>5.1} %  {}{id}  {}",
+            row.frames,
+            share(row.named, row.frames),
+            executable.name(),
+            qualities.join(", ")
+        )?;
+        for (reason, frames) in row.missing {
+            writeln!(out, "                    {:.1} % missing: {reason}", share(frames, row.frames))?;
+        }
+    }
+    Ok(())
+}
+
+fn ends(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let mut ends: BTreeMap<EndReason, u64> = BTreeMap::new();
+    let mut total = 0;
+    let mut without = 0;
+    for sample in &profile.samples {
+        match sample.key.user {
+            Some(stack) => {
+                *ends.entry(profile.stacks[stack.index()].end).or_default() += sample.count;
+                total += sample.count;
+            }
+            None => without += sample.count,
+        }
+    }
+    writeln!(out, "\n  stacks   share  user stacks ended")?;
+    for (end, samples) in ends {
+        writeln!(out, "{samples:>8} {:>5.1} %  {}", share(samples, total), end.text())?;
+    }
+    if without > 0 {
+        writeln!(out, "{without:>8}          no user stack: kernel threads, tasks ending")?;
+    }
+    Ok(())
+}
+
+fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let (delivered, lost) = (profile.sample_count(), profile.lost_samples());
+    match profile.taken {
+        Some(taken) => {
+            writeln!(out, "\nsamples taken {taken} = {delivered} in the profile + {lost} lost")?;
+            if taken != delivered + lost {
+                let difference = taken.abs_diff(delivered + lost);
+                writeln!(out, "{difference} samples are unaccounted for: a bug, please report it")?;
+            }
+        }
+        None => writeln!(out, "\nsamples taken: unknown, the capture has no end; {delivered} in the profile, {lost} lost")?,
+    }
+    for (reason, (count, _)) in &profile.lost {
+        writeln!(out, "lost {count} {}", reason.text())?;
+    }
+    Ok(())
+}
+
+fn share(part: u64, total: u64) -> f64 {
+    if total == 0 { 0.0 } else { part as f64 * 100.0 / total as f64 }
+}

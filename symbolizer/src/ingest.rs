@@ -1,0 +1,434 @@
+//! Wire → profile: the one file of the symbolizer that takes messages apart, and rejects what is
+//! malformed once. Pure.
+//!
+//! An epoch is checked as a whole while it is added; one that does not hold together is refused with
+//! the place that is wrong, and what was taken of it before stays harmless: tables, no samples.
+
+use stackwire_proto::v1;
+
+use crate::profile::{
+    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason, Mapping,
+    Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId, lookup_offset,
+};
+
+/// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
+const MAX_DEPTH: usize = 4096;
+
+/// A message that does not hold together.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum IngestError {
+    /// An index outside its table.
+    #[error("epoch {epoch}: {what} {index} is not defined")]
+    Undefined {
+        /// Epoch.
+        epoch: u64,
+        /// Kind of definition.
+        what: &'static str,
+        /// The index.
+        index: u32,
+    },
+    /// Columns of unequal length.
+    #[error("epoch {epoch}: the columns of its {what} differ in length")]
+    Ragged {
+        /// Epoch.
+        epoch: u64,
+        /// Which table.
+        what: &'static str,
+    },
+    /// A field with a value it cannot have.
+    #[error("epoch {epoch}: {what}")]
+    Invalid {
+        /// Epoch.
+        epoch: u64,
+        /// What.
+        what: String,
+    },
+}
+
+/// Where on the wall clock the monotonic times of a capture lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Clock {
+    monotonic_ns: u64,
+    realtime_ns: u64,
+}
+
+impl Clock {
+    /// Nanoseconds since the Unix epoch.
+    #[must_use]
+    pub fn wall(self, monotonic_ns: u64) -> u64 {
+        self.realtime_ns.saturating_add(monotonic_ns).saturating_sub(self.monotonic_ns)
+    }
+}
+
+/// Takes a greeting apart.
+#[must_use]
+pub fn hello(hello: &v1::Hello) -> (Origin, Clock) {
+    let sampling = hello.sampling.clone().unwrap_or_default();
+    let origin = Origin {
+        hostname: hello.hostname.clone(),
+        kernel_release: hello.kernel_release.clone(),
+        machine: hello.machine.clone(),
+        event: sampling.event,
+        frequency: sampling.frequency,
+        kernel_stacks: sampling.kernel_stacks,
+        collector: hello.collector_version.clone(),
+        all: sampling.all,
+    };
+    let clock =
+        Clock { monotonic_ns: hello.clock_monotonic_ns, realtime_ns: hello.clock_realtime_ns };
+    (origin, clock)
+}
+
+/// Adds an epoch to a profile.
+///
+/// # Errors
+/// See [`IngestError`].
+pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), IngestError> {
+    let reader = Reader { epoch };
+    let executables: Vec<ExecutableId> = epoch
+        .executables
+        .iter()
+        .map(|wire| into.executable(reader.executable(wire)?).map_err(|e| reader.invalid(e)))
+        .collect::<Result<_, _>>()?;
+    let processes: Vec<ProcessId> = epoch
+        .processes
+        .iter()
+        .map(|wire| into.process(reader.process(wire)?).map_err(|e| reader.invalid(e)))
+        .collect::<Result<_, _>>()?;
+    for wire in &epoch.mappings {
+        let mapping = Mapping {
+            process: reader.at(&processes, wire.process, "process")?,
+            executable: reader.at(&executables, wire.executable, "executable")?,
+            start: wire.start,
+            length: wire.length,
+            file_offset: wire.file_offset,
+        };
+        if wire.start.checked_add(wire.length).is_none() {
+            return Err(reader.invalid("a mapping ends beyond the address space"));
+        }
+        into.mapping(mapping).map_err(|e| reader.invalid(e))?;
+    }
+    let threads: Vec<(ThreadId, ProcessId)> = epoch
+        .threads
+        .iter()
+        .map(|wire| {
+            let process = reader.at(&processes, wire.process, "process")?;
+            let thread = Thread { process, tid: wire.tid, comm: reader.string(wire.comm)? };
+            into.thread(thread).map(|id| (id, process)).map_err(|e| reader.invalid(e))
+        })
+        .collect::<Result<_, _>>()?;
+    let nodes = reader.nodes(executables.len())?;
+    for stack in &epoch.stacks {
+        if stack.node as usize > nodes.len() {
+            return Err(reader.undefined("node", stack.node));
+        }
+    }
+
+    // A stack's locations depend on the process where memory is anonymous.
+    let mut known = rustc_hash::FxHashMap::<(u32, ProcessId), StackId>::default();
+    let mut stack = |index: u32, process: ProcessId, into: &mut Builder| {
+        let Some(at) = index.checked_sub(1) else { return Ok(None) };
+        if let Some(&found) = known.get(&(at, process)) {
+            return Ok(Some(found));
+        }
+        let wire = epoch.stacks.get(at as usize).ok_or_else(|| reader.undefined("stack", at))?;
+        let mut locations = Vec::new();
+        let mut node = wire.node;
+        while let Some(at) = node.checked_sub(1) {
+            let found = &nodes[at as usize];
+            let executable = executables[found.executable as usize];
+            let private = matches!(
+                epoch.executables[found.executable as usize].kind(),
+                v1::ExecutableKind::Anonymous | v1::ExecutableKind::Unmapped
+            );
+            let offset = lookup_offset(found.offset, found.kind);
+            let process = private.then_some(process);
+            let location = Location { executable, process, offset };
+            locations.push(into.location(location).map_err(|e| reader.invalid(e))?);
+            if locations.len() > MAX_DEPTH {
+                return Err(reader.invalid("a stack is deeper than any collector records"));
+            }
+            node = found.parent;
+        }
+        let end = end_reason(wire.end());
+        let id = into.stack(Stack { locations, end }).map_err(|e| reader.invalid(e))?;
+        known.insert((at, process), id);
+        Ok(Some(id))
+    };
+
+    let samples = epoch.samples.clone().unwrap_or_default();
+    let count = samples.time_delta.len();
+    let columns = [&samples.thread, &samples.cpu, &samples.user_stack, &samples.kernel_stack];
+    if columns.iter().any(|column| column.len() != count)
+        || !(samples.value.len() == count || samples.value.len() == 1)
+    {
+        return Err(reader.ragged("samples"));
+    }
+    for index in 0..count {
+        let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
+        let key = SampleKey {
+            thread,
+            user: stack(samples.user_stack[index], process, into)?,
+            kernel: stack(samples.kernel_stack[index], process, into)?,
+        };
+        let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
+        into.sample(key, value).map_err(|e| reader.invalid(e))?;
+    }
+    for lost in &epoch.lost {
+        into.lost(lost_reason(lost.reason()), lost.count, lost.samples);
+    }
+    into.span(clock.wall(epoch.start_ns), clock.wall(epoch.end_ns));
+    Ok(())
+}
+
+/// What is lost after the last epoch, or in epochs that are not there: totals at the end less what
+/// the epochs said.
+pub fn end(end: &v1::End, said: &[v1::Lost], into: &mut Builder) {
+    into.taken(Some(end.taken));
+    for total in &end.lost {
+        let before: u64 =
+            said.iter().filter(|lost| lost.reason == total.reason).map(|lost| lost.count).sum();
+        if total.count > before {
+            into.lost(lost_reason(total.reason()), total.count - before, total.samples);
+        }
+    }
+}
+
+struct Node {
+    parent: u32,
+    executable: u32,
+    offset: u64,
+    kind: FrameKind,
+}
+
+struct Reader<'a> {
+    epoch: &'a v1::Epoch,
+}
+
+impl Reader<'_> {
+    fn string(&self, index: u32) -> Result<String, IngestError> {
+        let found = self.epoch.strings.get(index as usize);
+        found.cloned().ok_or_else(|| self.undefined("string", index))
+    }
+
+    fn at<T: Copy>(&self, table: &[T], index: u32, what: &'static str) -> Result<T, IngestError> {
+        table.get(index as usize).copied().ok_or_else(|| self.undefined(what, index))
+    }
+
+    fn executable(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
+        // 20 bytes is what the kernel reports; 64 what any linker writes.
+        if wire.build_id.len() > 64 {
+            return Err(self.invalid("a build-id is longer than 64 bytes"));
+        }
+        let artifact = self.hash(&wire.artifact)?;
+        Ok(match wire.kind() {
+            v1::ExecutableKind::File => Executable::File {
+                path: self.string(wire.path)?,
+                build_id: wire.build_id.clone(),
+                inode: wire.inode,
+                device: (wire.device_major, wire.device_minor),
+            },
+            v1::ExecutableKind::Vdso => Executable::Vdso { image: artifact },
+            v1::ExecutableKind::Anonymous => Executable::Anonymous,
+            v1::ExecutableKind::Kernel => Executable::Kernel {
+                module: String::new(),
+                build_id: wire.build_id.clone(),
+                kallsyms: artifact,
+            },
+            v1::ExecutableKind::Module => Executable::Kernel {
+                module: self.string(wire.path)?,
+                build_id: wire.build_id.clone(),
+                kallsyms: artifact,
+            },
+            v1::ExecutableKind::Unmapped => Executable::Unmapped,
+            v1::ExecutableKind::Unspecified => {
+                return Err(self.invalid("an executable of no known kind"));
+            }
+        })
+    }
+
+    fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
+        let perf_map = match self.hash(&wire.perf_map)? {
+            Some(hash) => Some(Ok(hash)),
+            None if wire.perf_map_missing != 0 => Some(Err(self.string(wire.perf_map_missing)?)),
+            None => None,
+        };
+        Ok(Process {
+            pid: wire.pid,
+            start_ns: wire.start_ns,
+            generation: wire.generation,
+            comm: self.string(wire.comm)?,
+            cgroup_id: wire.cgroup_id,
+            perf_map,
+        })
+    }
+
+    fn hash(&self, bytes: &[u8]) -> Result<Option<ArtifactHash>, IngestError> {
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let hash = bytes.try_into();
+        hash.map(Some).map_err(|_: std::array::TryFromSliceError| {
+            self.invalid(format!("an artifact hash of {} bytes", bytes.len()))
+        })
+    }
+
+    /// The nodes with absolute offsets; parents come before their children, so there is no cycle.
+    fn nodes(&self, executables: usize) -> Result<Vec<Node>, IngestError> {
+        let empty = v1::StackNodes::default();
+        let wire = self.epoch.nodes.as_ref().unwrap_or(&empty);
+        let count = wire.parent.len();
+        if wire.executable.len() != count
+            || wire.offset_delta.len() != count
+            || wire.kind.len() != count
+        {
+            return Err(self.ragged("nodes"));
+        }
+        let mut offset = 0u64;
+        (0..count)
+            .map(|index| {
+                let (parent, executable) = (wire.parent[index], wire.executable[index]);
+                if parent as usize > index {
+                    return Err(self.undefined("parent node", parent));
+                }
+                if executable as usize >= executables {
+                    return Err(self.undefined("executable", executable));
+                }
+                offset = offset.wrapping_add(wire.offset_delta[index] as u64);
+                let caller = wire.kind[index] == v1::FrameKind::Caller as u32;
+                let kind = if caller { FrameKind::Caller } else { FrameKind::Exact };
+                Ok(Node { parent, executable, offset, kind })
+            })
+            .collect()
+    }
+
+    fn undefined(&self, what: &'static str, index: u32) -> IngestError {
+        IngestError::Undefined { epoch: self.epoch.number, what, index }
+    }
+
+    fn ragged(&self, what: &'static str) -> IngestError {
+        IngestError::Ragged { epoch: self.epoch.number, what }
+    }
+
+    fn invalid(&self, what: impl ToString) -> IngestError {
+        IngestError::Invalid { epoch: self.epoch.number, what: what.to_string() }
+    }
+}
+
+fn end_reason(wire: v1::EndReason) -> EndReason {
+    match wire {
+        v1::EndReason::Root => EndReason::Root,
+        v1::EndReason::Unreadable => EndReason::Unreadable,
+        v1::EndReason::DepthLimit => EndReason::DepthLimit,
+        v1::EndReason::NoFramePointer => EndReason::NoFramePointer,
+        v1::EndReason::NotCode => EndReason::NotCode,
+        v1::EndReason::Compat => EndReason::Compat,
+        v1::EndReason::NoMappings => EndReason::NoMappings,
+        v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
+    }
+}
+
+fn lost_reason(wire: v1::LostReason) -> LostReason {
+    match wire {
+        v1::LostReason::RingFull => LostReason::RingFull,
+        v1::LostReason::NoScratch => LostReason::NoScratch,
+        v1::LostReason::EpochDropped => LostReason::EpochDropped,
+        v1::LostReason::MalformedRecord => LostReason::MalformedRecord,
+        v1::LostReason::Events => LostReason::Events,
+        v1::LostReason::Throttled => LostReason::Throttled,
+        v1::LostReason::TargetsFull => LostReason::TargetsFull,
+        v1::LostReason::Unspecified => LostReason::Other,
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    /// One process, one thread, a stack of a caller and a leaf, two samples.
+    fn sample() -> v1::Epoch {
+        let mut executable = v1::Executable { path: 1, build_id: vec![1; 20], ..Default::default() };
+        executable.set_kind(v1::ExecutableKind::File);
+        let mut stack = v1::Stack { node: 2, ..Default::default() };
+        stack.set_end(v1::EndReason::Root);
+        v1::Epoch {
+            strings: vec![String::new(), "/bin/x".into(), "x".into()],
+            executables: vec![executable],
+            processes: vec![v1::Process { pid: 7, comm: 2, ..Default::default() }],
+            mappings: vec![v1::Mapping { start: 0x1000, length: 0x1000, ..Default::default() }],
+            threads: vec![v1::Thread { process: 0, tid: 8, comm: 2 }],
+            nodes: Some(v1::StackNodes {
+                parent: vec![0, 1],
+                executable: vec![0, 0],
+                offset_delta: vec![0x100, -0x10],
+                kind: vec![1, 0],
+            }),
+            stacks: vec![stack],
+            samples: Some(v1::Samples {
+                time_delta: vec![1, 1],
+                thread: vec![0, 0],
+                cpu: vec![0, 1],
+                user_stack: vec![1, 1],
+                kernel_stack: vec![0, 0],
+                value: vec![10],
+            }),
+            start_ns: 1000,
+            end_ns: 5000,
+            ..Default::default()
+        }
+    }
+
+    fn build(wire: &v1::Epoch) -> Result<crate::profile::Profile, IngestError> {
+        let mut builder = Builder::new();
+        let clock = Clock { monotonic_ns: 1000, realtime_ns: 9000 };
+        epoch(wire, clock, &mut builder)?;
+        epoch(wire, clock, &mut builder)?;
+        Ok(builder.build())
+    }
+
+    #[test]
+    fn epochs_merge_and_callers_are_moved_into_their_call() {
+        let profile = build(&sample()).unwrap();
+        assert_eq!((profile.samples.len(), profile.samples[0].count, profile.samples[0].value), (1, 4, 40));
+        let offsets: Vec<u64> = profile
+            .frames(profile.samples[0].key)
+            .map(|id| profile.locations[id.index()].offset)
+            .collect();
+        assert_eq!(offsets, [0xf0, 0xff], "leaf first and exact, then the caller less one");
+        assert_eq!((profile.start_ns, profile.duration_ns), (9000, 4000));
+    }
+
+    #[test]
+    fn indices_outside_their_table_are_refused() {
+        let breaks: [fn(&mut v1::Epoch); 9] = [
+            |e| e.executables[0].path = 9,
+            |e| e.threads[0].process = 9,
+            |e| e.mappings[0].executable = 9,
+            |e| e.mappings[0].start = u64::MAX,
+            |e| e.stacks[0].node = 9,
+            |e| e.nodes.as_mut().unwrap().parent[1] = 2,
+            |e| e.nodes.as_mut().unwrap().executable[1] = 9,
+            |e| e.samples.as_mut().unwrap().thread[0] = 9,
+            |e| e.samples.as_mut().unwrap().user_stack[0] = 9,
+        ];
+        for (number, damage) in breaks.iter().enumerate() {
+            let mut wire = sample();
+            damage(&mut wire);
+            assert!(build(&wire).is_err(), "case {number}");
+        }
+        let mut ragged = sample();
+        ragged.samples.as_mut().unwrap().cpu.pop();
+        assert_eq!(build(&ragged).unwrap_err(), IngestError::Ragged { epoch: 0, what: "samples" });
+    }
+
+    #[test]
+    fn losses_at_the_end_are_those_the_epochs_did_not_tell() {
+        let mut builder = Builder::new();
+        let lost = |count| v1::Lost { reason: v1::LostReason::RingFull.into(), count, samples: true };
+        end(&v1::End { taken: 10, lost: vec![lost(5)], ..Default::default() }, &[lost(3)], &mut builder);
+        let profile = builder.build();
+        assert_eq!((profile.taken, profile.lost_samples()), (Some(10), 2));
+    }
+}

@@ -1,0 +1,74 @@
+//! The unprivileged half of Stackwire: finds names for captured stacks and writes profiles.
+//!
+//! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs` (messages) →
+//! `ingest.rs` (the only reader of the wire) → `profile/` (tables) → `resolve/` (names) → `export/`
+//! (pprof, folded, flame graph, report).
+//!
+//! ```no_run
+//! use stackwire::{Session, export};
+//!
+//! let session = Session::builder().pid(1234).profile().start()?;
+//! std::thread::sleep(std::time::Duration::from_secs(10));
+//! let profile = session.stop()?;
+//! export::pprof(&profile, &export::PprofOptions::default(), std::fs::File::create("app.pb.gz")?)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! A capture taken elsewhere needs no session:
+//!
+//! ```no_run
+//! use stackwire::{Sources, export, read_capture, resolve};
+//!
+//! let (mut profile, artifacts) = read_capture(std::fs::File::open("host7.stackwire")?)?;
+//! resolve(&mut profile, &artifacts, &Sources::default());
+//! export::report(&profile, std::io::stdout())?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod capture;
+pub mod export;
+mod ingest;
+mod log;
+pub mod profile;
+mod resolve;
+mod serve;
+mod server;
+mod session;
+
+pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into};
+pub use profile::Profile;
+pub use resolve::{Sources, resolve};
+pub use serve::{Config as ServeConfig, ServeError, run as serve};
+pub use session::{Builder, Session, SessionError, find_collector};
+
+/// Version of this crate with the commit it was built from.
+pub const VERSION: &str = env!("STACKWIRE_VERSION");
+
+/// Entry points for fuzzing: parsers of what other hosts and other processes wrote.
+#[doc(hidden)]
+pub mod fuzz {
+    /// Reads a capture.
+    pub fn capture(bytes: &[u8]) {
+        if let Ok((profile, _)) = crate::read_capture(bytes) {
+            // What was accepted must be exportable.
+            let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
+            let _ = crate::export::report(&profile, std::io::sink());
+        }
+    }
+
+    /// Adds an epoch as it is inside its frame, past checksum and compression.
+    pub fn epoch(bytes: &[u8]) {
+        let Ok(epoch) = <stackwire_proto::v1::Epoch as prost::Message>::decode(bytes) else { return };
+        let mut builder = crate::profile::Builder::new();
+        if crate::ingest::epoch(&epoch, Default::default(), &mut builder).is_ok() {
+            let profile = builder.build();
+            let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
+            let _ = crate::export::report(&profile, std::io::sink());
+        }
+    }
+
+    /// Parses a perf-map.
+    pub fn perf_map(bytes: &[u8]) {
+        crate::resolve::fuzz_perf_map(bytes);
+    }
+}

@@ -1,0 +1,249 @@
+//! The capture log: a stream as it came, on disk before it is acknowledged.
+//!
+//! One file a window, in the format of captures. Knows which artifacts the epochs in it refer to and
+//! which of them it has. Used by `server.rs`; read back by `capture.rs`.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use stackwire_proto::v1::collector_message::Body;
+use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
+
+use crate::capture::Artifacts;
+use crate::ingest::{self, IngestError};
+use crate::profile::{ArtifactHash, Builder, Executable};
+use crate::resolve::Pinned;
+
+/// A log that cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LogError {
+    /// Writing.
+    #[error("cannot write the capture log {path}: {error}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// An epoch that does not open.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// An epoch that does not hold together.
+    #[error(transparent)]
+    Ingest(#[from] IngestError),
+}
+
+/// What to answer to a message.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// Artifacts to ask for, before the acknowledgement.
+    pub want: Vec<ArtifactHash>,
+    /// Durable up to this epoch.
+    pub ack: Option<u64>,
+}
+
+/// A log being written.
+#[derive(Debug)]
+pub struct Log {
+    path: PathBuf,
+    out: FrameWriter<File>,
+    artifacts: Artifacts,
+    asked: HashSet<ArtifactHash>,
+    /// Files held open while their processes live.
+    pub pinned: Pinned,
+    pin: bool,
+    /// Number of the epoch expected next.
+    pub next_epoch: u64,
+    epochs: u64,
+    samples: u64,
+    /// Said by the epochs of this file, by reason.
+    lost: HashMap<i32, v1::Lost>,
+    /// Start of the first epoch, end of the last; monotonic nanoseconds.
+    pub span: Option<(u64, u64)>,
+    ended: bool,
+}
+
+impl Log {
+    /// Starts a file with a greeting.
+    ///
+    /// `pin`: the collector is on this host, so files of its processes are worth opening while they live.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn create(
+        path: PathBuf,
+        hello: &v1::CollectorMessage,
+        next_epoch: u64,
+        pin: bool,
+    ) -> Result<Self, LogError> {
+        let failed = |error| LogError::Write { path: path.clone(), error };
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed)?;
+        let mut out = FrameWriter::new(file);
+        out.write(hello).map_err(failed)?;
+        Ok(Self {
+            path,
+            out,
+            artifacts: Artifacts::default(),
+            asked: HashSet::new(),
+            pinned: Pinned::default(),
+            pin,
+            next_epoch,
+            epochs: 0,
+            samples: 0,
+            lost: HashMap::new(),
+            span: None,
+            ended: false,
+        })
+    }
+
+    /// Adds a message; when this returns, an epoch is on disk.
+    ///
+    /// # Errors
+    /// See [`LogError`]. A malformed epoch is refused before it is written.
+    pub fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError> {
+        match &message.body {
+            Some(Body::Epoch(sealed)) if sealed.number < self.next_epoch => {
+                // Sent again: durable since before.
+                Ok(Answer { ack: Some(self.next_epoch - 1), want: Vec::new() })
+            }
+            Some(Body::Epoch(sealed)) => {
+                let epoch = open_epoch(sealed)?;
+                let want = self.look_at(&epoch)?;
+                self.write(message)?;
+                self.sync()?;
+                self.next_epoch = sealed.number + 1;
+                self.epochs += 1;
+                self.samples += epoch.samples.map_or(0, |samples| samples.thread.len() as u64);
+                let start = self.span.map_or(epoch.start_ns, |(start, _)| start);
+                self.span = Some((start, epoch.end_ns));
+                for lost in epoch.lost {
+                    let entry = self.lost.entry(lost.reason).or_insert(v1::Lost { count: 0, ..lost });
+                    entry.count += lost.count;
+                }
+                Ok(Answer { want, ack: Some(sealed.number) })
+            }
+            Some(Body::Artifact(chunk)) => {
+                self.write(message)?;
+                self.artifacts.add(chunk);
+                Ok(Answer::default())
+            }
+            Some(Body::End(_)) => {
+                self.write(message)?;
+                self.sync()?;
+                self.ended = true;
+                Ok(Answer::default())
+            }
+            Some(Body::Hello(_)) | None => Ok(Answer::default()),
+        }
+    }
+
+    /// The stream has ended as it should.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Samples of this file and what its epochs said was lost.
+    #[must_use]
+    pub fn totals(&self) -> (u64, Vec<v1::Lost>) {
+        (self.samples, self.lost.values().copied().collect())
+    }
+
+    /// Closes the file as a window of its own: with an end that speaks of its epochs only, `more` having
+    /// been lost beside what they said.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn end_window(&mut self, more: &[v1::Lost]) -> Result<(), LogError> {
+        let mut lost = self.lost.clone();
+        for extra in more {
+            let entry = lost.entry(extra.reason).or_insert(v1::Lost { count: 0, ..*extra });
+            entry.count += extra.count;
+        }
+        let lost_samples: u64 = lost.values().filter(|l| l.samples).map(|l| l.count).sum();
+        let mut lost: Vec<_> = lost.into_values().collect();
+        lost.sort_by_key(|lost| lost.reason);
+        let end = v1::End {
+            clock_monotonic_ns: self.span.map_or(0, |(_, end)| end),
+            epochs: self.epochs,
+            taken: self.samples + lost_samples,
+            lost,
+        };
+        self.add(&v1::CollectorMessage { body: Some(Body::End(end)) }).map(|_| ())
+    }
+
+    /// Gives up the file and hands out its path and what is pinned.
+    #[must_use]
+    pub fn close(self) -> (PathBuf, Pinned) {
+        (self.path, self.pinned)
+    }
+
+    /// Checks an epoch, pins its files, and tells which artifacts to ask for.
+    fn look_at(&mut self, epoch: &v1::Epoch) -> Result<Vec<ArtifactHash>, LogError> {
+        let mut builder = Builder::new();
+        ingest::epoch(epoch, ingest::Clock::default(), &mut builder)?;
+        let mut want = builder.artifacts();
+        want.retain(|hash| self.artifacts.get(hash).is_none() && self.asked.insert(*hash));
+        if self.pin {
+            let profile = builder.build();
+            for (index, executable) in profile.executables.iter().enumerate() {
+                let Executable::File { .. } = executable else { continue };
+                let pids: Vec<u32> = profile
+                    .mappings
+                    .iter()
+                    .filter(|mapping| mapping.executable.index() == index)
+                    .map(|mapping| profile.processes[mapping.process.index()].pid)
+                    .collect();
+                self.pinned.pin(executable, &pids);
+            }
+        }
+        Ok(want)
+    }
+
+    fn write(&mut self, message: &v1::CollectorMessage) -> Result<(), LogError> {
+        self.out
+            .write(message)
+            .map_err(|error| LogError::Write { path: self.path.clone(), error })
+    }
+
+    fn sync(&self) -> Result<(), LogError> {
+        self.out
+            .get_ref()
+            .sync_data()
+            .map_err(|error| LogError::Write { path: self.path.clone(), error })
+    }
+}
+
+/// What a log on disk holds of a capture.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Number of the first epoch it does not hold.
+    pub next_epoch: u64,
+    /// What its epochs said was lost, by reason.
+    pub lost: Vec<v1::Lost>,
+}
+
+/// Looks into a log from before; one that cannot be read holds nothing.
+#[must_use]
+pub fn inspect(path: &Path) -> Held {
+    let mut held = Held::default();
+    let Ok(file) = File::open(path) else { return held };
+    let mut reader = FrameReader::new(io::BufReader::new(file));
+    while let Ok(Some(message)) = reader.next_message() {
+        if let Some(Body::Epoch(sealed)) = &message.body {
+            held.next_epoch = held.next_epoch.max(sealed.number + 1);
+            held.lost.extend(open_epoch(sealed).map(|epoch| epoch.lost).unwrap_or_default());
+        }
+    }
+    held
+}

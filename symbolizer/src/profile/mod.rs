@@ -1,0 +1,411 @@
+//! The profile: interned tables with `Copy` handles, aggregated samples, and what was lost.
+//!
+//! Built by `ingest.rs`, given names by `resolve/`, read by `export/`. Holds no bytes of files and
+//! does no I/O. Everything keeps the order of the stream, so equal streams give equal profiles.
+
+mod builder;
+mod location;
+
+use std::collections::BTreeMap;
+
+pub use self::builder::{Builder, Limits};
+pub use self::location::{FrameKind, Location, lookup_offset};
+
+/// A handle into a table of a [`Profile`].
+macro_rules! handle {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub u32);
+
+        impl $name {
+            /// Position in its table.
+            #[must_use]
+            pub fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+    };
+}
+
+handle!(
+    /// Into [`Profile::executables`].
+    ExecutableId
+);
+handle!(
+    /// Into [`Profile::processes`].
+    ProcessId
+);
+handle!(
+    /// Into [`Profile::threads`].
+    ThreadId
+);
+handle!(
+    /// Into [`Profile::locations`].
+    LocationId
+);
+handle!(
+    /// Into [`Profile::stacks`].
+    StackId
+);
+
+/// SHA-256 of an artifact.
+pub type ArtifactHash = [u8; 32];
+
+/// What code came from.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Executable {
+    /// A mapped file.
+    File {
+        /// Path as the process had it.
+        path: String,
+        /// GNU build-id, empty when unknown.
+        build_id: Vec<u8>,
+        /// Inode and device (major, minor), where there is no build-id.
+        inode: u64,
+        /// Device of the inode.
+        device: (u32, u32),
+    },
+    /// The vDSO, with its image.
+    Vdso {
+        /// The ELF image.
+        image: Option<ArtifactHash>,
+    },
+    /// Anonymous executable memory; addresses are those of the process.
+    Anonymous,
+    /// The kernel or a module of it (empty name: the kernel itself).
+    Kernel {
+        /// Module.
+        module: String,
+        /// GNU build-id, empty when unknown.
+        build_id: Vec<u8>,
+        /// Rebased symbols.
+        kallsyms: Option<ArtifactHash>,
+    },
+    /// Nothing known is mapped there.
+    Unmapped,
+}
+
+impl Executable {
+    /// The name outputs show: a path, or `[kernel]`, `[module]`, `[vdso]`, `[jit]`.
+    #[must_use]
+    pub fn name(&self) -> String {
+        match self {
+            Self::File { path, .. } => path.clone(),
+            Self::Vdso { .. } => "[vdso]".to_owned(),
+            Self::Anonymous => "[jit]".to_owned(),
+            Self::Kernel { module, .. } if module.is_empty() => "[kernel]".to_owned(),
+            Self::Kernel { module, .. } => format!("[{module}]"),
+            Self::Unmapped => "[unmapped]".to_owned(),
+        }
+    }
+
+    /// Build-id in hex, empty when unknown.
+    #[must_use]
+    pub fn build_id_hex(&self) -> String {
+        match self {
+            Self::File { build_id, .. } | Self::Kernel { build_id, .. } => hex(build_id),
+            _ => String::new(),
+        }
+    }
+}
+
+/// Lower-case hex.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// One program image of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// Process id.
+    pub pid: u32,
+    /// Start in boottime nanoseconds.
+    pub start_ns: u64,
+    /// Counts images.
+    pub generation: u32,
+    /// Name of its main thread.
+    pub comm: String,
+    /// cgroup v2 id.
+    pub cgroup_id: u64,
+    /// Its perf-map, or why there is none; `None` when it ran no anonymous code.
+    pub perf_map: Option<Result<ArtifactHash, String>>,
+}
+
+/// A thread.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Thread {
+    /// The process.
+    pub process: ProcessId,
+    /// Thread id.
+    pub tid: u32,
+    /// Its name.
+    pub comm: String,
+}
+
+/// A mapping of an executable in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Mapping {
+    /// The process.
+    pub process: ProcessId,
+    /// What is mapped.
+    pub executable: ExecutableId,
+    /// First address.
+    pub start: u64,
+    /// Bytes.
+    pub length: u64,
+    /// File offset of the first address.
+    pub file_offset: u64,
+}
+
+/// Why a stack ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum EndReason {
+    /// The thread's first function.
+    Root,
+    /// Memory not readable.
+    Unreadable,
+    /// Deeper than is recorded.
+    DepthLimit,
+    /// Code without a frame pointer.
+    NoFramePointer,
+    /// A return address outside executable memory.
+    NotCode,
+    /// A 32-bit process.
+    Compat,
+    /// The kernel's unwinder refused.
+    Failed,
+    /// The mappings of the process are not known.
+    NoMappings,
+}
+
+impl EndReason {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Root => "reached the thread's root",
+            Self::Unreadable => "next frame not readable",
+            Self::DepthLimit => "deeper than is recorded",
+            Self::NoFramePointer => "code without frame pointers",
+            Self::NotCode => "return address not in code (code without frame pointers)",
+            Self::Compat => "32-bit process",
+            Self::Failed => "kernel unwinder refused",
+            Self::NoMappings => "mappings of the process unknown",
+        }
+    }
+}
+
+/// A stack, leaf first.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Stack {
+    /// Frames.
+    pub locations: Vec<LocationId>,
+    /// Why it ends.
+    pub end: EndReason,
+}
+
+/// What samples share: thread and stacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SampleKey {
+    /// The thread.
+    pub thread: ThreadId,
+    /// User stack.
+    pub user: Option<StackId>,
+    /// Kernel stack.
+    pub kernel: Option<StackId>,
+}
+
+/// Samples with one key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// What they share.
+    pub key: SampleKey,
+    /// How many.
+    pub count: u64,
+    /// Sum of their weights, in the event's unit.
+    pub value: u64,
+}
+
+/// Why something was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LostReason {
+    /// Ring buffer full.
+    RingFull,
+    /// No scratch buffer.
+    NoScratch,
+    /// Epochs dropped by the collector.
+    EpochDropped,
+    /// Undecodable records.
+    MalformedRecord,
+    /// Mapping, exec, fork and exit events.
+    Events,
+    /// Times sampling was throttled.
+    Throttled,
+    /// Children that could not be followed.
+    TargetsFull,
+    /// A reason a newer collector knows.
+    Other,
+}
+
+impl LostReason {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::RingFull => "samples: ring buffer full",
+            Self::NoScratch => "samples: no scratch buffer",
+            Self::EpochDropped => "samples: epochs dropped, symbolizer too slow or gone",
+            Self::MalformedRecord => "samples: undecodable records",
+            Self::Events => "process events: perf ring full (mappings were read again)",
+            Self::Throttled => "times the kernel throttled sampling",
+            Self::TargetsFull => "children that could not be followed",
+            Self::Other => "for a reason this version does not know",
+        }
+    }
+}
+
+/// How and where a profile was taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// Host name.
+    pub hostname: String,
+    /// `uname -r`.
+    pub kernel_release: String,
+    /// `uname -m`.
+    pub machine: String,
+    /// "cpu-clock" or "cycles".
+    pub event: String,
+    /// Samples a second and CPU.
+    pub frequency: u32,
+    /// Kernel stacks were recorded.
+    pub kernel_stacks: bool,
+    /// Version of the collector.
+    pub collector: String,
+    /// All processes were sampled.
+    pub all: bool,
+}
+
+/// What became of a location.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resolution {
+    /// Names were found.
+    Found {
+        /// Innermost inlined function first, the function that exists last.
+        lines: Vec<Line>,
+        /// Where they came from.
+        quality: Quality,
+    },
+    /// There is no name, and this is why.
+    Missing(String),
+}
+
+/// How good an answer is, best last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Quality {
+    /// The kernel's own symbol list.
+    Kallsyms,
+    /// A JIT's perf-map.
+    PerfMap,
+    /// An ELF symbol table.
+    Symtab,
+    /// DWARF.
+    Dwarf,
+}
+
+impl Quality {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Kallsyms => "kallsyms",
+            Self::PerfMap => "perf-map",
+            Self::Symtab => "symtab",
+            Self::Dwarf => "dwarf",
+        }
+    }
+}
+
+/// A function at a place in a source file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Line {
+    /// Demangled name.
+    pub function: String,
+    /// Source file, empty when unknown.
+    pub file: String,
+    /// Line, 0 when unknown.
+    pub line: u32,
+}
+
+/// A profile.
+#[derive(Clone, Debug, Default)]
+pub struct Profile {
+    /// How and where it was taken.
+    pub origin: Origin,
+    /// Start, nanoseconds since the Unix epoch.
+    pub start_ns: u64,
+    /// Length, nanoseconds.
+    pub duration_ns: u64,
+    /// Executables.
+    pub executables: Vec<Executable>,
+    /// Processes.
+    pub processes: Vec<Process>,
+    /// Threads.
+    pub threads: Vec<Thread>,
+    /// Mappings, first seen first.
+    pub mappings: Vec<Mapping>,
+    /// Distinct places in code.
+    pub locations: Vec<Location>,
+    /// Stacks.
+    pub stacks: Vec<Stack>,
+    /// Samples, first seen first.
+    pub samples: Vec<Sample>,
+    /// What was lost, with whether it counts samples.
+    pub lost: BTreeMap<LostReason, (u64, bool)>,
+    /// Samples the kernel took; unknown when the capture was cut.
+    pub taken: Option<u64>,
+    /// What is wrong with the capture, for the report.
+    pub notes: Vec<String>,
+    /// By location; empty before `resolve`.
+    pub resolutions: Vec<Resolution>,
+    /// By executable: where its names came from or why there are none; filled by `resolve`.
+    pub sources: Vec<String>,
+}
+
+impl Profile {
+    /// Samples in the profile.
+    #[must_use]
+    pub fn sample_count(&self) -> u64 {
+        self.samples.iter().map(|sample| sample.count).sum()
+    }
+
+    /// Samples lost.
+    #[must_use]
+    pub fn lost_samples(&self) -> u64 {
+        self.lost.values().filter(|(_, samples)| *samples).map(|(count, _)| count).sum()
+    }
+
+    /// The frames of a sample, leaf first: kernel, then user.
+    pub fn frames(&self, key: SampleKey) -> impl DoubleEndedIterator<Item = LocationId> + '_ {
+        let of = |stack: Option<StackId>| {
+            stack.map_or(&[][..], |stack| self.stacks[stack.index()].locations.as_slice())
+        };
+        of(key.kernel).iter().chain(of(key.user)).copied()
+    }
+
+    /// Name of a location without inlined functions opened up, for lack of a better one its address.
+    #[must_use]
+    pub fn lines(&self, location: LocationId) -> Vec<Line> {
+        match self.resolutions.get(location.index()) {
+            Some(Resolution::Found { lines, .. }) => lines.clone(),
+            _ => {
+                let found = &self.locations[location.index()];
+                let name = self.executables[found.executable.index()].name();
+                let base = name.rsplit('/').next().unwrap_or(&name);
+                let function = format!("{base}+0x{:x}", found.offset);
+                vec![Line { function, ..Line::default() }]
+            }
+        }
+    }
+}

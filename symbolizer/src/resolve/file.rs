@@ -1,0 +1,198 @@
+//! The file behind an executable: opened, and trusted only when it is the one that was mapped.
+//!
+//! A path is a hint: the file there may have been replaced since, or belong to another container. The
+//! build-id decides; without one, inode and device of the mapping do. Files are opened without
+//! blocking and looked at only when regular, because the process chose the path.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+
+use object::Object as _;
+use object::read::elf::{ElfFile32, ElfFile64};
+use object::{Endianness, FileKind, ReadCache};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
+
+use crate::profile::{Executable, hex};
+
+/// An opened and verified file.
+#[derive(Debug)]
+pub struct Opened {
+    /// The file.
+    pub file: File,
+    /// Where it was found, for the report.
+    pub path: String,
+}
+
+/// Files opened while the processes that ran them were alive: they may be deleted or out of reach
+/// when names are looked for.
+#[derive(Debug, Default)]
+pub struct Pinned {
+    files: HashMap<Executable, Opened>,
+    tried: HashMap<Executable, u32>,
+}
+
+/// Files held open at most: below the usual limit of 1,024 descriptors.
+const MAX_PINNED: usize = 512;
+/// A file not to be had is not asked for again and again.
+const MAX_TRIES: u32 = 3;
+
+impl Pinned {
+    /// Opens the file of `executable` through one of `pids`, unless it is held already.
+    pub fn pin(&mut self, executable: &Executable, pids: &[u32]) {
+        let Executable::File { .. } = executable else { return };
+        let tried = self.tried.entry(executable.clone()).or_insert(0);
+        if *tried >= MAX_TRIES || self.files.len() >= MAX_PINNED || self.files.contains_key(executable) {
+            return;
+        }
+        *tried += 1;
+        if let Ok(opened) = find(executable, pids) {
+            self.files.insert(executable.clone(), opened);
+        }
+    }
+}
+
+/// Opens the file of an executable: pinned, through a process's root, or at its path.
+///
+/// # Errors
+/// In words, for the report.
+pub fn open(executable: &Executable, pids: &[u32], pinned: &Pinned) -> Result<Opened, String> {
+    match pinned.files.get(executable) {
+        Some(Opened { file, path }) => {
+            let file = file.try_clone().map_err(|error| error.to_string())?;
+            Ok(Opened { file, path: path.clone() })
+        }
+        None => find(executable, pids),
+    }
+}
+
+fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
+    let Executable::File { path, build_id, inode, device } = executable else {
+        return Err("not a file".to_owned());
+    };
+    // Through the process's own root, its executable as the kernel holds it, then as we see the path.
+    let through = pids.iter().take(8).flat_map(|pid| {
+        [format!("/proc/{pid}/root{path}"), format!("/proc/{pid}/exe")]
+    });
+    let mut reason = None;
+    for candidate in through.chain([path.clone()]) {
+        match open_regular(&candidate) {
+            Ok(file) if is_same(&file, build_id, *inode, *device) => {
+                return Ok(Opened { file, path: candidate });
+            }
+            Ok(_) if candidate == *path => {
+                reason = Some(if build_id.is_empty() {
+                    "it has no build-id, and the file at its path is not the one that was mapped".to_owned()
+                } else {
+                    format!("the file at its path does not have build-id {}", hex(build_id))
+                });
+            }
+            Ok(_) => {}
+            Err(error) if candidate == *path => reason = Some(format!("{path}: {error}")),
+            Err(_) => {}
+        }
+    }
+    Err(reason.unwrap_or_else(|| "no file found".to_owned()))
+}
+
+fn open_regular(path: &str) -> Result<File, String> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let fd = openat(CWD, path, flags, Mode::empty())
+        .map_err(|error| std::io::Error::from(error).to_string())?;
+    let stat = fstat(fd.as_fd()).map_err(|error| error.to_string())?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err("not a regular file".to_owned());
+    }
+    Ok(File::from(fd))
+}
+
+fn is_same(file: &File, wanted: &[u8], inode: u64, device: (u32, u32)) -> bool {
+    if !wanted.is_empty() {
+        return build_id(file).as_deref() == Some(wanted);
+    }
+    file.metadata().is_ok_and(|metadata| {
+        let dev = metadata.dev();
+        metadata.ino() == inode && (rustix::fs::major(dev), rustix::fs::minor(dev)) == device
+    })
+}
+
+/// GNU build-id of an ELF file.
+fn build_id(file: &File) -> Option<Vec<u8>> {
+    let cache = ReadCache::new(file);
+    // Both widths: the collector reports 32-bit programs as well.
+    match FileKind::parse(&cache).ok()? {
+        FileKind::Elf64 => {
+            let elf = ElfFile64::<Endianness, _>::parse(&cache).ok()?;
+            elf.build_id().ok()?.map(<[u8]>::to_vec)
+        }
+        FileKind::Elf32 => {
+            let elf = ElfFile32::<Endianness, _>::parse(&cache).ok()?;
+            elf.build_id().ok()?.map(<[u8]>::to_vec)
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn this_program() -> (String, Vec<u8>) {
+        let path = std::fs::read_link("/proc/self/exe").unwrap().to_str().unwrap().to_owned();
+        let id = build_id(&File::open(&path).unwrap()).unwrap();
+        (path, id)
+    }
+
+    #[test]
+    fn a_path_is_trusted_only_with_the_right_build_id() {
+        let (path, build_id) = this_program();
+        let mut executable = Executable::File { path, build_id, inode: 0, device: (0, 0) };
+        assert!(open(&executable, &[], &Pinned::default()).is_ok());
+        if let Executable::File { build_id, .. } = &mut executable {
+            build_id[0] ^= 1;
+        }
+        let reason = open(&executable, &[], &Pinned::default()).unwrap_err();
+        assert!(reason.contains("does not have build-id"), "{reason}");
+    }
+
+    #[test]
+    fn without_a_build_id_the_inode_decides() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("plain");
+        std::fs::write(&path, "x").unwrap();
+        let metadata = std::fs::metadata(&path).unwrap();
+        let dev = metadata.dev();
+        let device = (rustix::fs::major(dev), rustix::fs::minor(dev));
+        let path = path.to_str().unwrap().to_owned();
+        let file = |inode| Executable::File { path: path.clone(), build_id: vec![], inode, device };
+        assert!(open(&file(metadata.ino()), &[], &Pinned::default()).is_ok());
+        assert!(open(&file(metadata.ino() + 1), &[], &Pinned::default()).is_err());
+    }
+
+    #[test]
+    fn what_is_not_a_regular_file_is_not_opened() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo").to_str().unwrap().to_owned();
+        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let executable = Executable::File { path, build_id: vec![1; 20], inode: 0, device: (0, 0) };
+        let reason = open(&executable, &[], &Pinned::default()).unwrap_err();
+        assert!(reason.contains("not a regular file"), "{reason}");
+    }
+
+    #[test]
+    fn a_pinned_file_outlives_its_path() {
+        let directory = tempfile::tempdir().unwrap();
+        let (original, build_id) = this_program();
+        let path = directory.path().join("copy");
+        std::fs::copy(original, &path).unwrap();
+        let path = path.to_str().unwrap().to_owned();
+        let executable = Executable::File { path: path.clone(), build_id, inode: 0, device: (0, 0) };
+        let mut pinned = Pinned::default();
+        pinned.pin(&executable, &[]);
+        std::fs::remove_file(&path).unwrap();
+        assert!(open(&executable, &[], &Pinned::default()).is_err());
+        assert!(open(&executable, &[], &pinned).is_ok());
+    }
+}

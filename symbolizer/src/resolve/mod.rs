@@ -1,0 +1,210 @@
+//! The resolve ladder: for each executable, the first source that knows it gives the names.
+//!
+//! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails ends in
+//! `Missing` with the reason, never in an error: a profile without some names is still a profile.
+
+mod elf;
+mod file;
+mod kallsyms;
+mod perf_map;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Mutex;
+
+use self::elf::Object;
+pub use self::file::Pinned;
+use crate::capture::Artifacts;
+use crate::profile::{
+    Executable, ExecutableId, LocationId, ProcessId, Profile, Quality, Resolution,
+};
+
+/// Where names may be looked for besides the host's own files.
+#[derive(Debug, Default)]
+pub struct Sources {
+    /// Files opened while their processes ran.
+    pub pinned: Pinned,
+}
+
+/// Threads that parse: symbolization is bound by them, and more than four want memory, not time.
+const MAX_WORKERS: usize = 4;
+
+/// Names every location of the profile, or says why not.
+pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) {
+    let unresolved = Resolution::Missing("not looked up".to_owned());
+    profile.resolutions = vec![unresolved; profile.locations.len()];
+    profile.sources = vec![String::new(); profile.executables.len()];
+
+    let mut by_executable: BTreeMap<ExecutableId, Vec<LocationId>> = BTreeMap::new();
+    for (index, location) in profile.locations.iter().enumerate() {
+        by_executable.entry(location.executable).or_default().push(LocationId(index as u32));
+    }
+    let mut elf_jobs = Vec::new();
+    let mut kernel_symbols = HashMap::new();
+    for (id, locations) in by_executable {
+        match profile.executables[id.index()].clone() {
+            Executable::File { .. } | Executable::Vdso { .. } => elf_jobs.push((id, locations)),
+            Executable::Anonymous => anonymous(profile, artifacts, id, &locations),
+            Executable::Kernel { module, kallsyms, .. } => {
+                let symbols = kallsyms.and_then(|hash| artifacts.get(&hash).map(|text| (hash, text)));
+                let symbols = symbols.map(|(hash, text)| {
+                    &*kernel_symbols.entry(hash).or_insert_with(|| kallsyms::Symbols::parse(text))
+                });
+                kernel(profile, id, &locations, &module, symbols);
+            }
+            Executable::Unmapped => {
+                let reason = "no mapping known at this address".to_owned();
+                miss(profile, id, &locations, reason);
+            }
+        }
+    }
+    // The heaviest first, so that no thread is left alone with one at the end.
+    elf_jobs.sort_by_key(|(_, locations)| locations.len());
+    run_elf_jobs(profile, artifacts, sources, elf_jobs);
+}
+
+fn run_elf_jobs(
+    profile: &mut Profile,
+    artifacts: &Artifacts,
+    sources: &Sources,
+    jobs: Vec<(ExecutableId, Vec<LocationId>)>,
+) {
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
+    let jobs = Mutex::new(jobs);
+    let done = Mutex::new(Vec::new());
+    let reader: &Profile = profile;
+    std::thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                // blazesym's Symbolizer is not Send: each job has its own, which also frees its memory.
+                loop {
+                    let job = jobs.lock().ok().and_then(|mut jobs| jobs.pop());
+                    let Some((id, locations)) = job else { break };
+                    let result = elf_job(reader, artifacts, sources, id, &locations);
+                    if let Ok(mut done) = done.lock() {
+                        done.push((id, locations, result));
+                    }
+                }
+            });
+        }
+    });
+    for (id, locations, result) in done.into_inner().unwrap_or_default() {
+        match result {
+            Ok((source, resolutions)) => {
+                profile.sources[id.index()] = source;
+                for (location, resolution) in locations.into_iter().zip(resolutions) {
+                    profile.resolutions[location.index()] = resolution;
+                }
+            }
+            Err(reason) => miss(profile, id, &locations, reason),
+        }
+    }
+}
+
+/// Names in one ELF file, with a word on where they came from; or why there are none.
+fn elf_job(
+    profile: &Profile,
+    artifacts: &Artifacts,
+    sources: &Sources,
+    id: ExecutableId,
+    locations: &[LocationId],
+) -> Result<(String, Vec<Resolution>), String> {
+    let executable = &profile.executables[id.index()];
+    let (object, source) = match executable {
+        Executable::Vdso { image } => {
+            let image = image.and_then(|hash| artifacts.get(&hash)).ok_or("its image was not sent")?;
+            (Object::of_image(image)?, "vDSO image".to_owned())
+        }
+        _ => {
+            let pids = running_in(profile, id);
+            let opened = file::open(executable, &pids, &sources.pinned)?;
+            let source = opened.path.clone();
+            (Object::of_file(opened.file), source)
+        }
+    };
+    let offsets: Vec<u64> =
+        locations.iter().map(|location| profile.locations[location.index()].offset).collect();
+    Ok((source, object.symbolize(&offsets)?))
+}
+
+/// Processes that had the executable mapped: their roots may still lead to it.
+fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
+    let mut pids: Vec<u32> = profile
+        .mappings
+        .iter()
+        .filter(|mapping| mapping.executable == id)
+        .map(|mapping| profile.processes[mapping.process.index()].pid)
+        .collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids
+}
+
+fn anonymous(
+    profile: &mut Profile,
+    artifacts: &Artifacts,
+    id: ExecutableId,
+    locations: &[LocationId],
+) {
+    let mut maps: HashMap<ProcessId, Result<perf_map::Symbols, String>> = HashMap::new();
+    let mut found = 0;
+    for &location in locations {
+        let at = profile.locations[location.index()];
+        let Some(process) = at.process else { continue };
+        let processes = &profile.processes;
+        let symbols = maps.entry(process).or_insert_with(|| {
+            let content = match &processes[process.index()].perf_map {
+                Some(Ok(hash)) => artifacts.get(hash).ok_or("its perf-map was not sent".to_owned()),
+                Some(Err(reason)) => Err(reason.clone()),
+                None => Err("the process wrote no perf-map".to_owned()),
+            };
+            content.map(perf_map::Symbols::parse)
+        });
+        profile.resolutions[location.index()] = match symbols {
+            Ok(symbols) => match symbols.find(at.offset) {
+                Some(name) => {
+                    found += 1;
+                    Resolution::Found { lines: vec![perf_map::line(name)], quality: Quality::PerfMap }
+                }
+                None => Resolution::Missing("not in the perf-map".to_owned()),
+            },
+            Err(reason) => Resolution::Missing(reason.clone()),
+        };
+    }
+    profile.sources[id.index()] = if found > 0 { "perf-map" } else { "" }.to_owned();
+}
+
+fn kernel(
+    profile: &mut Profile,
+    id: ExecutableId,
+    locations: &[LocationId],
+    module: &str,
+    symbols: Option<&kallsyms::Symbols>,
+) {
+    let Some(symbols) = symbols else {
+        let reason = "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
+        return miss(profile, id, locations, reason.to_owned());
+    };
+    profile.sources[id.index()] = "kallsyms".to_owned();
+    for &location in locations {
+        let offset = profile.locations[location.index()].offset;
+        profile.resolutions[location.index()] = match symbols.find(module, offset) {
+            Some(line) => Resolution::Found { lines: vec![line], quality: Quality::Kallsyms },
+            None => Resolution::Missing("not in kallsyms".to_owned()),
+        };
+    }
+}
+
+fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: String) {
+    for location in locations {
+        profile.resolutions[location.index()] = Resolution::Missing(reason.clone());
+    }
+    profile.sources[id.index()] = reason;
+}
+
+/// Parses a perf-map and looks around in it.
+pub(crate) fn fuzz_perf_map(bytes: &[u8]) {
+    let symbols = perf_map::Symbols::parse(bytes);
+    for address in [0, 0x1000, u64::MAX] {
+        symbols.find(address).map(perf_map::line);
+    }
+}

@@ -1,0 +1,421 @@
+//! A live capture from start to profile: starts the collector, receives its stream on a private socket,
+//! resolves what came. For `stackwire record` and for programs that embed the symbolizer.
+
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use stackwire_proto::v1;
+use tokio::net::UnixListener;
+use tokio::runtime::Runtime;
+use tokio_stream::wrappers::UnixListenerStream;
+
+use crate::capture::{self, CaptureError};
+use crate::log::{Answer, Log, LogError};
+use crate::profile::Profile;
+use crate::resolve::{Pinned, Sources, resolve};
+use crate::server::{Accept, Keep, service};
+
+/// A capture that could not start or finish.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SessionError {
+    /// Nothing to do.
+    #[error("nothing to sample: call profile() on the builder")]
+    NothingToDo,
+    /// No collector.
+    #[error("no stackwire-collector beside this program or in PATH; name it with --collector, or run `make install`")]
+    NoCollector,
+    /// It cannot be executed.
+    #[error("cannot execute {path}: {error}{hint}")]
+    Execute {
+        /// The collector.
+        path: PathBuf,
+        /// What the system said.
+        error: std::io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// It said why it failed.
+    #[error("{0}")]
+    Collector(String),
+    /// Its command line was wrong, by its own word.
+    #[error("{0}")]
+    Usage(String),
+    /// The socket, a directory, the runtime.
+    #[error("cannot set up the session: {0}")]
+    Setup(String),
+    /// The capture that came.
+    #[error("cannot read the capture back: {0}")]
+    Capture(#[from] CaptureError),
+}
+
+/// What is sampled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Scope {
+    All,
+    Pids(Vec<u32>),
+    Cgroup(PathBuf),
+}
+
+/// How a session is set up; see [`Session::builder`].
+#[derive(Clone, Debug)]
+pub struct Builder {
+    scope: Scope,
+    follow: bool,
+    profile: bool,
+    frequency: u32,
+    event: String,
+    kernel_stacks: bool,
+    duration: Option<Duration>,
+    collector: Option<PathBuf>,
+    capture: Option<PathBuf>,
+}
+
+impl Builder {
+    /// Samples one process with all its threads (repeatable) instead of all processes.
+    #[must_use]
+    pub fn pid(mut self, pid: u32) -> Self {
+        match &mut self.scope {
+            Scope::Pids(pids) => pids.push(pid),
+            scope => *scope = Scope::Pids(vec![pid]),
+        }
+        self
+    }
+
+    /// Samples the tasks of a cgroup v2 directory.
+    #[must_use]
+    pub fn cgroup(mut self, path: impl Into<PathBuf>) -> Self {
+        self.scope = Scope::Cgroup(path.into());
+        self
+    }
+
+    /// Takes children along.
+    #[must_use]
+    pub fn follow(mut self, follow: bool) -> Self {
+        self.follow = follow;
+        self
+    }
+
+    /// Samples CPU time.
+    #[must_use]
+    pub fn profile(mut self) -> Self {
+        self.profile = true;
+        self
+    }
+
+    /// Samples a second and CPU; 99 unless told.
+    #[must_use]
+    pub fn sample_rate(mut self, frequency: u32) -> Self {
+        self.frequency = frequency;
+        self
+    }
+
+    /// "cpu-clock" (unless told) or "cycles".
+    #[must_use]
+    pub fn event(mut self, event: impl Into<String>) -> Self {
+        self.event = event.into();
+        self
+    }
+
+    /// Records kernel stacks; true unless told.
+    #[must_use]
+    pub fn kernel_stacks(mut self, record: bool) -> Self {
+        self.kernel_stacks = record;
+        self
+    }
+
+    /// Ends by itself after this long.
+    #[must_use]
+    pub fn duration(mut self, duration: Duration) -> Self {
+        self.duration = Some(duration);
+        self
+    }
+
+    /// The collector to start, instead of the one beside this program or in `PATH`.
+    #[must_use]
+    pub fn collector(mut self, path: impl Into<PathBuf>) -> Self {
+        self.collector = Some(path.into());
+        self
+    }
+
+    /// Keeps the raw stream in this file.
+    #[must_use]
+    pub fn capture(mut self, path: impl Into<PathBuf>) -> Self {
+        self.capture = Some(path.into());
+        self
+    }
+
+    /// Starts the collector; returns when it samples.
+    ///
+    /// # Errors
+    /// See [`SessionError`].
+    pub fn start(self) -> Result<Session, SessionError> {
+        if !self.profile {
+            return Err(SessionError::NothingToDo);
+        }
+        let collector = match &self.collector {
+            Some(path) => path.clone(),
+            None => find_collector().ok_or(SessionError::NoCollector)?,
+        };
+        let setup = |error: std::io::Error| SessionError::Setup(error.to_string());
+        // Mode 0700: nobody else connects.
+        let directory = tempfile::Builder::new().prefix("stackwire-").tempdir().map_err(setup)?;
+        let socket = directory.path().join("collector.sock");
+        let log = self.capture.clone().unwrap_or_else(|| directory.path().join("capture.stackwire"));
+
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("receive")
+            .enable_all()
+            .build()
+            .map_err(setup)?;
+        let (greeted, greeting) = mpsc::channel();
+        let (finished, finish) = mpsc::channel();
+        let state = Mutex::new(Some((greeted, finished)));
+        let acceptor = Arc::new(OneStream { path: log.clone(), state });
+        {
+            let _guard = runtime.enter();
+            let listener = UnixListener::bind(&socket).map_err(setup)?;
+            let server = tonic::transport::Server::builder()
+                .add_service(service(acceptor))
+                .serve_with_incoming(UnixListenerStream::new(listener));
+            runtime.spawn(server);
+        }
+        let mut child = self.spawn(&collector, &socket)?;
+        let stdin = child.stdin.take();
+        let stderr = child.stderr.take().map(|mut pipe| {
+            std::thread::spawn(move || {
+                let mut text = String::new();
+                // What it said until then is still worth showing.
+                let _ = pipe.read_to_string(&mut text);
+                text
+            })
+        });
+        let mut session =
+            Session { child, stdin, stderr, finish, log, runtime, _directory: directory };
+        session.wait_for_greeting(&greeting)?;
+        Ok(session)
+    }
+
+    fn spawn(&self, collector: &Path, socket: &Path) -> Result<Child, SessionError> {
+        let mut command = Command::new(collector);
+        match &self.scope {
+            Scope::All => {
+                command.arg("--all");
+            }
+            Scope::Pids(pids) => {
+                command.args(pids.iter().map(|pid| format!("--pid={pid}")));
+            }
+            Scope::Cgroup(path) => {
+                command.arg("--cgroup").arg(path);
+            }
+        }
+        if self.follow {
+            command.arg("--follow");
+        }
+        if let Some(duration) = self.duration {
+            command.arg(format!("--duration={}ns", duration.as_nanos()));
+        }
+        command
+            .arg(format!("--sample-rate={}", self.frequency))
+            .arg(format!("--event={}", self.event))
+            .arg(format!("--kernel-stacks={}", self.kernel_stacks))
+            // Often, so that files are opened while their processes live.
+            .arg("--epoch=1s")
+            .arg("--until-stdin-closes")
+            .arg(format!("--to=unix:{}", socket.display()))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        command.spawn().map_err(|error| SessionError::Execute {
+            path: collector.to_owned(),
+            hint: match error.kind() {
+                std::io::ErrorKind::PermissionDenied => {
+                    "; who may execute the collector may profile: ask to be put into the group it belongs to"
+                }
+                _ => "",
+            },
+            error,
+        })
+    }
+}
+
+/// A running capture.
+#[derive(Debug)]
+pub struct Session {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stderr: Option<JoinHandle<String>>,
+    finish: Receiver<(Pinned, bool)>,
+    log: PathBuf,
+    runtime: Runtime,
+    /// Removed, with the socket and an unwanted log, when the session is dropped.
+    _directory: tempfile::TempDir,
+}
+
+/// How long a collector may take to load its programs and connect.
+const START: Duration = Duration::from_secs(20);
+/// How long it may take to deliver what it has once it was told to stop.
+const STOP: Duration = Duration::from_secs(60);
+
+impl Session {
+    /// A session of all processes at 99 Hz with kernel stacks.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder {
+            scope: Scope::All,
+            follow: false,
+            profile: false,
+            frequency: 99,
+            event: "cpu-clock".to_owned(),
+            kernel_stacks: true,
+            duration: None,
+            collector: None,
+            capture: None,
+        }
+    }
+
+    /// Whether the collector has ended by itself: duration over or processes gone.
+    pub fn is_finished(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Ends sampling, waits for what was sampled, and resolves it.
+    ///
+    /// # Errors
+    /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is cut.
+    pub fn stop(mut self) -> Result<Profile, SessionError> {
+        drop(self.stdin.take());
+        let finished = self.finish.recv_timeout(STOP);
+        let status = self.reap();
+        let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+        // The stream may have been cut by a collector that died: what came is in the log all the same.
+        let (pinned, ended) = finished.unwrap_or_default();
+        let file = File::open(&self.log).map_err(|error| SessionError::Setup(error.to_string()))?;
+        let (mut profile, artifacts) = capture::read(BufReader::new(file))?;
+        if !ended {
+            profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
+        }
+        resolve(&mut profile, &artifacts, &Sources { pinned });
+        Ok(profile)
+    }
+
+    fn wait_for_greeting(&mut self, greeting: &Receiver<Result<(), String>>) -> Result<(), SessionError> {
+        let deadline = Instant::now() + START;
+        loop {
+            match greeting.recv_timeout(Duration::from_millis(20)) {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(error)) => return Err(SessionError::Setup(error)),
+                Err(_) => {}
+            }
+            if let Ok(Some(status)) = self.child.try_wait() {
+                let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+                let said = message(&said);
+                return Err(match status.code() {
+                    Some(2) => SessionError::Usage(said),
+                    _ => SessionError::Collector(said),
+                });
+            }
+            if Instant::now() >= deadline {
+                // It hangs; nothing it holds is of use.
+                let _ = self.child.kill();
+                let seconds = START.as_secs();
+                let text = format!("the collector did not start within {seconds} s");
+                return Err(SessionError::Collector(text));
+            }
+        }
+    }
+
+    fn reap(&mut self) -> String {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < deadline {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return status.to_string();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.child.kill();
+        self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // A session that is given up must not leave a collector behind; its end of input stops it.
+        drop(self.stdin.take());
+        self.reap();
+        let _ = &self.runtime;
+    }
+}
+
+/// Without the program's name in front of each line.
+fn message(said: &str) -> String {
+    let lines = said.trim().lines();
+    let lines: Vec<_> = lines.map(|line| line.strip_prefix("stackwire-collector: ").unwrap_or(line)).collect();
+    if lines.is_empty() { "it said nothing".to_owned() } else { lines.join("\n") }
+}
+
+/// The collector beside this program, else the first in `PATH`.
+#[must_use]
+pub fn find_collector() -> Option<PathBuf> {
+    const NAME: &str = "stackwire-collector";
+    let beside = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.join(NAME)));
+    let in_path = std::env::var_os("PATH").unwrap_or_default();
+    beside
+        .into_iter()
+        .chain(std::env::split_paths(&in_path).map(|directory| directory.join(NAME)))
+        .find(|path| path.is_file())
+}
+
+/// Accepts the one stream of a session.
+#[derive(Debug)]
+struct OneStream {
+    path: PathBuf,
+    state: Mutex<Option<(Sender<Result<(), String>>, Sender<(Pinned, bool)>)>>,
+}
+
+impl Accept for OneStream {
+    fn accept(
+        &self,
+        _hello: &v1::Hello,
+        message: &v1::CollectorMessage,
+    ) -> Result<Box<dyn Keep>, String> {
+        let taken = self.state.lock().ok().and_then(|mut state| state.take());
+        let (greeted, finished) = taken.ok_or("this session has its collector already")?;
+        let log = Log::create(self.path.clone(), message, 0, true).map_err(|error| error.to_string());
+        // The session may have given up waiting, and then needs no answer.
+        let _ = greeted.send(log.as_ref().map(|_| ()).map_err(Clone::clone));
+        Ok(Box::new(KeepOne { log: log?, finished }))
+    }
+}
+
+struct KeepOne {
+    log: Log,
+    finished: Sender<(Pinned, bool)>,
+}
+
+impl Keep for KeepOne {
+    fn next_epoch(&self) -> u64 {
+        self.log.next_epoch
+    }
+
+    fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError> {
+        self.log.add(message)
+    }
+
+    fn pause(&self) -> Option<Duration> {
+        None
+    }
+
+    fn finish(self: Box<Self>) {
+        let ended = self.log.has_ended();
+        let (_, pinned) = self.log.close();
+        let _ = self.finished.send((pinned, ended));
+    }
+}
