@@ -3,7 +3,7 @@
 //! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf` builds
 //! the real one. Loaded and attached by `collector/src/sampler/`.
 
-#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+#![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
 #[cfg(target_arch = "bpf")]
 mod maps;

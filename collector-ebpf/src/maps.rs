@@ -1,7 +1,7 @@
 //! The maps and the one load-time global. Created once at their final size: nothing is added at run time.
 
 use aya_ebpf::macros::map;
-use aya_ebpf::maps::{Array, HashMap, PerCpuArray, RingBuf};
+use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES,
     RING_BYTES, SampleHeader,
@@ -12,12 +12,35 @@ use stackwire_collector_ebpf::{
 pub struct Scratch {
     pub header: SampleHeader,
     pub frames: [u64; MAX_USER_FRAMES + MAX_KERNEL_FRAMES + 1],
+    /// Not part of the record: where the walk stands between two programs.
+    pub walk: Walk,
 }
+
+/// A walk of a user stack, half done.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Walk {
+    /// The next frame pointer to follow.
+    pub fp: u64,
+    /// The lowest address it may have.
+    pub lowest: u64,
+    /// Frames found.
+    pub depth: u64,
+    /// [`UserEnd`](stackwire_collector_ebpf::UserEnd) as a number once it is over, else [`WALKING`].
+    pub end: u64,
+}
+
+/// There may be more frames.
+pub const WALKING: u64 = u64::MAX;
 
 const BPF_F_MMAPABLE: u32 = 1 << 10;
 
 #[map]
 pub static SAMPLES: RingBuf = RingBuf::with_byte_size(RING_BYTES, 0);
+
+/// The sampling program's second half, which calls itself: see `sample.rs`.
+#[map]
+pub static STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
 
 #[map]
 pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);

@@ -14,10 +14,10 @@ use stackwire_collector_ebpf::{
     Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES, SampleHeader, UserEnd,
 };
 
-use crate::maps::{SAMPLES, SCRATCH, Scratch, config, count};
+use crate::maps::{SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count};
 use crate::targets::wanted;
 use crate::task::Task;
-use crate::user_stack::{Registers, walk};
+use crate::user_stack::{Registers, begin, step};
 
 /// Requested privilege level 3 in the code segment: the registers are of user mode.
 const USER_MODE: u64 = 3;
@@ -44,62 +44,100 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     // SAFETY: the pointer came from a successful lookup; the slot is this CPU's, and a perf_event
     // program is not entered again on a CPU that runs one (bpf_prog_active).
     let scratch = unsafe { &mut *scratch };
+    // SAFETY: helpers without memory arguments; the context is valid for the length of the program.
+    let (time_ns, cgroup_id, period) =
+        unsafe { (bpf_ktime_get_ns(), bpf_get_current_cgroup_id(), (*ctx.ctx).sample_period) };
+    // Field by field: a whole struct would be copied by a call to memcpy.
+    scratch.header.time_ns = time_ns;
+    scratch.header.start_boottime_ns = start_boottime_ns;
+    scratch.header.cgroup_id = cgroup_id;
+    scratch.header.period = period;
+    scratch.header.pid = pid;
+    scratch.header.tid = ctx.pid();
+    scratch.header.cpu = cpu;
+    // SAFETY: the buffer is 16 bytes of the scratch record.
+    unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
+    scratch.walk.depth = 0;
+    scratch.walk.end = UserEnd::NoUserStack as u64;
 
     // SAFETY: the context of a perf_event program is valid for the length of the program.
-    let (interrupted, period) = unsafe { (&(*ctx.ctx).regs, (*ctx.ctx).sample_period) };
-    let in_user_mode = interrupted.cs & USER_MODE == USER_MODE;
-
-    let (user_frames, user_end) = if in_user_mode {
-        walk_from(scratch, registers(interrupted), interrupted.cs)
-    } else if Task(task as u64).is_kernel_thread() {
-        (0, UserEnd::NoUserStack)
-    } else {
+    let interrupted = unsafe { &(*ctx.ctx).regs };
+    if interrupted.cs & USER_MODE == USER_MODE {
+        walk_from(scratch, registers(interrupted), interrupted.cs);
+    } else if !Task(task as u64).is_kernel_thread() {
+        // The interrupted registers are the kernel's; the user's were saved when it was entered.
         // SAFETY: `task` is the current task, as the helper demands.
         let saved = unsafe { bpf_task_pt_regs(task) } as *const pt_regs;
         // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
-        match unsafe { bpf_probe_read_kernel(saved) } {
-            Ok(saved) if saved.cs & USER_MODE == USER_MODE => {
-                walk_from(scratch, registers(&saved), saved.cs)
-            }
-            _ => (0, UserEnd::NoUserStack),
+        if let Ok(saved) = unsafe { bpf_probe_read_kernel(saved) }
+            && saved.cs & USER_MODE == USER_MODE
+        {
+            walk_from(scratch, registers(&saved), saved.cs);
         }
-    };
-    match user_end {
-        UserEnd::Unreadable => count(cpu, Counter::UserUnreadable),
-        UserEnd::DepthLimit => count(cpu, Counter::UserDepthLimit),
-        _ => {}
     }
+    // SAFETY: the map holds programs of this type only. Returns only when the call failed, which the
+    // collector rules out by filling the map before it attaches this program.
+    let _ = unsafe { STAGES.tail_call(&ctx, 0) };
+    count(cpu, Counter::NoScratch);
+    0
+}
 
-    // The bound again, for the verifier: `walk` is inlined, its promise is not.
-    let user_frames = if user_frames > MAX_USER_FRAMES { MAX_USER_FRAMES } else { user_frames };
+/// Walks on where the program before left off; when the walk is over, hands the record over.
+#[perf_event]
+pub fn walk_on(ctx: PerfEventContext) -> u32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return 0 };
+    // SAFETY: as in `sample`, in whose name this runs.
+    let scratch = unsafe { &mut *scratch };
+    step(scratch);
+    if scratch.walk.end == WALKING {
+        // SAFETY: as in `sample`. Fails at the kernel's limit of tail calls, beyond MAX_USER_FRAMES.
+        let _ = unsafe { STAGES.tail_call(&ctx, 0) };
+        scratch.walk.end = UserEnd::DepthLimit as u64;
+    }
+    finish(&ctx, scratch);
+    0
+}
+
+#[inline(always)]
+fn registers(regs: &pt_regs) -> Registers {
+    Registers { ip: regs.rip, sp: regs.rsp, fp: regs.rbp }
+}
+
+#[inline(always)]
+fn walk_from(scratch: &mut Scratch, start: Registers, cs: u64) {
+    begin(scratch, start);
+    if cs == USER32_CS {
+        scratch.walk.end = UserEnd::Compat as u64;
+    }
+}
+
+/// Adds the kernel stack and hands the record over.
+#[inline(always)]
+fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
+    let cpu = scratch.header.cpu;
+    let user_end = scratch.walk.end;
+    if user_end == UserEnd::Unreadable as u64 {
+        count(cpu, Counter::UserUnreadable);
+    } else if user_end == UserEnd::DepthLimit as u64 {
+        count(cpu, Counter::UserDepthLimit);
+    }
+    // The bound, for the verifier, which does not know what the walk promised.
+    let depth = scratch.walk.depth as usize;
+    let user_frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
+    // SAFETY: the context of a perf_event program is valid for the length of the program.
+    let in_user_mode = unsafe { (*ctx.ctx).regs.cs } & USER_MODE == USER_MODE;
     let (kernel_frames, kernel_end) = if in_user_mode || config().kernel_stacks == 0 {
         (0, KernelEnd::None)
     } else {
-        kernel_stack(&ctx, scratch, user_frames)
+        kernel_stack(ctx, scratch, user_frames)
     };
     if let KernelEnd::Failed = kernel_end {
         count(cpu, Counter::KernelFailed);
     }
-
-    // SAFETY: helpers without memory arguments, then one that fills 16 bytes of our own.
-    let (time_ns, cgroup_id) = unsafe { (bpf_ktime_get_ns(), bpf_get_current_cgroup_id()) };
-    scratch.header = SampleHeader {
-        time_ns,
-        start_boottime_ns,
-        cgroup_id,
-        period,
-        pid,
-        tid: ctx.pid(),
-        cpu,
-        user_frames: user_frames as u16,
-        kernel_frames: kernel_frames as u16,
-        user_end: user_end as u8,
-        kernel_end: kernel_end as u8,
-        reserved: [0; 6],
-        comm: [0; 16],
-    };
-    // SAFETY: the buffer is 16 bytes of the scratch record.
-    unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
+    scratch.header.user_frames = user_frames as u16;
+    scratch.header.kernel_frames = kernel_frames as u16;
+    scratch.header.user_end = user_end as u8;
+    scratch.header.kernel_end = kernel_end as u8;
 
     // Wake the collector only when a quarter of the ring is full; it looks by itself every tick.
     let waiting = SAMPLES.query(BPF_RB_AVAIL_DATA as u64);
@@ -118,23 +156,6 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     if refused != 0 {
         count(cpu, Counter::RingFull);
     }
-    0
-}
-
-#[inline(always)]
-fn registers(regs: &pt_regs) -> Registers {
-    Registers { ip: regs.rip, sp: regs.rsp, fp: regs.rbp }
-}
-
-#[inline(always)]
-fn walk_from(scratch: &mut Scratch, start: Registers, cs: u64) -> (usize, UserEnd) {
-    if cs == USER32_CS {
-        scratch.frames[0] = start.ip;
-        return (1, UserEnd::Compat);
-    }
-    // SAFETY: the array is the head of the longer one, with the same element type.
-    let frames = unsafe { &mut *(&raw mut scratch.frames).cast::<[u64; MAX_USER_FRAMES]>() };
-    walk(frames, start)
 }
 
 /// Appends the kernel stack behind `user_frames` frames.

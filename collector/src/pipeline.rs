@@ -43,6 +43,7 @@ pub struct Summary {
 /// The loop's state.
 #[derive(Debug)]
 pub struct Pipeline {
+    started: Instant,
     sampler: Sampler,
     processes: Processes,
     layout: KernelLayout,
@@ -63,16 +64,18 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Puts the parts together; the clock of the first epoch starts now.
+    /// Puts the parts together. Times: when sampling started, the same on the monotonic clock, and how
+    /// long an epoch is.
     #[must_use]
     pub fn new(
         sampler: Sampler,
         processes: Processes,
         (layout, identity, references): (KernelLayout, Identity, References),
         outbox: Arc<Outbox>,
-        (epoch_start, epoch_length): (u64, Duration),
+        (started, epoch_start, epoch_length): (Instant, u64, Duration),
     ) -> Self {
         Self {
+            started,
             sampler,
             processes,
             layout,
@@ -90,6 +93,12 @@ impl Pipeline {
             before: HashMap::new(),
             dropped: 0,
         }
+    }
+
+    /// When sampling started.
+    #[must_use]
+    pub fn started(&self) -> Instant {
+        self.started
     }
 
     /// Runs until `stop` says so, the processes asked for have ended, or the sink gave up; then

@@ -145,7 +145,7 @@ impl Session {
             .name("collect".to_owned())
             .spawn(move || match prepare(&config, queue) {
                 Ok((hello, pipeline)) => {
-                    let deadline = config.duration.map(|duration| Instant::now() + duration);
+                    let deadline = config.duration.map(|duration| pipeline.started() + duration);
                     let held = privilege::names(privilege::effective());
                     // The other end waits for this message; it cannot be gone.
                     let _ = ready.send(Ok((hello, held)));
@@ -231,8 +231,8 @@ fn prepare(
     outbox: Arc<Outbox>,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, wanted, sampling) = describe(config)?;
-    let clocks = (now_ns(), realtime_ns());
     let sampler = Sampler::start(&filter, config.event, config.frequency)?;
+    let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.scan();
     let mut references = References::default();
@@ -262,7 +262,8 @@ fn prepare(
     let identity = Identity::read();
     let head = Head { capture_id, identity: identity.clone(), clocks, sampling };
     let known = (layout, identity, references);
-    let pipeline = Pipeline::new(sampler, processes, known, outbox, (clocks.0, config.epoch));
+    let times = (started, clocks.0, config.epoch);
+    let pipeline = Pipeline::new(sampler, processes, known, outbox, times);
     Ok((wire::hello(&head), pipeline))
 }
 

@@ -48,7 +48,8 @@ impl KernelLayout {
 #[must_use]
 pub fn parse(text: &str) -> (KernelLayout, String) {
     let mut symbols: Vec<(u64, &str, &str)> = text.lines().filter_map(parse_line).collect();
-    symbols.sort_unstable();
+    // Stable: the kernel lists its own symbols in order, which makes this one pass.
+    symbols.sort_by_key(|&(address, ..)| address);
     let kernel_base =
         symbols.iter().find(|(_, name, module)| *name == "_text" && module.is_empty());
     let Some(&(kernel_base, ..)) = kernel_base else {
@@ -80,15 +81,15 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
         runs.push(Run { start: address, end: address.saturating_add(MAX_REACH), module });
     }
 
-    let mut by_module: Vec<_> = symbols
-        .iter()
-        .map(|&(address, name, module)| (module, address - bases[module], name))
-        .collect();
-    by_module.sort_unstable();
-    let mut snapshot = String::with_capacity(by_module.len() * 32);
-    for (module, offset, name) in by_module {
-        // Writing to a String cannot fail.
-        let _ = writeln!(snapshot, "{module}\t{offset:x}\t{name}");
+    symbols.sort_by_key(|&(.., module)| module);
+    let mut snapshot = String::with_capacity(symbols.len() * 32);
+    for symbols in symbols.chunk_by(|a, b| a.2 == b.2) {
+        let module = symbols[0].2;
+        let base = bases[module];
+        for (address, name, _) in symbols {
+            // Writing to a String cannot fail.
+            let _ = writeln!(snapshot, "{module}\t{:x}\t{name}", address - base);
+        }
     }
     let modules = bases.into_iter().map(|(name, base)| (name.to_owned(), base)).collect();
     (KernelLayout { modules, runs }, snapshot)

@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use aya::maps::{HashMap, MapData, RingBuf};
+use aya::maps::{HashMap, MapData, ProgramArray, RingBuf};
 use aya::programs::{BtfTracePoint, PerfEvent as PerfEventProgram};
 use aya::{Btf, Ebpf, EbpfLoader};
 use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS};
@@ -53,10 +53,11 @@ pub struct Filter {
 }
 
 /// The loaded object.
-#[derive(Debug)]
 pub struct Object {
     ebpf: Ebpf,
     counters: Mapped,
+    /// The kernel empties it with the last descriptor.
+    _stages: ProgramArray<MapData>,
 }
 
 impl Object {
@@ -65,32 +66,30 @@ impl Object {
     /// # Errors
     /// See [`LoadError`].
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
-        let raw = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
-        let [flags, pid, tgid, group_leader, start_boottime] = member_offsets(
-            &raw,
-            "task_struct",
-            ["flags", "pid", "tgid", "group_leader", "start_boottime"],
-        )?;
-        let config = Config {
-            task_flags: flags,
-            task_pid: pid,
-            task_tgid: tgid,
-            task_group_leader: group_leader,
-            task_start_boottime: start_boottime,
-            ..filter.config
-        };
+        // aya reads the kernel's BTF whether it needs it or not, which takes as long as all the rest:
+        // the offsets are read meanwhile.
+        let (config, mut loader) = std::thread::scope(|scope| {
+            let config = scope.spawn(|| config_with_offsets(filter));
+            let loader = EbpfLoader::new();
+            let config = config.join().map_err(|_| missing("BTF"));
+            config.and_then(|config| config).map(|config| (config, loader))
+        })?;
         let bytes = config.to_bytes();
-        // Parsed again by aya, for the programs that need types by name; only when one is loaded.
-        let mut ebpf = EbpfLoader::new()
-            .btf(None)
+        let mut ebpf = loader
             .override_global("CONFIG", bytes.as_slice(), true)
             .load(OBJECT)
             .map_err(load_error)?;
 
-        let program: &mut PerfEventProgram = program(&mut ebpf, "sample")?;
-        program.load().map_err(load_error)?;
+        for name in ["sample", "walk_on"] {
+            let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
+            program.load().map_err(load_error)?;
+        }
+        let stages = ebpf.take_map("STAGES").ok_or_else(|| missing("STAGES"))?;
+        let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
+        let walk_on: &mut PerfEventProgram = program(&mut ebpf, "walk_on")?;
+        stages.set(0, walk_on.fd().map_err(load_error)?, 0).map_err(load_error)?;
         if filter.follow {
-            let btf = Btf::parse(&raw, aya::Endianness::default()).map_err(load_error)?;
+            let btf = Btf::from_sys_fs().map_err(load_error)?;
             let program: &mut BtfTracePoint = self::program(&mut ebpf, "follow_fork")?;
             program.load("sched_process_fork", &btf).map_err(load_error)?;
             program.attach().map_err(load_error)?;
@@ -106,7 +105,7 @@ impl Object {
             Mapped::read_only(data.fd().as_fd(), (MAX_CPUS * COUNTERS_PER_CPU * 8) as usize)
                 .map_err(|error| LoadError::Kernel(format!("cannot map the counters: {error}")))?
         };
-        Ok(Self { ebpf, counters })
+        Ok(Self { ebpf, counters, _stages: stages })
     }
 
     /// The ring buffer, once.
@@ -141,6 +140,22 @@ impl Object {
             })
             .sum()
     }
+}
+
+/// The configuration with the offsets of the running kernel.
+fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
+    let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
+    let members = ["flags", "pid", "tgid", "group_leader", "start_boottime"];
+    let [flags, pid, tgid, group_leader, start_boottime] =
+        member_offsets(&btf, "task_struct", members)?;
+    Ok(Config {
+        task_flags: flags,
+        task_pid: pid,
+        task_tgid: tgid,
+        task_group_leader: group_leader,
+        task_start_boottime: start_boottime,
+        ..filter.config
+    })
 }
 
 fn program<'a, P>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut P, LoadError>
