@@ -159,7 +159,7 @@ const PF_KTHREAD: u64 = 0x0020_0000;
 fn check_process(pid: u32, proc: &Path) -> Result<(), ConfigError> {
     let directory = proc.join(pid.to_string());
     let status = std::fs::read_to_string(directory.join("status"));
-    let status = status.map_err(|_| ConfigError::NoSuchProcess(pid))?;
+    let status = status.map_err(|_cause| ConfigError::NoSuchProcess(pid))?;
     let leader = status
         .lines()
         .find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok())

@@ -160,7 +160,7 @@ impl Session {
                 }
             })
             .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
-        let (hello, held) = started.recv().map_err(|_| {
+        let (hello, held) = started.recv().map_err(|_cause| {
             SessionError::Internal("the collecting thread died at start".to_owned())
         })??;
         let sink = std::thread::Builder::new()

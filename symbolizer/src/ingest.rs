@@ -7,8 +7,9 @@
 use stackwire_proto::v1;
 
 use crate::profile::{
-    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason, Mapping,
-    Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId, lookup_offset,
+    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason,
+    Mapping, Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId,
+    lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
@@ -269,7 +270,7 @@ impl Reader<'_> {
             return Ok(None);
         }
         let hash = bytes.try_into();
-        hash.map(Some).map_err(|_: std::array::TryFromSliceError| {
+        hash.map(Some).map_err(|_length: std::array::TryFromSliceError| {
             self.invalid(format!("an artifact hash of {} bytes", bytes.len()))
         })
     }
@@ -349,7 +350,8 @@ mod tests {
 
     /// One process, one thread, a stack of a caller and a leaf, two samples.
     fn sample() -> v1::Epoch {
-        let mut executable = v1::Executable { path: 1, build_id: vec![1; 20], ..Default::default() };
+        let mut executable =
+            v1::Executable { path: 1, build_id: vec![1; 20], ..Default::default() };
         executable.set_kind(v1::ExecutableKind::File);
         let mut stack = v1::Stack { node: 2, ..Default::default() };
         stack.set_end(v1::EndReason::Root);
@@ -391,7 +393,10 @@ mod tests {
     #[test]
     fn epochs_merge_and_callers_are_moved_into_their_call() {
         let profile = build(&sample()).unwrap();
-        assert_eq!((profile.samples.len(), profile.samples[0].count, profile.samples[0].value), (1, 4, 40));
+        assert_eq!(
+            (profile.samples.len(), profile.samples[0].count, profile.samples[0].value),
+            (1, 4, 40)
+        );
         let offsets: Vec<u64> = profile
             .frames(profile.samples[0].key)
             .map(|id| profile.locations[id.index()].offset)
@@ -426,8 +431,13 @@ mod tests {
     #[test]
     fn losses_at_the_end_are_those_the_epochs_did_not_tell() {
         let mut builder = Builder::new();
-        let lost = |count| v1::Lost { reason: v1::LostReason::RingFull.into(), count, samples: true };
-        end(&v1::End { taken: 10, lost: vec![lost(5)], ..Default::default() }, &[lost(3)], &mut builder);
+        let lost =
+            |count| v1::Lost { reason: v1::LostReason::RingFull.into(), count, samples: true };
+        end(
+            &v1::End { taken: 10, lost: vec![lost(5)], ..Default::default() },
+            &[lost(3)],
+            &mut builder,
+        );
         let profile = builder.build();
         assert_eq!((profile.taken, profile.lost_samples()), (Some(10), 2));
     }

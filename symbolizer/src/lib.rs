@@ -58,7 +58,9 @@ pub mod fuzz {
 
     /// Adds an epoch as it is inside its frame, past checksum and compression.
     pub fn epoch(bytes: &[u8]) {
-        let Ok(epoch) = <stackwire_proto::v1::Epoch as prost::Message>::decode(bytes) else { return };
+        let Ok(epoch) = <stackwire_proto::v1::Epoch as prost::Message>::decode(bytes) else {
+            return;
+        };
         let mut builder = crate::profile::Builder::new();
         if crate::ingest::epoch(&epoch, Default::default(), &mut builder).is_ok() {
             let profile = builder.build();

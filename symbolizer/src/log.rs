@@ -127,7 +127,8 @@ impl Log {
                 let start = self.span.map_or(epoch.start_ns, |(start, _)| start);
                 self.span = Some((start, epoch.end_ns));
                 for lost in epoch.lost {
-                    let entry = self.lost.entry(lost.reason).or_insert(v1::Lost { count: 0, ..lost });
+                    let entry =
+                        self.lost.entry(lost.reason).or_insert(v1::Lost { count: 0, ..lost });
                     entry.count += lost.count;
                 }
                 Ok(Answer { want, ack: Some(sealed.number) })
@@ -211,9 +212,7 @@ impl Log {
     }
 
     fn write(&mut self, message: &v1::CollectorMessage) -> Result<(), LogError> {
-        self.out
-            .write(message)
-            .map_err(|error| LogError::Write { path: self.path.clone(), error })
+        self.out.write(message).map_err(|error| LogError::Write { path: self.path.clone(), error })
     }
 
     fn sync(&self) -> Result<(), LogError> {

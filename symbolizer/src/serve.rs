@@ -80,11 +80,14 @@ pub async fn run(
     }
     let listen = config.listen.clone();
     let failed = |error| ServeError::Listen { address: listen.clone(), error };
-    let keepers = Arc::new(Keepers { config: Arc::new(config), unresolved: Arc::default() });
+    let (alive, mut all_gone) = tokio::sync::mpsc::channel(1);
+    let (close, closing) = tokio::sync::watch::channel(false);
+    let config = Arc::new(config);
+    let keepers = Arc::new(Keepers { config, unresolved: Arc::default(), alive });
     keepers.finish_old();
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
-        .add_service(service(Arc::clone(&keepers)));
+        .add_service(service(keepers, closing));
     match listen.strip_prefix("unix:") {
         Some(path) => {
             // A socket from before; anything else there is not ours to remove.
@@ -93,17 +96,31 @@ pub async fn run(
             }
             let listener = UnixListener::bind(path).map_err(failed)?;
             ready(&listen);
-            server.serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown).await?;
+            let serving = server.serve_with_incoming(UnixListenerStream::new(listener));
+            tokio::select! {
+                result = serving => result?,
+                () = shutdown => {}
+            }
         }
         None => {
             let listener = TcpListener::bind(&listen).await.map_err(failed)?;
             let address = listener.local_addr().map_or(listen.clone(), |bound| bound.to_string());
             ready(&address);
-            server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), shutdown).await?;
+            let serving = server.serve_with_incoming(TcpListenerStream::new(listener));
+            tokio::select! {
+                result = serving => result?,
+                () = shutdown => {}
+            }
         }
     }
+    // Each stream ends here and writes the profile of what it has; collectors keep the rest.
+    let _ = close.send(true);
+    let _ = tokio::time::timeout(LAST_PROFILES, all_gone.recv()).await;
     Ok(())
 }
+
+/// How long profiles may take that are written when the server stops.
+const LAST_PROFILES: Duration = Duration::from_secs(60);
 
 fn is_socket(found: &fs::Metadata) -> bool {
     use std::os::unix::fs::FileTypeExt;
@@ -116,6 +133,8 @@ struct Keepers {
     config: Arc<Config>,
     /// Windows closed and not resolved yet.
     unresolved: Arc<AtomicUsize>,
+    /// Held by every keeper, so that the server can wait for the last.
+    alive: tokio::sync::mpsc::Sender<()>,
 }
 
 impl Keepers {
@@ -140,9 +159,15 @@ impl Accept for Keepers {
         // What is held of the capture from before: of a broken connection, or a server before this one.
         let mut held = Held::default();
         let mut window = 0;
-        for path in files(&self.config.log_dir, "stackwire").into_iter().chain(files(&self.config.log_dir, "open")) {
+        for path in files(&self.config.log_dir, "stackwire")
+            .into_iter()
+            .chain(files(&self.config.log_dir, "open"))
+        {
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-            let Some(number) = stem.strip_prefix(&id).and_then(|rest| rest.strip_prefix('-')) else { continue };
+            let Some(number) = stem.strip_prefix(&id).and_then(|rest| rest.strip_prefix('-'))
+            else {
+                continue;
+            };
             window = window.max(number.parse().unwrap_or(0) + 1);
             let found = inspect(&path);
             held.next_epoch = held.next_epoch.max(found.next_epoch);
@@ -160,6 +185,7 @@ impl Accept for Keepers {
             next_epoch: held.next_epoch,
             lost_before: held.lost,
             pin,
+            _alive: self.alive.clone(),
         };
         keeper.open().map_err(|error| error.to_string())?;
         Ok(Box::new(keeper))
@@ -178,6 +204,7 @@ struct Keeper {
     /// Said by windows before this one.
     lost_before: Vec<v1::Lost>,
     pin: bool,
+    _alive: tokio::sync::mpsc::Sender<()>,
 }
 
 /// Windows that may wait to be resolved before collectors are asked to pause.
@@ -196,7 +223,8 @@ impl Keeper {
         let (_, said) = log.totals();
         let mut more = Vec::new();
         for lost in total.unwrap_or_default() {
-            let known = said.iter().chain(&self.lost_before).filter(|known| known.reason == lost.reason);
+            let known =
+                said.iter().chain(&self.lost_before).filter(|known| known.reason == lost.reason);
             let known: u64 = known.map(|known| known.count).sum();
             if lost.count > known {
                 more.push(v1::Lost { count: lost.count - known, ..*lost });
@@ -241,7 +269,8 @@ impl Keep for Keeper {
             return Ok(Answer::default());
         }
         let window = self.config.window.as_nanos() as u64;
-        let full = |log: &Log| log.span.is_some_and(|(start, end)| end.saturating_sub(start) >= window);
+        let full =
+            |log: &Log| log.span.is_some_and(|(start, end)| end.saturating_sub(start) >= window);
         if let Some(Body::Epoch(_)) = &message.body
             && self.log.as_ref().is_some_and(full)
         {
@@ -268,7 +297,9 @@ fn finish_window(config: &Config, path: &Path, pinned: Pinned) {
     match write_profile(config, path, pinned) {
         Ok(Some(written)) => eprintln!("stackwire: wrote {}", written.display()),
         Ok(None) => {}
-        Err(error) => eprintln!("stackwire: cannot write the profile of {}: {error}", path.display()),
+        Err(error) => {
+            eprintln!("stackwire: cannot write the profile of {}: {error}", path.display())
+        }
     }
     let kept = path.with_extension("stackwire");
     if let Err(error) = fs::rename(path, &kept) {
@@ -292,7 +323,11 @@ fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result
         .map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' })
         .collect();
     // To the millisecond and with the capture: windows may be short, collectors many on a host.
-    let id = path.file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.get(..8)).unwrap_or("capture");
+    let id = path
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .and_then(|stem| stem.get(..8))
+        .unwrap_or("capture");
     let name = format!("{host}-{}-{id}-on-cpu.pb.gz", start.strftime("%Y%m%d%H%M%S%3f"));
     let written = config.output_dir.join(name);
     let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;

@@ -9,7 +9,7 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_message::Body as Reply;
 use stackwire_proto::v1::symbolizer_server::{Symbolizer, SymbolizerServer};
 use stackwire_proto::{FORMAT, MAX_FRAME_BYTES, v1};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -47,12 +47,16 @@ pub trait Accept: Send + Sync + 'static {
 #[derive(Debug)]
 pub struct Service<A> {
     acceptor: Arc<A>,
+    closing: watch::Receiver<bool>,
 }
 
-/// A tonic service ready to be served.
+/// A tonic service ready to be served. Streams end when `closing` turns true or its sender is gone.
 #[must_use]
-pub fn service<A: Accept>(acceptor: Arc<A>) -> SymbolizerServer<Service<A>> {
-    SymbolizerServer::new(Service { acceptor })
+pub fn service<A: Accept>(
+    acceptor: Arc<A>,
+    closing: watch::Receiver<bool>,
+) -> SymbolizerServer<Service<A>> {
+    SymbolizerServer::new(Service { acceptor, closing })
         .max_decoding_message_size(MAX_FRAME_BYTES as usize + 1024)
 }
 
@@ -94,7 +98,7 @@ impl<A: Accept> Symbolizer for Service<A> {
             next_epoch: keeper.next_epoch(),
         };
         let _ = replies.send(Ok(reply(Reply::Welcome(welcome))));
-        tokio::spawn(keep(keeper, incoming, replies));
+        tokio::spawn(keep(keeper, incoming, replies, self.closing.clone()));
         Ok(Response::new(UnboundedReceiverStream::new(outgoing)))
     }
 }
@@ -105,9 +109,15 @@ async fn keep(
     mut keeper: Box<dyn Keep>,
     mut incoming: Streaming<v1::CollectorMessage>,
     replies: Replies,
+    mut closing: watch::Receiver<bool>,
 ) {
-    // A broken connection ends the stream like a closed one: what came is kept.
-    while let Ok(Some(message)) = incoming.message().await {
+    loop {
+        let next = tokio::select! {
+            next = incoming.message() => next,
+            _ = closing.wait_for(|closing| *closing) => break,
+        };
+        // A broken connection ends the stream like a closed one: what came is kept.
+        let Ok(Some(message)) = next else { break };
         let taken = blocking(move || {
             let answer = keeper.add(&message);
             (keeper, answer)
@@ -131,7 +141,9 @@ async fn keep(
             Err(error) => {
                 let status = match &error {
                     LogError::Write { .. } => Status::unavailable(error.to_string()),
-                    LogError::Seal(_) | LogError::Ingest(_) => Status::invalid_argument(error.to_string()),
+                    LogError::Seal(_) | LogError::Ingest(_) => {
+                        Status::invalid_argument(error.to_string())
+                    }
                 };
                 let _ = replies.send(Err(status));
                 break;
@@ -147,7 +159,9 @@ fn reply(body: Reply) -> v1::SymbolizerMessage {
     v1::SymbolizerMessage { body: Some(body) }
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Status> {
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Status> {
     tokio::task::spawn_blocking(work)
         .await
         .map_err(|error| Status::internal(format!("a thread of the symbolizer failed: {error}")))

@@ -29,7 +29,9 @@ pub enum SessionError {
     #[error("nothing to sample: call profile() on the builder")]
     NothingToDo,
     /// No collector.
-    #[error("no stackwire-collector beside this program or in PATH; name it with --collector, or run `make install`")]
+    #[error(
+        "no stackwire-collector beside this program or in PATH; name it with --collector, or run `make install`"
+    )]
     NoCollector,
     /// It cannot be executed.
     #[error("cannot execute {path}: {error}{hint}")]
@@ -167,7 +169,14 @@ impl Builder {
         // Mode 0700: nobody else connects.
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir().map_err(setup)?;
         let socket = directory.path().join("collector.sock");
-        let log = self.capture.clone().unwrap_or_else(|| directory.path().join("capture.stackwire"));
+        if let Some(path) = &self.capture {
+            // Found out now and not when the first samples come.
+            let cannot =
+                |error| SessionError::Setup(format!("cannot write {}: {error}", path.display()));
+            File::create(path).map_err(cannot)?;
+        }
+        let log =
+            self.capture.clone().unwrap_or_else(|| directory.path().join("capture.stackwire"));
 
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -178,12 +187,13 @@ impl Builder {
         let (greeted, greeting) = mpsc::channel();
         let (finished, finish) = mpsc::channel();
         let state = Mutex::new(Some((greeted, finished)));
+        let (open, closing) = tokio::sync::watch::channel(false);
         let acceptor = Arc::new(OneStream { path: log.clone(), state });
         {
             let _guard = runtime.enter();
             let listener = UnixListener::bind(&socket).map_err(setup)?;
             let server = tonic::transport::Server::builder()
-                .add_service(service(acceptor))
+                .add_service(service(acceptor, closing))
                 .serve_with_incoming(UnixListenerStream::new(listener));
             runtime.spawn(server);
         }
@@ -197,8 +207,16 @@ impl Builder {
                 text
             })
         });
-        let mut session =
-            Session { child, stdin, stderr, finish, log, runtime, _directory: directory };
+        let mut session = Session {
+            child,
+            stdin,
+            stderr,
+            finish,
+            log,
+            _open: open,
+            _runtime: runtime,
+            _directory: directory,
+        };
         session.wait_for_greeting(&greeting)?;
         Ok(session)
     }
@@ -254,7 +272,9 @@ pub struct Session {
     stderr: Option<JoinHandle<String>>,
     finish: Receiver<(Pinned, bool)>,
     log: PathBuf,
-    runtime: Runtime,
+    /// The stream ends when it is dropped.
+    _open: tokio::sync::watch::Sender<bool>,
+    _runtime: Runtime,
     /// Removed, with the socket and an unwanted log, when the session is dropped.
     _directory: tempfile::TempDir,
 }
@@ -306,7 +326,10 @@ impl Session {
         Ok(profile)
     }
 
-    fn wait_for_greeting(&mut self, greeting: &Receiver<Result<(), String>>) -> Result<(), SessionError> {
+    fn wait_for_greeting(
+        &mut self,
+        greeting: &Receiver<Result<(), String>>,
+    ) -> Result<(), SessionError> {
         let deadline = Instant::now() + START;
         loop {
             match greeting.recv_timeout(Duration::from_millis(20)) {
@@ -315,7 +338,8 @@ impl Session {
                 Err(_) => {}
             }
             if let Ok(Some(status)) = self.child.try_wait() {
-                let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+                let said =
+                    self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
                 let said = message(&said);
                 return Err(match status.code() {
                     Some(2) => SessionError::Usage(said),
@@ -350,14 +374,14 @@ impl Drop for Session {
         // A session that is given up must not leave a collector behind; its end of input stops it.
         drop(self.stdin.take());
         self.reap();
-        let _ = &self.runtime;
     }
 }
 
 /// Without the program's name in front of each line.
 fn message(said: &str) -> String {
     let lines = said.trim().lines();
-    let lines: Vec<_> = lines.map(|line| line.strip_prefix("stackwire-collector: ").unwrap_or(line)).collect();
+    let lines: Vec<_> =
+        lines.map(|line| line.strip_prefix("stackwire-collector: ").unwrap_or(line)).collect();
     if lines.is_empty() { "it said nothing".to_owned() } else { lines.join("\n") }
 }
 
@@ -373,11 +397,14 @@ pub fn find_collector() -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
+/// Where the session hears that the collector has greeted, and that its stream is over.
+type Ends = (Sender<Result<(), String>>, Sender<(Pinned, bool)>);
+
 /// Accepts the one stream of a session.
 #[derive(Debug)]
 struct OneStream {
     path: PathBuf,
-    state: Mutex<Option<(Sender<Result<(), String>>, Sender<(Pinned, bool)>)>>,
+    state: Mutex<Option<Ends>>,
 }
 
 impl Accept for OneStream {
@@ -388,7 +415,8 @@ impl Accept for OneStream {
     ) -> Result<Box<dyn Keep>, String> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
         let (greeted, finished) = taken.ok_or("this session has its collector already")?;
-        let log = Log::create(self.path.clone(), message, 0, true).map_err(|error| error.to_string());
+        let log =
+            Log::create(self.path.clone(), message, 0, true).map_err(|error| error.to_string());
         // The session may have given up waiting, and then needs no answer.
         let _ = greeted.send(log.as_ref().map(|_| ()).map_err(Clone::clone));
         Ok(Box::new(KeepOne { log: log?, finished }))

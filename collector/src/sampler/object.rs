@@ -71,7 +71,7 @@ impl Object {
         let (config, mut loader) = std::thread::scope(|scope| {
             let config = scope.spawn(|| config_with_offsets(filter));
             let loader = EbpfLoader::new();
-            let config = config.join().map_err(|_| missing("BTF"));
+            let config = config.join().map_err(|_cause| missing("BTF"));
             config.and_then(|config| config).map(|config| (config, loader))
         })?;
         let bytes = config.to_bytes();

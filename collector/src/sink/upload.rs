@@ -43,7 +43,7 @@ pub async fn run(
     target: Target,
 ) -> Result<(), SinkError> {
     let endpoint = Endpoint::try_from(target.address.clone())
-        .map_err(|_| SinkError::Target(target.address.clone()))?
+        .map_err(|_cause| SinkError::Target(target.address.clone()))?
         .connect_timeout(CONNECT_TIMEOUT)
         .keep_alive_while_idle(true)
         .http2_keep_alive_interval(Duration::from_secs(20));
@@ -101,7 +101,7 @@ async fn connect_and_send(
 
     let first = timeout_at(Instant::now() + CONNECT_TIMEOUT, answers.message())
         .await
-        .map_err(|_| unreachable("no answer to the greeting".to_owned()))?
+        .map_err(|_cause| unreachable("no answer to the greeting".to_owned()))?
         .map_err(refused)?;
     let Some(v1::SymbolizerMessage { body: Some(Answer::Welcome(welcome)) }) = first else {
         return Err(unreachable("it does not speak this protocol".to_owned()));

@@ -130,7 +130,10 @@ fn paranoid() -> Finding {
 
 fn collector(named: Option<&Path>) -> Vec<Finding> {
     let Some(path) = named.map(Path::to_owned).or_else(find_collector) else {
-        return vec![prevents("collector: not found", "run `make install`, or name it with --collector")];
+        return vec![prevents(
+            "collector: not found",
+            "run `make install`, or name it with --collector",
+        )];
     };
     let shown = path.display();
     let Ok(metadata) = fs::metadata(&path) else {
@@ -141,7 +144,9 @@ fn collector(named: Option<&Path>) -> Vec<Finding> {
         Ok(output) if output.status.success() => {
             works(format!("collector: {shown}, {}", String::from_utf8_lossy(&output.stdout).trim()))
         }
-        Ok(output) => prevents(format!("collector: {shown} fails with {}", output.status), "build it again"),
+        Ok(output) => {
+            prevents(format!("collector: {shown} fails with {}", output.status), "build it again")
+        }
         Err(error) => prevents(
             format!("collector: {shown}: {error}"),
             "who may execute the collector may profile: ask to be put into its group",
@@ -161,19 +166,30 @@ fn privilege(path: &Path, metadata: &fs::Metadata) -> Finding {
     let running_as_root = rustix::process::geteuid().is_root();
     match held {
         Some(held) => {
-            let missing: Vec<_> =
-                WANTED.iter().filter(|(bit, _)| held >> bit & 1 == 0).map(|(_, name)| *name).collect();
+            let missing: Vec<_> = WANTED
+                .iter()
+                .filter(|(bit, _)| held >> bit & 1 == 0)
+                .map(|(_, name)| *name)
+                .collect();
             match missing.as_slice() {
                 [] => works(format!(
                     "collector privileges: file capabilities, mode {:o}, group {}",
                     metadata.permissions().mode() & 0o7777,
                     metadata.gid()
                 )),
-                ["CAP_SYSLOG"] => limits("collector privileges: no CAP_SYSLOG", "kernel functions stay unnamed; run `make install`"),
-                _ => prevents(format!("collector privileges: {} missing", missing.join(", ")), "run `make install`"),
+                ["CAP_SYSLOG"] => limits(
+                    "collector privileges: no CAP_SYSLOG",
+                    "kernel functions stay unnamed; run `make install`",
+                ),
+                _ => prevents(
+                    format!("collector privileges: {} missing", missing.join(", ")),
+                    "run `make install`",
+                ),
             }
         }
-        None if running_as_root => works("collector privileges: runs as root, drops what it does not need"),
+        None if running_as_root => {
+            works("collector privileges: runs as root, drops what it does not need")
+        }
         None => prevents(
             "collector privileges: none",
             "run `make install` as root, or: setcap cap_bpf,cap_perfmon,cap_syslog=ep on the collector",

@@ -42,7 +42,10 @@ impl Output {
     }
 
     /// Writes it.
-    pub fn finish(self, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> anyhow::Result<()> {
+    pub fn finish(
+        self,
+        write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
+    ) -> anyhow::Result<()> {
         let cannot = || format!("cannot write {}", self.path.display());
         let mut out = BufWriter::new(match &self.file {
             Target::New(file) => file.as_file(),
@@ -109,7 +112,9 @@ fn summary(profile: &Profile, path: &Path) -> String {
     for sample in &profile.samples {
         for location in profile.frames(sample.key) {
             frames += sample.count;
-            if let Some(profile::Resolution::Found { .. }) = profile.resolutions.get(location.index()) {
+            if let Some(profile::Resolution::Found { .. }) =
+                profile.resolutions.get(location.index())
+            {
                 named += sample.count;
             }
         }
@@ -130,10 +135,9 @@ fn summary(profile: &Profile, path: &Path) -> String {
 
 fn title(profile: &Profile) -> String {
     let origin = &profile.origin;
-    let what = if origin.all {
-        origin.hostname.clone()
-    } else {
-        profile.processes.first().map_or(origin.hostname.clone(), |process| format!("{} ({})", process.comm, process.pid))
+    let what = match profile.processes.as_slice() {
+        [process] => format!("{} ({})", process.comm, process.pid),
+        processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
     format!("{what}: {} samples of {}", profile.sample_count(), origin.event)
 }

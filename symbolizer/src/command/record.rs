@@ -58,7 +58,10 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         .into());
     }
     outputs.write(&profile)?;
-    Ok(())
+    match profile.taken {
+        Some(_) => Ok(()),
+        None => Err(anyhow!("the capture was cut; what came until then is written").into()),
+    }
 }
 
 /// Combinations that cannot be meant, each with what to type instead.
@@ -69,9 +72,19 @@ fn check(arguments: &Record) -> Result<(), Failure> {
     }
     match (arguments.pid, arguments.all, arguments.command.is_empty()) {
         (Some(_), false, true) | (None, true, true) | (None, false, false) => {}
-        (Some(_), true, _) => return usage("--pid and --all exclude each other: use --pid PID for one process, or -a for all"),
-        (None, false, true) => return usage("what to sample? use --pid PID, -a for every process, or -- COMMAND"),
-        _ => return usage("a command is sampled by itself: leave out --pid and --all, or the command"),
+        (Some(_), true, _) => {
+            return usage(
+                "--pid and --all exclude each other: use --pid PID for one process, or -a for all",
+            );
+        }
+        (None, false, true) => {
+            return usage("what to sample? use --pid PID, -a for every process, or -- COMMAND");
+        }
+        _ => {
+            return usage(
+                "a command is sampled by itself: leave out --pid and --all, or the command",
+            );
+        }
     }
     if arguments.follow && arguments.all {
         return usage("--all samples children already: leave out --follow");
@@ -173,7 +186,8 @@ impl Launched {
     fn start(command: &[std::ffi::OsString]) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir()?;
         let socket = directory.path().join("launch.sock");
-        let listener = UnixListener::bind(&socket).context("cannot set up the launch of the command")?;
+        let listener =
+            UnixListener::bind(&socket).context("cannot set up the launch of the command")?;
         let child = Command::new(std::env::current_exe()?)
             .arg("launch")
             .arg(&socket)

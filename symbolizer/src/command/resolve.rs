@@ -15,7 +15,10 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
     let pprof = arguments.output.clone().unwrap_or_else(|| first.with_extension("pb.gz"));
     if arguments.captures.contains(&pprof) {
-        return Err(Failure::Usage(format!("{} is the capture itself: use --output FILE", pprof.display())));
+        return Err(Failure::Usage(format!(
+            "{} is the capture itself: use --output FILE",
+            pprof.display()
+        )));
     }
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
     let profile = load(&arguments.captures)?;

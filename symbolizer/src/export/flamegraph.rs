@@ -12,13 +12,14 @@ use crate::profile::Profile;
 /// # Errors
 /// Those of the writer.
 pub fn write(profile: &Profile, title: &str, out: impl Write) -> io::Result<()> {
-    let lines: Vec<String> =
-        folded::lines(profile).into_iter().map(|(stack, count)| format!("{stack} {count}")).collect();
+    let lines: Vec<String> = folded::lines(profile)
+        .into_iter()
+        .map(|(stack, count)| format!("{stack} {count}"))
+        .collect();
     let mut options = Options::default();
     options.title = title.to_owned();
     options.count_name = "samples".to_owned();
-    options.colors = inferno::flamegraph::color::Palette::Multi(
-        inferno::flamegraph::color::MultiPalette::Java,
-    );
+    options.colors =
+        inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
     from_lines(&mut options, lines.iter().map(String::as_str), out)
 }

@@ -25,7 +25,8 @@ pub(super) fn lines(profile: &Profile) -> BTreeMap<String, u64> {
         let mut line = clean(&process.comm);
         for location in profile.frames(sample.key).rev() {
             let executable = profile.locations[location.index()].executable;
-            let kernel = matches!(profile.executables[executable.index()], Executable::Kernel { .. });
+            let kernel =
+                matches!(profile.executables[executable.index()], Executable::Kernel { .. });
             for function in profile.lines(location).iter().rev() {
                 line.push(';');
                 line.push_str(&clean(&function.function));
@@ -41,5 +42,15 @@ pub(super) fn lines(profile: &Profile) -> BTreeMap<String, u64> {
 
 /// Semicolons separate frames and newlines stacks.
 fn clean(name: &str) -> String {
-    name.chars().map(|c| if c == ';' { ':' } else if c.is_control() { ' ' } else { c }).collect()
+    name.chars()
+        .map(|c| {
+            if c == ';' {
+                ':'
+            } else if c.is_control() {
+                ' '
+            } else {
+                c
+            }
+        })
+        .collect()
 }

@@ -70,7 +70,10 @@ fn build(profile: &Profile, options: &Options) -> proto::Profile {
 fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     let origin = &profile.origin;
     let mut comments = options.tags.clone();
-    comments.push(format!("host {}, kernel {} {}", origin.hostname, origin.kernel_release, origin.machine));
+    comments.push(format!(
+        "host {}, kernel {} {}",
+        origin.hostname, origin.kernel_release, origin.machine
+    ));
     comments.push(match profile.taken {
         Some(taken) => format!(
             "samples taken {taken}, in this profile {}, lost {}",
@@ -121,7 +124,8 @@ impl<'a> Writer<'a> {
 
     fn sample(&mut self, sample: &crate::profile::Sample) -> proto::Sample {
         let profile = self.profile;
-        let location_id = profile.frames(sample.key).map(|location| self.location(location)).collect();
+        let location_id =
+            profile.frames(sample.key).map(|location| self.location(location)).collect();
         let thread = &profile.threads[sample.key.thread.index()];
         let process = &profile.processes[thread.process.index()];
         let label = vec![
@@ -187,8 +191,13 @@ impl<'a> Writer<'a> {
 struct Mappings {
     list: Vec<proto::Mapping>,
     /// By executable, and process where that matters: (file offset, length, id).
-    by_owner: HashMap<(u32, Option<u32>), Vec<(u64, u64, u64)>>,
+    by_owner: HashMap<Owner, Vec<Part>>,
 }
+
+/// An executable, and the process where that matters.
+type Owner = (u32, Option<u32>);
+/// First offset, length, mapping id.
+type Part = (u64, u64, u64);
 
 impl Mappings {
     fn plan(profile: &Profile, strings: &mut Strings) -> Self {
@@ -196,8 +205,9 @@ impl Mappings {
         let mut mappings: Vec<_> = profile.mappings.iter().collect();
         // The first mapping stands for the main binary: of the first process, the file lowest in
         // memory, which is where the kernel puts the program.
-        let is_file =
-            |m: &&&crate::profile::Mapping| matches!(profile.executables[m.executable.index()], Executable::File { .. });
+        let is_file = |m: &&&crate::profile::Mapping| {
+            matches!(profile.executables[m.executable.index()], Executable::File { .. })
+        };
         let first_process = mappings.first().map(|mapping| mapping.process);
         let main = mappings
             .iter()
@@ -217,7 +227,15 @@ impl Mappings {
                 _ => mapping.file_offset,
             };
             let file_offset = if private { 0 } else { first };
-            planned.add(owner, first, mapping.start, mapping.length, file_offset, executable, strings);
+            planned.add(
+                owner,
+                first,
+                mapping.start,
+                mapping.length,
+                file_offset,
+                executable,
+                strings,
+            );
         }
         for (index, executable) in profile.executables.iter().enumerate() {
             if let Executable::Kernel { module, .. } = executable {
@@ -238,7 +256,7 @@ impl Mappings {
     #[expect(clippy::too_many_arguments, reason = "the fields of a mapping, at its two call sites")]
     fn add(
         &mut self,
-        owner: (u32, Option<u32>),
+        owner: Owner,
         first: u64,
         start: u64,
         length: u64,

@@ -30,7 +30,11 @@ fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         origin.event,
         origin.frequency,
         profile.duration_ns as f64 / 1e9,
-        count(profile.processes.iter().map(|p| p.pid).collect::<HashSet<_>>().len(), "process", "processes"),
+        count(
+            profile.processes.iter().map(|p| p.pid).collect::<HashSet<_>>().len(),
+            "process",
+            "processes"
+        ),
         origin.hostname,
         origin.kernel_release,
         origin.machine,
@@ -83,7 +87,12 @@ fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     }
     if rows.len() > TOP {
         let rest: u64 = rows[TOP..].iter().map(|(_, samples)| samples).sum();
-        writeln!(out, "{:>6.2} % {rest:>7}                   {} more", share(rest, total), rows.len() - TOP)?;
+        writeln!(
+            out,
+            "{:>6.2} % {rest:>7}                   {} more",
+            share(rest, total),
+            rows.len() - TOP
+        )?;
     }
     Ok(())
 }
@@ -136,7 +145,11 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
             qualities.join(", ")
         )?;
         for (reason, frames) in row.missing {
-            writeln!(out, "                    {:.1} % missing: {reason}", share(frames, row.frames))?;
+            writeln!(
+                out,
+                "                    {:.1} % missing: {reason}",
+                share(frames, row.frames)
+            )?;
         }
     }
     Ok(())
@@ -175,7 +188,10 @@ fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
                 writeln!(out, "{difference} samples are unaccounted for: a bug, please report it")?;
             }
         }
-        None => writeln!(out, "\nsamples taken: unknown, the capture has no end; {delivered} in the profile, {lost} lost")?,
+        None => writeln!(
+            out,
+            "\nsamples taken: unknown, the capture has no end; {delivered} in the profile, {lost} lost"
+        )?,
     }
     for (reason, (count, _)) in &profile.lost {
         writeln!(out, "lost {count} {}", reason.text())?;

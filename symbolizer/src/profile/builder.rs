@@ -6,8 +6,8 @@ use std::hash::Hash;
 use rustc_hash::FxHashMap;
 
 use super::{
-    ArtifactHash, Executable, ExecutableId, Location, LocationId, LostReason, Mapping, Origin, Process,
-    ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread, ThreadId,
+    ArtifactHash, Executable, ExecutableId, Location, LocationId, LostReason, Mapping, Origin,
+    Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread, ThreadId,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
@@ -93,7 +93,8 @@ impl Builder {
     /// Records a mapping.
     pub fn mapping(&mut self, mapping: Mapping) -> Result<(), Full> {
         let table = &mut self.profile.mappings;
-        intern(&mut self.mappings, table, mapping, Clone::clone, self.limits, "mappings").map(|_| ())
+        intern(&mut self.mappings, table, mapping, Clone::clone, self.limits, "mappings")
+            .map(|_| ())
     }
 
     /// The id of a location.
@@ -171,8 +172,10 @@ pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
         Executable::Kernel { kallsyms, .. } => *kallsyms,
         _ => None,
     });
-    let of_processes =
-        profile.processes.iter().filter_map(|process| process.perf_map.as_ref()?.as_ref().ok().copied());
+    let of_processes = profile
+        .processes
+        .iter()
+        .filter_map(|process| process.perf_map.as_ref()?.as_ref().ok().copied());
     let mut hashes: Vec<_> = of_executables.chain(of_processes).collect();
     hashes.sort_unstable();
     hashes.dedup();

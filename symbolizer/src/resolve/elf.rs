@@ -51,8 +51,7 @@ impl Object {
 fn resolution(symbol: Symbolized<'_>) -> Resolution {
     match symbol {
         Symbolized::Sym(symbol) => {
-            let quality =
-                if symbol.code_info.is_some() { Quality::Dwarf } else { Quality::Symtab };
+            let quality = if symbol.code_info.is_some() { Quality::Dwarf } else { Quality::Symtab };
             Resolution::Found { lines: lines(&symbol), quality }
         }
         Symbolized::Unknown(reason) => Resolution::Missing(

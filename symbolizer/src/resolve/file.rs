@@ -43,7 +43,10 @@ impl Pinned {
     pub fn pin(&mut self, executable: &Executable, pids: &[u32]) {
         let Executable::File { .. } = executable else { return };
         let tried = self.tried.entry(executable.clone()).or_insert(0);
-        if *tried >= MAX_TRIES || self.files.len() >= MAX_PINNED || self.files.contains_key(executable) {
+        if *tried >= MAX_TRIES
+            || self.files.len() >= MAX_PINNED
+            || self.files.contains_key(executable)
+        {
             return;
         }
         *tried += 1;
@@ -72,9 +75,10 @@ fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
         return Err("not a file".to_owned());
     };
     // Through the process's own root, its executable as the kernel holds it, then as we see the path.
-    let through = pids.iter().take(8).flat_map(|pid| {
-        [format!("/proc/{pid}/root{path}"), format!("/proc/{pid}/exe")]
-    });
+    let through = pids
+        .iter()
+        .take(8)
+        .flat_map(|pid| [format!("/proc/{pid}/root{path}"), format!("/proc/{pid}/exe")]);
     let mut reason = None;
     for candidate in through.chain([path.clone()]) {
         match open_regular(&candidate) {
@@ -83,7 +87,8 @@ fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
             }
             Ok(_) if candidate == *path => {
                 reason = Some(if build_id.is_empty() {
-                    "it has no build-id, and the file at its path is not the one that was mapped".to_owned()
+                    "it has no build-id, and the file at its path is not the one that was mapped"
+                        .to_owned()
                 } else {
                     format!("the file at its path does not have build-id {}", hex(build_id))
                 });
@@ -188,7 +193,8 @@ mod tests {
         let path = directory.path().join("copy");
         std::fs::copy(original, &path).unwrap();
         let path = path.to_str().unwrap().to_owned();
-        let executable = Executable::File { path: path.clone(), build_id, inode: 0, device: (0, 0) };
+        let executable =
+            Executable::File { path: path.clone(), build_id, inode: 0, device: (0, 0) };
         let mut pinned = Pinned::default();
         pinned.pin(&executable, &[]);
         std::fs::remove_file(&path).unwrap();

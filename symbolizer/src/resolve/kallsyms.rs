@@ -21,7 +21,8 @@ impl<'a> Symbols<'a> {
         for line in text.split(|&byte| byte == b'\n') {
             let Ok(line) = std::str::from_utf8(line) else { continue };
             let mut fields = line.splitn(3, '\t');
-            let (Some(module), Some(offset), Some(name)) = (fields.next(), fields.next(), fields.next())
+            let (Some(module), Some(offset), Some(name)) =
+                (fields.next(), fields.next(), fields.next())
             else {
                 continue;
             };

@@ -45,7 +45,8 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
             Executable::File { .. } | Executable::Vdso { .. } => elf_jobs.push((id, locations)),
             Executable::Anonymous => anonymous(profile, artifacts, id, &locations),
             Executable::Kernel { module, kallsyms, .. } => {
-                let symbols = kallsyms.and_then(|hash| artifacts.get(&hash).map(|text| (hash, text)));
+                let symbols =
+                    kallsyms.and_then(|hash| artifacts.get(&hash).map(|text| (hash, text)));
                 let symbols = symbols.map(|(hash, text)| {
                     &*kernel_symbols.entry(hash).or_insert_with(|| kallsyms::Symbols::parse(text))
                 });
@@ -111,7 +112,8 @@ fn elf_job(
     let executable = &profile.executables[id.index()];
     let (object, source) = match executable {
         Executable::Vdso { image } => {
-            let image = image.and_then(|hash| artifacts.get(&hash)).ok_or("its image was not sent")?;
+            let image =
+                image.and_then(|hash| artifacts.get(&hash)).ok_or("its image was not sent")?;
             (Object::of_image(image)?, "vDSO image".to_owned())
         }
         _ => {
@@ -163,7 +165,10 @@ fn anonymous(
             Ok(symbols) => match symbols.find(at.offset) {
                 Some(name) => {
                     found += 1;
-                    Resolution::Found { lines: vec![perf_map::line(name)], quality: Quality::PerfMap }
+                    Resolution::Found {
+                        lines: vec![perf_map::line(name)],
+                        quality: Quality::PerfMap,
+                    }
                 }
                 None => Resolution::Missing("not in the perf-map".to_owned()),
             },
@@ -181,7 +186,8 @@ fn kernel(
     symbols: Option<&kallsyms::Symbols>,
 ) {
     let Some(symbols) = symbols else {
-        let reason = "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
+        let reason =
+            "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
         return miss(profile, id, locations, reason.to_owned());
     };
     profile.sources[id.index()] = "kallsyms".to_owned();

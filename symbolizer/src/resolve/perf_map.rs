@@ -87,7 +87,8 @@ pub fn line(name: &str) -> Line {
     {
         return Line { function: function.to_owned(), file: format!("/{file}"), line: 0 };
     }
-    if let Some(script) = ["JS:", "LazyCompile:", "Function:"].iter().find_map(|p| name.strip_prefix(p))
+    if let Some(script) =
+        ["JS:", "LazyCompile:", "Function:"].iter().find_map(|p| name.strip_prefix(p))
         && let Some((function, place)) = script.split_once(' ')
     {
         // The mark of the tier that compiled it: `*` optimized, `~` interpreted, `^` and `+` between.
@@ -124,7 +125,10 @@ mod tests {
     fn of_overlapping_functions_the_later_holds() {
         let symbols = Symbols::parse(b"1000 100 old\n1040 20 new\n1000 10 newest\n");
         let at = |address| symbols.find(address).unwrap_or("");
-        assert_eq!([at(0x1000), at(0x1010), at(0x1040), at(0x105f), at(0x1060)], ["newest", "old", "new", "new", "old"]);
+        assert_eq!(
+            [at(0x1000), at(0x1010), at(0x1040), at(0x105f), at(0x1060)],
+            ["newest", "old", "new", "new", "old"]
+        );
     }
 
     #[test]

@@ -1,0 +1,49 @@
+# What a checkout can do. CI calls these and nothing else.
+
+CARGO ?= cargo
+HOST := $(shell rustc -vV | sed -n 's/^host: //p')
+OUT := target/$(HOST)/release
+PREFIX ?= /usr/local
+DESTDIR ?=
+GROUP ?= stackwire
+
+.PHONY: build demo test lint bench ebpf fuzz install
+
+build:
+	$(CARGO) build --release --locked -p stackwire -p stackwire-collector
+
+# Profile a real process and show the result.
+demo: build
+	./demo.sh $(OUT)
+
+# All set-up and all tests.
+test: build
+	tests/setup.sh
+	$(CARGO) test --release --locked --workspace -- --test-threads=2
+
+lint:
+	$(CARGO) fmt --all -- --check
+	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
+
+# The collector's budgets beside perf on the same load; writes target/bench.json.
+bench: build
+	tests/setup.sh
+	tests/bench.py $(OUT)
+
+# Rebuild the eBPF object that is checked in.
+ebpf:
+	tests/setup.sh ebpf
+	collector-ebpf/build.sh
+
+# Each fuzz target for FUZZ_SECONDS.
+fuzz:
+	fuzz/run.sh
+
+# Who may execute the collector may profile every process of the host: only the group may.
+install: build
+	getent group $(GROUP) >/dev/null || groupadd --system $(GROUP)
+	install -D -m 0755 $(OUT)/stackwire $(DESTDIR)$(PREFIX)/bin/stackwire
+	install -D -o root -g $(GROUP) -m 0750 $(OUT)/stackwire-collector $(DESTDIR)$(PREFIX)/bin/stackwire-collector
+	setcap cap_bpf,cap_perfmon,cap_syslog=ep $(DESTDIR)$(PREFIX)/bin/stackwire-collector
+	@echo "members of group $(GROUP) may profile: usermod -aG $(GROUP) NAME"

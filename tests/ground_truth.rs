@@ -1,0 +1,185 @@
+//! Programs whose answer is known: 60/30/10, however the process got there.
+
+use std::process::Command;
+
+use crate::support::build::{library, work};
+use crate::support::{Pprof, Running, assert_shares, privileged, record};
+
+const SHARES: [(&str, f64); 3] = [("alpha", 60.0), ("beta", 30.0), ("gamma_", 10.0)];
+const LIBRARY: [(&str, f64); 3] = [("lib_alpha", 60.0), ("lib_beta", 30.0), ("lib_gamma", 10.0)];
+
+fn start(mode: &str, seconds: u32) -> Running {
+    Running::start(Command::new(work()).args([mode, &seconds.to_string()]))
+}
+
+/// Each sample in alpha, beta or gamma has exactly the callers the source has, leaf first: no frame is
+/// missing, none invented. A sample in the first or last instructions of a function, where the frame is
+/// not there yet or not any more, may lack its immediate caller: that is the price of frame pointers.
+#[track_caller]
+fn assert_stacks(profile: &Pprof, callers: &[&str]) {
+    let mut whole = 0;
+    for sample in &profile.samples {
+        let functions = profile.functions(sample);
+        let Some(leaf) =
+            functions.first().filter(|leaf| SHARES.iter().any(|(name, _)| name == *leaf))
+        else {
+            continue;
+        };
+        let expected: Vec<&str> =
+            [leaf].into_iter().copied().chain(callers.iter().copied()).collect();
+        if functions.starts_with(&expected) {
+            whole += sample.count;
+        } else {
+            let without = [&expected[..1], &expected[2..]].concat();
+            assert!(functions.starts_with(&without), "{functions:?} is no stack of this program");
+        }
+    }
+    let share = whole as f64 / profile.count() as f64;
+    assert!(share > 0.97, "only {share} of the stacks are whole");
+}
+
+#[test]
+fn one_thread() {
+    if !privileged() {
+        return;
+    }
+    let program = start("plain", 30);
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &SHARES);
+    assert_stacks(&profile, &["all", "run", "main"]);
+    profile.assert_addresses_in_mappings();
+    // One thread on a CPU of its own or shared: never more samples than the rate allows.
+    assert!((1000..=10_100).contains(&profile.count()), "{}", profile.count());
+}
+
+#[test]
+fn threads_have_their_names_and_shares() {
+    if !privileged() {
+        return;
+    }
+    let program = start("threads", 30);
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &SHARES);
+    for name in ["first", "second", "third"] {
+        let of_thread: u64 =
+            profile.samples.iter().filter(|s| s.labels["thread"] == name).map(|s| s.count).sum();
+        let share = of_thread as f64 / profile.count() as f64;
+        assert!((0.2..0.47).contains(&share), "thread {name} has {share}");
+    }
+    assert_stacks(&profile, &["all", "run", "thread"]);
+}
+
+#[test]
+fn a_shared_library() {
+    if !privileged() {
+        return;
+    }
+    let program = start("library", 30);
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &LIBRARY);
+    let leaf = profile.samples.iter().max_by_key(|sample| sample.count).unwrap().locations[0];
+    assert!(profile.file_of(leaf).ends_with("/libwork.so"));
+}
+
+#[test]
+fn five_hundred_calls_deep() {
+    if !privileged() {
+        return;
+    }
+    let program = start("deep", 30);
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &SHARES);
+    for sample in &profile.samples {
+        let deep = profile.functions(sample).iter().filter(|function| **function == "deep").count();
+        // A sample in the prologue of run lacks its caller, the last deep.
+        assert!(deep == 501 || deep == 500, "{deep} calls of deep");
+    }
+}
+
+#[test]
+fn a_child_started_during_the_capture() {
+    if !privileged() {
+        return;
+    }
+    let program = start("child", 30);
+    let profile = record(program.pid(), 10, &["--follow"]);
+    assert_shares(&profile, &SHARES);
+    let child = program.pid().to_string();
+    assert!(profile.samples.iter().all(|sample| sample.labels["pid"] != child));
+}
+
+#[test]
+fn without_follow_a_child_is_not_sampled() {
+    if !privileged() {
+        return;
+    }
+    let program = start("child", 6);
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("out.pb.gz");
+    crate::support::stackwire([
+        "record",
+        "--profile",
+        &format!("--pid={}", program.pid()),
+        "--duration=3s",
+        &format!("--profile-output={}", output.display()),
+    ])
+    .failed(1, "no samples");
+    assert!(!output.exists(), "an empty profile was written");
+}
+
+#[test]
+fn a_process_that_ends_during_the_capture() {
+    if !privileged() {
+        return;
+    }
+    let program = start("plain", 4);
+    let started = std::time::Instant::now();
+    let profile = record(program.pid(), 60, &[]);
+    assert!(started.elapsed().as_secs() < 30, "the capture goes on without the process");
+    assert_shares(&profile, &SHARES);
+}
+
+#[test]
+fn after_an_exec() {
+    if !privileged() {
+        return;
+    }
+    let program = start("exec", 30);
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &SHARES);
+    assert_stacks(&profile, &["all", "run", "main"]);
+    let last = profile.samples.iter().max_by_key(|sample| sample.count).unwrap();
+    assert_eq!(last.labels["comm"], "work");
+}
+
+#[test]
+fn a_deleted_binary() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let copy = directory.path().join("work");
+    std::fs::copy(work(), &copy).unwrap();
+    let program = Running::start(Command::new(&copy).args(["deleted", "30"]));
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    assert!(!copy.exists());
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &SHARES);
+}
+
+#[test]
+fn code_loaded_by_a_second_thread() {
+    if !privileged() {
+        return;
+    }
+    let library = library().to_str().unwrap();
+    // A copy: the program is linked with the original.
+    let directory = tempfile::tempdir().unwrap();
+    let copy = directory.path().join("libloaded.so");
+    std::fs::copy(library, &copy).unwrap();
+    let program = Running::start(Command::new(work()).args(["dlopen", "30"]).arg(&copy));
+    let profile = record(program.pid(), 10, &[]);
+    assert_shares(&profile, &LIBRARY);
+    let leaf = profile.samples.iter().max_by_key(|sample| sample.count).unwrap().locations[0];
+    assert_eq!(profile.file_of(leaf), copy.to_str().unwrap());
+}

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Installs what the tests need besides Rust and gcc, where it may; says so where it may not.
+# usage: tests/setup.sh [ebpf]   with `ebpf`, the toolchain that rebuilds the eBPF object as well
+set -uo pipefail
+
+declare -A packages=(
+  [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
+  [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
+)
+wanted=()
+for command in "${!packages[@]}"; do
+  PATH="$PATH:/usr/sbin:/sbin" command -v "$command" >/dev/null || wanted+=("${packages[$command]}")
+done
+if [ "${1:-}" = ebpf ]; then
+  [ -d /usr/lib/rustlib/src/rust/library ] || wanted+=(rustc-web rust-web-src cargo-web)
+  [ -x /usr/lib/llvm-22/bin/llvm-config ] || wanted+=(llvm-22-dev)
+fi
+if [ ${#wanted[@]} -gt 0 ]; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "tests/setup.sh: installing ${wanted[*]}"
+    apt-get -o DPkg::Lock::Timeout=600 -q update >/dev/null
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -qy --no-install-recommends "${wanted[@]}" >/dev/null \
+      || echo "tests/setup.sh: could not install ${wanted[*]}" >&2
+  else
+    echo "tests/setup.sh: not installed, and not allowed to install: ${wanted[*]}; tests that need them fail" >&2
+  fi
+fi
+if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
+  LLVM_PREFIX=/usr/lib/llvm-22 cargo install -q bpf-linker --version 0.13.0 --no-default-features --features llvm-22 --locked
+fi
+exit 0

@@ -1,0 +1,81 @@
+//! Fixtures, compiled once a run into the target directory.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
+}
+
+fn output(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+fn run(command: &mut Command) {
+    let status = command.status().unwrap();
+    assert!(status.success(), "{command:?}: {status}");
+}
+
+const C: [&str; 5] =
+    ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-fno-inline"];
+
+/// `libwork.so`.
+pub(crate) fn library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("libwork.so");
+        run(Command::new("gcc")
+            .args(C)
+            .args(["-fPIC", "-shared", "-Wl,-Bsymbolic"])
+            .arg(source("libwork.c"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
+/// `work`, linked with the library.
+pub(crate) fn work() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("work");
+        let directory = library().parent().unwrap().display().to_string();
+        run(Command::new("gcc")
+            .args(C)
+            .arg(source("work.c"))
+            .arg("-o")
+            .arg(&out)
+            .args([format!("-L{directory}"), format!("-Wl,-rpath,{directory}")])
+            .args(["-lwork", "-ldl", "-lpthread"]));
+        out
+    })
+}
+
+/// The C++ program with inlined functions.
+pub(crate) fn inlined_cc() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("inlined_cc");
+        run(Command::new("g++")
+            .args(["-O2", "-g", "-fno-omit-frame-pointer"])
+            .arg(source("inlined.cc"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
+/// The Rust program with inlined functions.
+pub(crate) fn inlined_rs() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("inlined_rs");
+        run(Command::new("rustc")
+            .args(["-O", "-g", "-Cforce-frame-pointers=yes", "--edition=2024"])
+            .arg(source("inlined.rs"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}

@@ -1,0 +1,135 @@
+//! What the tests share: building fixtures, running the binaries, reading profiles through `go tool pprof`.
+
+pub(crate) mod build;
+pub(crate) mod pprof;
+
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+pub(crate) use self::pprof::Pprof;
+
+/// The binary of this name, built by `make test` before the tests.
+pub(crate) fn binary(name: &str) -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let path = tests.parent().unwrap().parent().unwrap().join(name);
+    assert!(path.is_file(), "{} is not built; run `make test`", path.display());
+    path
+}
+
+/// Whether a test that needs `what` can run; says loudly when it cannot, and fails in CI.
+pub(crate) fn can(what: &str, yes: bool) -> bool {
+    if !yes {
+        let name = std::thread::current().name().unwrap_or("?").to_owned();
+        assert!(
+            std::env::var_os("STACKWIRE_NO_SKIP").is_none(),
+            "{name}: cannot run without {what}"
+        );
+        eprintln!("SKIPPED {name}: it needs {what}");
+    }
+    yes
+}
+
+/// Root, or what it stands for here: may load eBPF programs.
+pub(crate) fn privileged() -> bool {
+    can("root, to load eBPF programs", rustix::process::geteuid().is_root())
+}
+
+/// A program that runs until dropped.
+pub(crate) struct Running(pub(crate) Child);
+
+impl Running {
+    /// Starts it and waits until it says it is ready.
+    pub(crate) fn start(command: &mut Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line.trim(), "ready");
+        Self(child)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a `stackwire` command did.
+pub(crate) struct Ran {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Ran {
+    pub(crate) fn of(command: &mut Command) -> Self {
+        let Output { status, stdout, stderr } = command.stdin(Stdio::null()).output().unwrap();
+        Self {
+            code: status.code(),
+            stdout: String::from_utf8_lossy(&stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&stderr).into_owned(),
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn succeeded(self) -> Self {
+        assert_eq!(self.code, Some(0), "stdout: {}\nstderr: {}", self.stdout, self.stderr);
+        self
+    }
+
+    /// Failed with this code, saying this.
+    #[track_caller]
+    pub(crate) fn failed(self, code: i32, said: &str) {
+        assert_eq!(self.code, Some(code), "stderr: {}", self.stderr);
+        assert!(self.stderr.contains(said), "expected {said:?} in: {}", self.stderr);
+        assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
+    }
+}
+
+/// Runs `stackwire` with arguments.
+pub(crate) fn stackwire<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ran {
+    Ran::of(Command::new(binary("stackwire")).args(arguments))
+}
+
+/// Records a process at 997 Hz with more arguments, and reads the profile.
+#[track_caller]
+pub(crate) fn record(pid: u32, seconds: u32, more: &[&str]) -> Pprof {
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("out.pb.gz");
+    let mut arguments = vec![
+        "record".to_owned(),
+        "--profile".to_owned(),
+        format!("--pid={pid}"),
+        format!("--duration={seconds}s"),
+        "--sample-rate=997".to_owned(),
+        format!("--profile-output={}", output.display()),
+    ];
+    arguments.extend(more.iter().map(|&argument| argument.to_owned()));
+    stackwire(arguments).succeeded();
+    Pprof::read(&output)
+}
+
+/// Text of a report of a capture.
+pub(crate) fn report(capture: &Path) -> String {
+    stackwire(["report".as_ref(), capture.as_os_str()]).succeeded().stdout
+}
+
+/// Asserts that shares are within two points of what they should be.
+#[track_caller]
+pub(crate) fn assert_shares(profile: &Pprof, expected: &[(&str, f64)]) {
+    let mut text = String::new();
+    let mut good = true;
+    for (function, share) in expected {
+        let found = profile.share_of(function);
+        writeln!(text, "{function}: {found:.2} %, expected {share} %").unwrap();
+        good &= (found - share).abs() <= 2.0;
+    }
+    assert!(good, "{text}of {} samples", profile.count());
+}
