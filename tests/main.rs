@@ -5,6 +5,10 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+/// What cannot work says so: processes, options, outputs, captures, perf-maps, permissions.
+mod bad_input;
+/// The checkout: eBPF object and sources, help, version, doctor.
+mod checkout;
 /// Shares of time in programs whose answer is known.
 mod ground_truth;
 /// Live, resolved and served profiles of one stream are the same bytes.
@@ -13,8 +17,16 @@ mod identical;
 mod inlined;
 /// User stacks under kernel stacks.
 mod kernel_stacks;
+/// Both crates as libraries.
+mod library;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;
+/// Capabilities, other users, what is dropped, linked and sent.
+mod privileges;
+/// Python, Node, release builds, gzip, git.
+mod programs;
+/// Servers: many collectors, windows, kills in the middle.
+mod serving;
 /// The whole host: short processes, labels, accounting, a full ring.
 mod system_wide;
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Write};
 
-use crate::profile::{EndReason, Profile, Resolution};
+use crate::profile::{EndReason, Profile, Resolution, StackId};
 
 /// Functions listed.
 const TOP: usize = 25;
@@ -162,7 +162,7 @@ fn ends(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     for sample in &profile.samples {
         match sample.key.user {
             Some(stack) => {
-                *ends.entry(profile.stacks[stack.index()].end).or_default() += sample.count;
+                *ends.entry(end(profile, stack)).or_default() += sample.count;
                 total += sample.count;
             }
             None => without += sample.count,
@@ -176,6 +176,29 @@ fn ends(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         writeln!(out, "{without:>8}          no user stack: kernel threads, tasks ending")?;
     }
     Ok(())
+}
+
+/// Where threads begin in glibc and musl. glibc calls `main` without a frame pointer, so that a walk ends
+/// there for want of one, though nothing is missing.
+const FIRST_FUNCTIONS: [&str; 8] = [
+    "_start",
+    "__libc_start_call_main",
+    "__libc_start_main",
+    "__libc_start_main_impl",
+    "libc_start_main_stage2",
+    "start_thread",
+    "clone",
+    "clone3",
+];
+
+fn end(profile: &Profile, stack: StackId) -> EndReason {
+    let stack = &profile.stacks[stack.index()];
+    let first = stack.locations.last().and_then(|&location| profile.lines(location).pop());
+    let begun = first.is_some_and(|line| {
+        let name = line.function.trim_start_matches("__GI_");
+        FIRST_FUNCTIONS.contains(&name) || FIRST_FUNCTIONS.contains(&name.trim_start_matches('_'))
+    });
+    if begun { EndReason::Root } else { stack.end }
 }
 
 fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {

@@ -1,0 +1,292 @@
+//! What cannot work says so: a message that names the thing, the right exit code, no panic, no empty file.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::support::{Ran, Running, binary, build::work, privileged, stackwire};
+
+fn record(arguments: &[&str]) -> Ran {
+    let directory = tempfile::tempdir().unwrap();
+    let output = format!("--profile-output={}", directory.path().join("out.pb.gz").display());
+    let ran = stackwire([&["record", "--profile", &output], arguments].concat());
+    assert!(!directory.path().join("out.pb.gz").exists(), "a profile was written");
+    let left = std::fs::read_dir(directory.path()).unwrap().count();
+    assert_eq!(left, 0, "temporary files were left behind");
+    ran
+}
+
+fn collector(arguments: &[&str]) -> Ran {
+    Ran::of(Command::new(binary("stackwire-collector")).args(arguments))
+}
+
+#[test]
+fn no_such_process() {
+    record(&["--pid=4000001"]).failed(1, "no process with pid 4000001");
+    collector(&["--pid=4000001", "--output=/dev/null"]).failed(1, "no process with pid 4000001");
+}
+
+#[test]
+fn a_thread_is_not_a_process() {
+    let mut program = Command::new(work());
+    let program = Running::start(program.args(["threads", "10"]));
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", program.pid())).unwrap();
+    let tids = tasks.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let tid = tids.into_iter().find(|tid| *tid != program.pid().to_string()).unwrap();
+    record(&[&format!("--pid={tid}")]).failed(1, &format!("use --pid {}", program.pid()));
+}
+
+#[test]
+fn a_zombie() {
+    let mut child = Command::new("true").spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    record(&[&format!("--pid={}", child.id())]).failed(1, "is a zombie");
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_kernel_thread() {
+    // kthreadd is pid 2 where the kernel's own processes are visible.
+    let comm = std::fs::read_to_string("/proc/2/comm").unwrap_or_default();
+    if !crate::support::can("a visible kernel thread", comm.trim() == "kthreadd") {
+        return;
+    }
+    record(&["--pid=2"]).failed(1, "kernel threads are sampled with -a");
+}
+
+#[test]
+fn a_process_that_dies_at_once() {
+    if !privileged() {
+        return;
+    }
+    let mut child = Command::new("sleep").arg("0.4").spawn().unwrap();
+    let pid = child.id();
+    let waiter = std::thread::spawn(move || child.wait());
+    let ran = record(&[&format!("--pid={pid}"), "--duration=30s"]);
+    assert!(
+        ran.stderr.contains("no samples") || ran.stderr.contains("no process"),
+        "{}",
+        ran.stderr
+    );
+    assert_eq!(ran.code, Some(1));
+    waiter.join().unwrap().unwrap();
+}
+
+#[test]
+fn command_lines_that_cannot_be_meant() {
+    let cases: [(&[&str], &str); 12] = [
+        (&["--pid=1", "--all"], "exclude each other"),
+        (&[], "what to sample"),
+        (&["--pid=1", "--", "true"], "leave out"),
+        (&["--all", "--follow"], "leave out --follow"),
+        (&["--all", "--sample-rate=0"], "a sample rate of 0"),
+        (&["--all", "--sample-rate=1000000"], "above the kernel's limit"),
+        (&["--all", "--duration=0s"], "a duration of 0"),
+        (&["--all", "--duration=soon"], "--duration"),
+        (&["--pid=0"], "--pid"),
+        (&["--pid=x"], "--pid"),
+        (&["--all", "--tag=notag"], "KEY=VALUE"),
+        (&["--all", "--unwind=magic"], "--unwind"),
+    ];
+    for (arguments, said) in cases {
+        record(arguments).failed(2, said);
+    }
+    stackwire(["record", "--pid=1"]).failed(2, "add --profile");
+    stackwire(["recrod"]).failed(2, "recrod");
+    collector(&["--pid=1", "--all", "--output=x"]).failed(2, "cannot be used with");
+    collector(&["--all"]).failed(2, "required");
+    collector(&["--all", "--sample-rate=0", "--output=/dev/null"]).failed(2, "a sample rate of 0");
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_said_before_sampling() {
+    let started = std::time::Instant::now();
+    for option in ["--profile-output", "--flamegraph", "--folded", "--capture"] {
+        let path = format!("{option}=/nonexistent/directory/out");
+        stackwire(["record", "--profile", "--all", "--duration=60s", &path])
+            .failed(1, "cannot write /nonexistent/directory/out");
+    }
+    collector(&["--all", "--duration=60s", "--output=/nonexistent/out"])
+        .failed(1, "/nonexistent/out");
+    assert!(started.elapsed().as_secs() < 30, "it sampled first");
+}
+
+#[test]
+fn a_collector_that_is_none() {
+    record(&["--all", "--collector=/nonexistent"]).failed(1, "cannot execute /nonexistent");
+    record(&["--all", "--collector=/bin/true"]).failed(1, "it said nothing");
+    record(&["--all", "--collector=/bin/false"]).failed(1, "it said nothing");
+}
+
+#[test]
+fn a_command_that_cannot_be_run() {
+    if !privileged() {
+        return;
+    }
+    let ran = record(&["--", "/nonexistent/command"]);
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.contains("cannot run /nonexistent/command"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_target_that_is_no_address() {
+    if !privileged() {
+        return;
+    }
+    collector(&["--all", "--duration=1s", "--to=nowhere at all"]).failed(1, "is not an address");
+}
+
+/// A capture to damage.
+fn capture(directory: &Path) -> Vec<u8> {
+    let path = directory.join("whole.stackwire");
+    let program = Running::start(Command::new(work()).args(["plain", "30"]));
+    collector(&[
+        &format!("--pid={}", program.pid()),
+        "--duration=3s",
+        "--epoch=500ms",
+        &format!("--output={}", path.display()),
+    ])
+    .succeeded();
+    std::fs::read(path).unwrap()
+}
+
+#[test]
+fn damaged_captures() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let whole = capture(directory.path());
+    let path = directory.path().join("damaged.stackwire");
+    let report = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        stackwire(["report".as_ref(), path.as_os_str()])
+    };
+
+    report(&[]).failed(1, "the file is empty");
+    report(b"gibberish that is long enough").failed(1, "not a Stackwire capture");
+    let mut newer = whole.clone();
+    newer[3] = 200;
+    report(&newer).failed(1, "written by a newer Stackwire: format 200");
+    let mut huge = whole.clone();
+    huge[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+    report(&huge).failed(1, "no samples in the capture");
+
+    let all = report(&whole).succeeded().stdout;
+    let samples = |text: &str| -> u64 { text.split(' ').next().unwrap().parse().unwrap() };
+    let mut before = 0;
+    // The artifacts come first and are most of it: cut among the epochs.
+    let epochs = whole.len() - 4000.min(whole.len() / 2);
+    for cut in (epochs..whole.len()).step_by(101) {
+        let ran = report(&whole[..cut]);
+        assert!(!ran.stderr.contains("panicked"), "{}", ran.stderr);
+        if ran.code == Some(0) {
+            assert!(ran.stdout.contains("note: the capture"), "{}", ran.stdout);
+            assert!(ran.stdout.contains("samples taken: unknown"), "{}", ran.stdout);
+            assert!((before..=samples(&all)).contains(&samples(&ran.stdout)));
+            before = samples(&ran.stdout);
+        }
+    }
+    assert!(before > 0, "no cut kept any epoch");
+
+    for at in (0..epochs).step_by(epochs / 20).chain((epochs..whole.len()).step_by(157)) {
+        let mut flipped = whole.clone();
+        flipped[at] ^= 0x10;
+        let ran = report(&flipped);
+        assert!(matches!(ran.code, Some(0 | 1)), "flip at {at}: {:?}", ran.code);
+        assert!(!ran.stderr.contains("panicked"), "{}", ran.stderr);
+    }
+    stackwire(["report", "/nonexistent"]).failed(1, "cannot read /nonexistent");
+    stackwire(["report", "/tmp"]).failed(1, "cannot read /tmp");
+}
+
+#[test]
+fn two_captures_one_after_the_other_are_one_profile() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let one = capture(directory.path());
+    let two = directory.path().join("two.stackwire");
+    std::fs::write(&two, [one.as_slice(), &one].concat()).unwrap();
+    let samples = |text: String| -> u64 { text.split(' ').next().unwrap().parse().unwrap() };
+    let whole = directory.path().join("whole.stackwire");
+    let single = samples(crate::support::report(&whole));
+    let double = crate::support::report(&two);
+    assert!(!double.contains("unaccounted") && !double.contains("note:"), "{double}");
+    assert_eq!(samples(double), 2 * single);
+}
+
+/// A program that runs anonymous code and whose perf-map is whatever `make` puts there.
+fn with_perf_map(make: impl FnOnce(&Path)) -> String {
+    // Code in an anonymous executable mapping: an endless loop of two bytes.
+    let script = "import ctypes, mmap, os, sys\n\
+        m = mmap.mmap(-1, 4096, prot=7)\n\
+        m.write(b'\\xeb\\xfe')\n\
+        print('ready', flush=True)\n\
+        ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\n";
+    let program = Running::start(Command::new("python3").args(["-c", script]));
+    let map = format!("/tmp/perf-{}.map", program.pid());
+    let map = Path::new(&map);
+    make(map);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("out.stackwire");
+    collector(&[
+        &format!("--pid={}", program.pid()),
+        "--duration=1s",
+        &format!("--output={}", path.display()),
+    ])
+    .succeeded();
+    let _ = if map.is_dir() { std::fs::remove_dir(map) } else { std::fs::remove_file(map) };
+    crate::support::report(&path)
+}
+
+#[test]
+fn perf_maps_of_every_kind() {
+    if !privileged() {
+        return;
+    }
+    let says =
+        |report: &str, said: &str| assert!(report.contains(said), "expected {said:?} in {report}");
+    says(&with_perf_map(|_| {}), "the process wrote no perf-map");
+    says(
+        &with_perf_map(|path| std::fs::create_dir(path).unwrap()),
+        "its perf-map is not a regular file",
+    );
+    let fifo = |path: &Path| {
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    says(&with_perf_map(fifo), "its perf-map is not a regular file");
+    let large = |path: &Path| std::fs::File::create(path).unwrap().set_len(2 << 30).unwrap();
+    says(&with_perf_map(large), "its perf-map has 2147483648 bytes");
+    // All of memory is one function with a name that is no UTF-8.
+    let bytes = |path: &Path| {
+        std::fs::write(path, b"1000 7fffffff0000 j\xff\xfeit function\nnonsense\n").unwrap();
+    };
+    let report = with_perf_map(bytes);
+    says(&report, "it function");
+    says(&report, "perf-map 100.0 %");
+}
+
+#[test]
+fn no_permission() {
+    if !crate::support::can("root, to become nobody", rustix::process::geteuid().is_root()) {
+        return;
+    }
+    let directory = crate::privileges::public_binaries(false);
+    let ran = Ran::of(
+        Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+            .arg(directory.path().join("stackwire"))
+            .args([
+                "record",
+                "--profile",
+                "--all",
+                "--duration=1s",
+                "--profile-output=/tmp/never.pb.gz",
+            ])
+            .stdout(Stdio::null()),
+    );
+    ran.failed(1, "give the collector CAP_BPF and CAP_PERFMON");
+    assert!(!Path::new("/tmp/never.pb.gz").exists());
+}

@@ -1,0 +1,187 @@
+//! Who may do what: file capabilities, other users' processes, what is dropped, what is linked in.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::support::{Pprof, Ran, Running, binary, build::work, can, privileged};
+
+const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+
+/// Copies of the binaries where everybody may execute them; the collector with capabilities or without.
+pub(crate) fn public_binaries(capabilities: bool) -> tempfile::TempDir {
+    let directory = tempfile::Builder::new().prefix("stackwire-bin-").tempdir_in("/tmp").unwrap();
+    let mode = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(directory.path(), mode).unwrap();
+    for name in ["stackwire", "stackwire-collector"] {
+        std::fs::copy(binary(name), directory.path().join(name)).unwrap();
+    }
+    if capabilities {
+        let status = Command::new("setcap")
+            .arg("cap_bpf,cap_perfmon,cap_syslog=ep")
+            .arg(directory.path().join("stackwire-collector"))
+            .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
+            .status()
+            .unwrap();
+        assert!(status.success());
+    }
+    directory
+}
+
+fn record_as_nobody(binaries: &Path, pid: u32, output: &Path) -> Ran {
+    Ran::of(
+        Command::new("setpriv")
+            .args(NOBODY)
+            .arg(binaries.join("stackwire"))
+            .args(["record", "--profile", "--duration=2s", "--sample-rate=499"])
+            .arg(format!("--pid={pid}"))
+            .arg(format!("--profile-output={}", output.display()))
+            .env_remove("TMPDIR")
+            .env_remove("XDG_RUNTIME_DIR"),
+    )
+}
+
+#[test]
+fn nobody_records_its_own_and_another_users_process_with_file_capabilities() {
+    if !privileged() {
+        return;
+    }
+    let binaries = public_binaries(true);
+    // A program everybody can read, so that its names can be found.
+    let program = binaries.path().join("work");
+    std::fs::copy(work(), &program).unwrap();
+    std::fs::copy(crate::support::build::library(), binaries.path().join("libwork.so")).unwrap();
+    let library = ["LD_LIBRARY_PATH", binaries.path().to_str().unwrap()];
+    let outputs = tempfile::Builder::new().prefix("stackwire-out-").tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(outputs.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+
+    let own = Running::start(
+        Command::new("setpriv")
+            .args(NOBODY)
+            .arg(&program)
+            .args(["plain", "30"])
+            .env(library[0], library[1]),
+    );
+    let others =
+        Running::start(Command::new(&program).args(["plain", "30"]).env(library[0], library[1]));
+    for (name, pid) in [("own", own.pid()), ("others", others.pid())] {
+        let output = outputs.path().join(name);
+        record_as_nobody(binaries.path(), pid, &output).succeeded();
+        let profile = Pprof::read(&output);
+        assert!(profile.count() > 100, "{name}: {}", profile.count());
+        assert!(profile.share_of("alpha") > 40.0, "{name}: {}", profile.share_of("alpha"));
+        assert_eq!(profile.samples[0].labels["pid"], pid.to_string());
+    }
+}
+
+#[test]
+fn a_running_collector_holds_at_most_perfmon() {
+    if !privileged() {
+        return;
+    }
+    let mut child = Command::new(binary("stackwire-collector"))
+        .args(["--all", "--output=/dev/null", "--verbose"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut stderr = std::io::BufReader::new(child.stderr.take().unwrap());
+    std::io::BufRead::read_line(&mut stderr, &mut line).unwrap();
+    assert_eq!(line.trim(), "stackwire-collector: sampling; capabilities held: CAP_PERFMON");
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let mut threads = 0;
+    for task in std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap() {
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            line.trim().to_owned()
+        };
+        let held = u64::from_str_radix(&field("CapPrm:"), 16).unwrap();
+        assert_eq!(held & !(1 << 38), 0, "a thread may use {held:x}");
+        assert_eq!(field("CapInh:"), "0000000000000000");
+        assert_eq!(field("CapAmb:"), "0000000000000000");
+        assert_eq!(field("NoNewPrivs:"), "1");
+        threads += 1;
+    }
+    assert!(threads >= 2);
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+#[test]
+fn the_collector_is_static_and_light() {
+    let output =
+        Command::new("readelf").arg("-lW").arg(binary("stackwire-collector")).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(!text.contains("INTERP"), "it needs a dynamic loader");
+    let tree = Command::new(env!("CARGO"))
+        .args([
+            "tree",
+            "--locked",
+            "--offline",
+            "-e",
+            "normal",
+            "-p",
+            "stackwire-collector",
+            "--prefix=none",
+        ])
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+        .output()
+        .unwrap();
+    let tree = String::from_utf8(tree.stdout).unwrap();
+    assert!(tree.lines().count() > 20, "{tree}");
+    for heavy in ["reqwest", "ureq", "gimli", "addr2line", "blazesym", "rusqlite", "libsqlite3-sys"]
+    {
+        let found = tree.lines().any(|line| line.starts_with(&format!("{heavy} ")));
+        assert!(!found, "the collector depends on {heavy}");
+    }
+}
+
+#[test]
+fn no_kernel_address_leaves_the_host() {
+    if !privileged() {
+        return;
+    }
+    let symbols = std::fs::read_to_string("/proc/kallsyms").unwrap();
+    let address =
+        symbols.lines().find(|line| line.ends_with(" _text")).unwrap().split(' ').next().unwrap();
+    let text = u64::from_str_radix(address, 16).unwrap();
+    if !can("readable kallsyms", text != 0) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("out.stackwire");
+    let mut command = Command::new("dd");
+    command.args(["if=/dev/zero", "of=/dev/null", "bs=64"]).stderr(Stdio::null());
+    let program = Running(command.spawn().unwrap());
+    Ran::of(Command::new(binary("stackwire-collector")).args([
+        format!("--pid={}", program.pid()),
+        "--duration=2s".to_owned(),
+        format!("--output={}", path.display()),
+    ]))
+    .succeeded();
+
+    use stackwire_proto::v1::collector_message::Body;
+    let mut reader = stackwire_proto::FrameReader::new(std::fs::File::open(&path).unwrap());
+    let mut nodes_seen = 0;
+    while let Some(message) = reader.next_message().unwrap() {
+        match message.body {
+            Some(Body::Epoch(sealed)) => {
+                let epoch = stackwire_proto::open_epoch(&sealed).unwrap();
+                let mut offset = 0i64;
+                for delta in epoch.nodes.unwrap().offset_delta {
+                    offset = offset.wrapping_add(delta);
+                    assert!((offset as u64) < 1 << 47, "{offset:x} is a kernel address");
+                    nodes_seen += 1;
+                }
+            }
+            Some(Body::Artifact(chunk)) => {
+                let piece = stackwire_proto::open_piece(&chunk).unwrap();
+                let text = String::from_utf8_lossy(&piece).into_owned();
+                assert!(!text.contains("ffffffff8"), "a snapshot holds absolute addresses");
+            }
+            _ => {}
+        }
+    }
+    assert!(nodes_seen > 20);
+}

@@ -1,0 +1,137 @@
+//! `stackwire serve` with real collectors: many at once, a server killed and started again, windows.
+
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use crate::identical::{Server, profiles};
+use crate::support::{Pprof, Running, binary, build::work, privileged};
+
+fn collector(pid: u32, address: &str, seconds: u32) -> Child {
+    Command::new(binary("stackwire-collector"))
+        .args([format!("--pid={pid}"), format!("--to=http://{address}")])
+        .args(["--epoch=500ms".to_owned(), "--sample-rate=199".to_owned()])
+        .args([format!("--duration={seconds}s"), "--verbose".to_owned()])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Samples a collector took, by its own word, once it has delivered everything.
+fn taken(collector: Child) -> u64 {
+    let output = collector.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{stderr}");
+    assert!(!stderr.contains("lost:"), "{stderr}");
+    let line = stderr.lines().find(|line| line.contains("samples taken")).unwrap();
+    line.split_whitespace().find_map(|word| word.parse().ok()).unwrap()
+}
+
+#[test]
+fn several_collectors_at_once_with_windows() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=2s"]);
+    let programs: Vec<_> =
+        (0..3).map(|_| Running::start(Command::new(work()).args(["plain", "40"]))).collect();
+    let collectors: Vec<_> =
+        programs.iter().map(|p| collector(p.pid(), &server.address, 5)).collect();
+    let total: u64 = collectors.into_iter().map(taken).sum();
+    server.terminate();
+    let written = profiles(directory.path());
+    assert!(written.len() >= 6, "windows of 2 s in 5 s of 3 collectors: {written:?}");
+    let found: u64 = written.iter().map(|path| Pprof::read(path).count()).sum();
+    assert_eq!(found, total, "samples in windows and samples taken");
+    let captures = std::fs::read_dir(directory.path().join("captures")).unwrap();
+    assert_eq!(captures.count(), written.len(), "each window's capture is kept");
+}
+
+#[test]
+fn a_server_that_is_killed_loses_nothing_and_counts_nothing_twice() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(directory.path(), "127.0.0.1:0", &[]);
+    let address = server.address.clone();
+    let program = Running::start(Command::new(work()).args(["plain", "60"]));
+    let collector = collector(program.pid(), &address, 9);
+    std::thread::sleep(Duration::from_millis(3300));
+    server.kill();
+    std::thread::sleep(Duration::from_millis(1500));
+    let server = Server::start(directory.path(), &address, &[]);
+    let total = taken(collector);
+    server.terminate();
+    let written = profiles(directory.path());
+    assert_eq!(written.len(), 2, "one of the killed server's log, one of the rest: {written:?}");
+    let found: u64 = written.iter().map(|path| Pprof::read(path).count()).sum();
+    assert_eq!(found, total);
+}
+
+#[test]
+fn a_collector_whose_symbolizer_is_gone_says_so() {
+    if !privileged() {
+        return;
+    }
+    // `record` killed: its collector must not live on.
+    let program = Running::start(Command::new(work()).args(["plain", "60"]));
+    let directory = tempfile::tempdir().unwrap();
+    let mut record = Command::new(binary("stackwire"))
+        .args(["record", "--profile", "--duration=60s"])
+        .args([format!("--pid={}", program.pid())])
+        .arg(format!("--profile-output={}", directory.path().join("out").display()))
+        .spawn()
+        .unwrap();
+    let collectors = || {
+        let output = Command::new("pgrep").args(["-P", &record.id().to_string()]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while collectors().is_empty() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let collector = collectors();
+    assert!(!collector.is_empty(), "record started no collector");
+    std::thread::sleep(Duration::from_secs(2));
+    record.kill().unwrap();
+    record.wait().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let alive = || {
+        let stat = std::fs::read_to_string(format!("/proc/{collector}/stat")).unwrap_or_default();
+        stat.contains("stackwire-colle") && !stat.contains(") Z ")
+    };
+    while alive() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(!alive(), "the collector outlives its symbolizer");
+}
+
+#[test]
+fn a_collector_killed_in_the_middle_leaves_a_profile_that_says_so() {
+    if !privileged() {
+        return;
+    }
+    let program = Running::start(Command::new(work()).args(["plain", "60"]));
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("out.pb.gz");
+    let record = Command::new(binary("stackwire"))
+        .args(["record", "--profile", "--duration=60s", "--sample-rate=499"])
+        .args([format!("--pid={}", program.pid())])
+        .arg(format!("--profile-output={}", output.display()))
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_secs(5));
+    let children = Command::new("pgrep").args(["-P", &record.id().to_string()]).output().unwrap();
+    let collector: i32 = String::from_utf8(children.stdout).unwrap().trim().parse().unwrap();
+    let pid = rustix::process::Pid::from_raw(collector).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    let ended = record.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("the capture was cut"), "{stderr}");
+    let profile = Pprof::read(&output);
+    assert!(profile.count() > 500, "{}", profile.count());
+    assert!(profile.share_of("alpha") > 50.0);
+}
