@@ -29,7 +29,7 @@ lint:
 # The collector's budgets beside perf on the same load; writes target/bench.json.
 bench: build
 	tests/setup.sh
-	tests/bench.py $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
 
 # Rebuild the eBPF object that is checked in.
 ebpf:

@@ -1,0 +1,5 @@
+//! The perf-map parser.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::perf_map(bytes));
