@@ -47,6 +47,7 @@ fn main() -> Result<()> {
     let a_second = wire.samples as f64 / wire.seconds;
     rows.insert("samples a second at 10 kHz -a", a_second);
     rows.insert("user CPU a sample at 10 kHz, µs", ours.user_percent * 10_000.0 / a_second);
+    rows.insert("system CPU a sample at 10 kHz, µs", ours.system_percent * 10_000.0 / a_second);
     rows.insert("samples lost at 10 kHz, %", wire.lost as f64 * 100.0 / wire.taken as f64);
     rows.insert("samples unaccounted for", (wire.taken - wire.samples - wire.lost) as f64);
     rows.insert("wire at 10 kHz, bytes a sample", wire.bytes_a_sample);
@@ -93,6 +94,8 @@ fn main() -> Result<()> {
             }
             None => {
                 perf.insert(user, theirs.user_percent * 10_000.0 / a_second);
+                let system = theirs.system_percent * 10_000.0 / a_second;
+                perf.insert("system CPU a sample at 10 kHz, µs", system);
             }
         }
     }
