@@ -201,20 +201,107 @@ fn damaged_captures() {
 }
 
 #[test]
-fn two_captures_one_after_the_other_are_one_profile() {
+fn captures_one_after_the_other_are_one_profile_and_none_counts_twice() {
     if !privileged() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let samples = |path: &Path| -> u64 {
+        let text = crate::support::report(path);
+        assert!(!text.contains("unaccounted") && !text.contains("note:"), "{text}");
+        text.split(' ').next().unwrap().parse().unwrap()
+    };
     let one = capture(directory.path());
-    let two = directory.path().join("two.stackwire");
-    std::fs::write(&two, [one.as_slice(), &one].concat()).unwrap();
-    let samples = |text: String| -> u64 { text.split(' ').next().unwrap().parse().unwrap() };
-    let whole = directory.path().join("whole.stackwire");
-    let single = samples(crate::support::report(&whole));
-    let double = crate::support::report(&two);
-    assert!(!double.contains("unaccounted") && !double.contains("note:"), "{double}");
-    assert_eq!(samples(double), 2 * single);
+    std::fs::write(at("one"), &one).unwrap();
+    std::fs::write(at("two"), capture(directory.path())).unwrap();
+    let two = std::fs::read(at("two")).unwrap();
+    std::fs::write(at("both"), [one.as_slice(), &two].concat()).unwrap();
+    std::fs::write(at("twice"), [one.as_slice(), &one].concat()).unwrap();
+    assert_eq!(samples(&at("both")), samples(&at("one")) + samples(&at("two")));
+    assert_eq!(samples(&at("twice")), samples(&at("one")));
+}
+
+#[test]
+fn captures_are_never_destroyed() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("keep.stackwire");
+    std::fs::write(&path, capture(directory.path())).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    let name = path.to_str().unwrap();
+    let dotted = format!("{}/./keep.stackwire", directory.path().display());
+    let other = format!("--profile-output={}/p", directory.path().display());
+    stackwire(["resolve", name, "--output", &dotted]).failed(2, "are the same file");
+    stackwire(["resolve", name, "--flamegraph", &dotted]).failed(2, "are the same file");
+    let capture = format!("--capture={name}");
+    stackwire(["record", "--profile", "--pid=4000001", &other, &capture]).failed(1, "no process");
+    let same = format!("--profile-output={name}");
+    stackwire(["record", "--profile", "--all", &same, &capture]).failed(2, "are the same file");
+    assert!(std::fs::read(&path).unwrap() == before, "the capture was changed");
+}
+
+#[test]
+fn outputs_are_written_when_nobody_listens() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a.stackwire");
+    std::fs::write(&path, capture(directory.path())).unwrap();
+    // `2>&1 | true`: the other end of standard error is gone.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let status = Command::new(binary("stackwire"))
+        .arg("resolve")
+        .arg(&path)
+        .arg(format!("--flamegraph={}", directory.path().join("a.svg").display()))
+        .stderr(writer)
+        .status()
+        .unwrap();
+    assert!(status.success(), "{status}");
+    assert!(directory.path().join("a.svg").exists() && directory.path().join("a.pb.gz").exists());
+}
+
+#[test]
+fn a_file_with_sizes_that_lie_costs_its_names_and_nothing_else() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("hostile");
+    std::fs::copy(work(), &program).unwrap();
+    let compressed =
+        Command::new("objcopy").arg("--compress-debug-sections=zlib").arg(&program).status();
+    assert!(compressed.unwrap().success());
+    // ch_size of every compressed section, behind ch_type (1) and ch_reserved (0): 8 EiB.
+    let mut bytes = std::fs::read(&program).unwrap();
+    let output = Command::new("readelf").args(["-SW"]).arg(&program).output().unwrap();
+    let mut changed = 0;
+    for line in
+        String::from_utf8_lossy(&output.stdout).lines().filter(|line| line.contains(".debug_"))
+    {
+        let words: Vec<&str> = line.split(']').nth(1).unwrap().split_whitespace().collect();
+        let offset = usize::from_str_radix(words[3], 16).unwrap();
+        if bytes[offset..offset + 8] == [1, 0, 0, 0, 0, 0, 0, 0] {
+            bytes[offset + 8..offset + 16].copy_from_slice(&(1u64 << 63).to_le_bytes());
+            changed += 1;
+        }
+    }
+    assert!(changed > 0, "no section is compressed");
+    std::fs::write(&program, bytes).unwrap();
+    let running = Running::start(Command::new(&program).args(["plain", "20"]));
+    let path = directory.path().join("out.stackwire");
+    collector(&[
+        &format!("--pid={}", running.pid()),
+        "--duration=1s",
+        &format!("--output={}", path.display()),
+    ])
+    .succeeded();
+    let report = crate::support::report(&path);
+    assert!(report.contains("declares more than 2 GiB"), "{report}");
 }
 
 /// A program that runs anonymous code and whose perf-map is whatever `make` puts there.

@@ -43,6 +43,18 @@ fn several_collectors_at_once_with_windows() {
     assert!(written.len() >= 6, "windows of 2 s in 5 s of 3 collectors: {written:?}");
     let found: u64 = written.iter().map(|path| Pprof::read(path).count()).sum();
     assert_eq!(found, total, "samples in windows and samples taken");
+    // The last window too has what it needs to name the kernel's functions.
+    for path in &written {
+        let profile = Pprof::read(path);
+        for (id, location) in &profile.locations {
+            let kernel = profile.file_of(*id) == "[kernel]";
+            assert!(
+                !kernel || !location.lines.is_empty(),
+                "{}: a kernel frame has no name",
+                path.display()
+            );
+        }
+    }
     let captures = std::fs::read_dir(directory.path().join("captures")).unwrap();
     assert_eq!(captures.count(), written.len(), "each window's capture is kept");
 }

@@ -8,7 +8,9 @@ use prost::Message;
 use crate::v1::{ArtifactChunk, ArtifactKind, Epoch, SealedEpoch};
 
 /// Largest epoch before compression. Collectors cut epochs far earlier.
-pub const MAX_EPOCH_BYTES: u32 = 256 << 20;
+pub const MAX_EPOCH_BYTES: u32 = 64 << 20;
+/// Most definitions in an epoch. An empty one takes two bytes on the wire and dozens in memory.
+pub const MAX_EPOCH_ENTRIES: usize = 2 << 20;
 /// Largest artifact.
 pub const MAX_ARTIFACT_BYTES: u64 = 256 << 20;
 /// Bytes of an artifact in one piece, before compression.
@@ -39,6 +41,12 @@ pub enum SealError {
         /// Declared bytes.
         length: u64,
     },
+    /// More definitions than anything a collector writes.
+    #[error("epoch holds more definitions than the limit of {limit}")]
+    TooMany {
+        /// Definitions allowed.
+        limit: usize,
+    },
     /// The decompressed bytes are not an epoch.
     #[error("epoch does not decode: {0}")]
     Decode(#[from] prost::DecodeError),
@@ -58,6 +66,9 @@ pub fn seal_epoch(epoch: &Epoch) -> SealedEpoch {
 pub fn open_epoch(sealed: &SealedEpoch) -> Result<Epoch, SealError> {
     let bytes =
         decompress("epoch", &sealed.zstd, u64::from(sealed.length), u64::from(MAX_EPOCH_BYTES))?;
+    if entries(&bytes) > MAX_EPOCH_ENTRIES {
+        return Err(SealError::TooMany { limit: MAX_EPOCH_ENTRIES });
+    }
     Ok(Epoch::decode(bytes.as_slice())?)
 }
 
@@ -96,6 +107,19 @@ pub fn open_piece(chunk: &ArtifactChunk) -> Result<Vec<u8>, SealError> {
     }
     let length = u64::from(chunk.piece_length);
     decompress("artifact", &chunk.zstd, length, ARTIFACT_PIECE_BYTES as u64)
+}
+
+/// Fields at the top of an encoded message, up to where it stops making sense.
+fn entries(mut bytes: &[u8]) -> usize {
+    use prost::encoding::{decode_key, skip_field};
+    let mut count = 0;
+    while let Ok((tag, wire_type)) = decode_key(&mut bytes) {
+        if skip_field(wire_type, tag, &mut bytes, Default::default()).is_err() {
+            break;
+        }
+        count += 1;
+    }
+    count
 }
 
 fn compress(bytes: &[u8]) -> Vec<u8> {
@@ -147,6 +171,13 @@ mod tests {
         sealed.length = 100;
         sealed.zstd.truncate(3);
         assert!(matches!(open_epoch(&sealed), Err(SealError::Corrupt { .. })));
+    }
+
+    #[test]
+    fn many_empty_definitions_are_refused_before_they_are_decoded() {
+        let bytes = [0x2a, 0x00].repeat(MAX_EPOCH_ENTRIES + 1);
+        let sealed = SealedEpoch { number: 0, length: bytes.len() as u32, zstd: compress(&bytes) };
+        assert!(matches!(open_epoch(&sealed), Err(SealError::TooMany { .. })));
     }
 
     #[test]

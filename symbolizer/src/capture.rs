@@ -1,7 +1,7 @@
 //! Captures: from frames to a profile and the artifacts it needs. The one path of `record`, `serve` and
 //! `resolve`, so that the three give the same profile for the same stream.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Read;
 
 use sha2::{Digest, Sha256};
@@ -19,7 +19,9 @@ pub enum CaptureError {
     #[error(transparent)]
     Read(#[from] ReadError),
     /// Frames, but no greeting first.
-    #[error("the capture does not start with a greeting: it is a piece of one")]
+    #[error(
+        "the capture does not start with a greeting: it is a piece of one, or its first frame is damaged"
+    )]
     NoHello,
 }
 
@@ -81,10 +83,22 @@ impl Artifacts {
 pub struct Assembler {
     builder: Builder,
     artifacts: Artifacts,
-    clock: Option<Clock>,
+    /// Captures met, by id; the number of each is its place.
+    captures: Vec<Vec<u8>>,
+    /// Epochs taken, of any capture: one that comes again is not counted again.
+    taken: HashSet<(usize, u64)>,
+    current: Option<Current>,
+}
+
+/// The capture being read.
+#[derive(Debug)]
+struct Current {
+    number: usize,
+    clock: Clock,
     lost_said: Vec<v1::Lost>,
     epochs: u64,
-    next_epoch: u64,
+    /// Epochs that could not be read.
+    left_out: u64,
     ended: bool,
 }
 
@@ -93,11 +107,9 @@ impl Default for Assembler {
         Self {
             builder: Builder::new(),
             artifacts: Artifacts::default(),
-            clock: None,
-            lost_said: Vec::new(),
-            epochs: 0,
-            next_epoch: 0,
-            ended: true,
+            captures: Vec::new(),
+            taken: HashSet::new(),
+            current: None,
         }
     }
 }
@@ -113,48 +125,68 @@ impl Assembler {
                 if hello.format > FORMAT {
                     return Err(ReadError::Newer { found: hello.format }.into());
                 }
-                self.finish_capture();
+                self.finish_capture(0);
+                let known = self.captures.iter().position(|id| *id == hello.capture_id);
+                let number = known.unwrap_or_else(|| {
+                    self.captures.push(hello.capture_id.clone());
+                    self.captures.len() - 1
+                });
                 let (origin, clock) = ingest::hello(hello);
-                self.builder.origin(origin);
-                self.clock = Some(clock);
-                self.ended = false;
+                self.builder.capture(number, origin);
+                self.current = Some(Current {
+                    number,
+                    clock,
+                    lost_said: Vec::new(),
+                    epochs: 0,
+                    left_out: 0,
+                    ended: false,
+                });
             }
-            Some(Body::Epoch(sealed)) => {
-                let clock = self.clock.ok_or(CaptureError::NoHello)?;
-                self.epoch(sealed, clock);
-            }
+            Some(Body::Epoch(sealed)) => self.epoch(sealed)?,
             Some(Body::Artifact(chunk)) => {
                 self.artifacts.add(chunk);
             }
             Some(Body::End(end)) => {
-                ingest::end(end, &self.lost_said, &mut self.builder);
-                self.ended = true;
+                let current = self.current.as_mut().ok_or(CaptureError::NoHello)?;
+                // Totals of epochs that were counted before count no second time.
+                if current.epochs + current.left_out > 0 || end.taken == 0 {
+                    ingest::end(end, &current.lost_said, &mut self.builder);
+                }
+                current.ended = true;
             }
             None => {}
         }
         Ok(())
     }
 
-    fn epoch(&mut self, sealed: &v1::SealedEpoch, clock: Clock) {
-        if sealed.number < self.next_epoch {
-            return; // sent again after a broken connection
+    fn epoch(&mut self, sealed: &v1::SealedEpoch) -> Result<(), CaptureError> {
+        let current = self.current.as_mut().ok_or(CaptureError::NoHello)?;
+        if !self.taken.insert((current.number, sealed.number)) {
+            return Ok(()); // sent again after a broken connection, or the file named twice
         }
-        self.next_epoch = sealed.number + 1;
         let opened = open_epoch(sealed).map_err(|error| error.to_string());
         let added = opened.and_then(|epoch| {
-            self.lost_said.extend(epoch.lost.iter().copied());
-            ingest::epoch(&epoch, clock, &mut self.builder).map_err(|error| error.to_string())
+            ingest::epoch(&epoch, current.clock, &mut self.builder)
+                .map(|()| epoch.lost)
+                .map_err(|error| error.to_string())
         });
         match added {
-            Ok(()) => self.epochs += 1,
-            Err(error) => self.builder.note(format!("epoch {} left out: {error}", sealed.number)),
+            Ok(lost) => {
+                current.epochs += 1;
+                current.lost_said.extend(lost);
+            }
+            Err(error) => {
+                current.left_out += 1;
+                self.builder.note(format!("epoch {} left out: {error}", sealed.number));
+            }
         }
+        Ok(())
     }
 
     /// The profile with what it needs to be resolved.
     #[must_use]
     pub fn finish(mut self) -> (Profile, Artifacts) {
-        self.finish_capture();
+        self.finish_capture(0);
         (self.builder.build(), self.artifacts)
     }
 
@@ -165,17 +197,19 @@ impl Assembler {
         self.builder.artifacts().into_iter().filter(missing).collect()
     }
 
-    fn finish_capture(&mut self) {
-        if !self.ended {
+    /// Ends the capture being read, `damaged` frames of which were passed over.
+    fn finish_capture(&mut self, damaged: usize) {
+        let Some(current) = self.current.take() else { return };
+        if !current.ended {
             self.builder.taken(None);
             self.builder.note(format!(
                 "the capture has no end: cut after {} whole epochs, samples lost with the rest are not known",
-                self.epochs
+                current.epochs
             ));
+        } else if damaged > 0 || current.left_out > 0 {
+            self.builder.taken(None);
+            self.builder.note("what was in the damaged parts is not known".to_owned());
         }
-        self.ended = true;
-        self.next_epoch = 0;
-        self.lost_said.clear();
     }
 }
 
@@ -199,6 +233,7 @@ pub fn read_into(input: impl Read, assembler: &mut Assembler) -> Result<(), Capt
         assembler.add(&message)?;
     }
     let tail = reader.tail();
+    assembler.finish_capture(tail.damaged.len());
     for offset in &tail.damaged {
         assembler.builder.note(format!("the frame at byte {offset} is damaged and was left out"));
     }

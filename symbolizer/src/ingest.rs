@@ -14,6 +14,11 @@ use crate::profile::{
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
 const MAX_DEPTH: usize = 4096;
+/// Most frames of all stacks of an epoch, for the same reason. A collector cuts at some millions.
+const MAX_FRAMES: usize = 16 << 20;
+
+/// Beyond any file and any user address (57 bits with five-level page tables).
+const MAX_OFFSET: u64 = 1 << 57;
 
 /// A message that does not hold together.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -127,6 +132,7 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
     }
 
     // A stack's locations depend on the process where memory is anonymous.
+    let mut frames = 0;
     let mut known = rustc_hash::FxHashMap::<(u32, ProcessId), StackId>::default();
     let mut stack = |index: u32, process: ProcessId, into: &mut Builder| {
         let Some(at) = index.checked_sub(1) else { return Ok(None) };
@@ -147,8 +153,9 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
             let process = private.then_some(process);
             let location = Location { executable, process, offset };
             locations.push(into.location(location).map_err(|e| reader.invalid(e))?);
-            if locations.len() > MAX_DEPTH {
-                return Err(reader.invalid("a stack is deeper than any collector records"));
+            frames += 1;
+            if locations.len() > MAX_DEPTH || frames > MAX_FRAMES {
+                return Err(reader.invalid("stacks are deeper than any collector records"));
             }
             node = found.parent;
         }
@@ -166,6 +173,7 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
     {
         return Err(reader.ragged("samples"));
     }
+    let mut keys = Vec::with_capacity(count);
     for index in 0..count {
         let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
         let key = SampleKey {
@@ -173,6 +181,10 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
             user: stack(samples.user_stack[index], process, into)?,
             kernel: stack(samples.kernel_stack[index], process, into)?,
         };
+        keys.push(key);
+    }
+    // Nothing can be wrong from here on: an epoch counts whole or not at all.
+    for (index, key) in keys.into_iter().enumerate() {
         let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
         into.sample(key, value).map_err(|e| reader.invalid(e))?;
     }
@@ -250,10 +262,9 @@ impl Reader<'_> {
     }
 
     fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
-        let perf_map = match self.hash(&wire.perf_map)? {
-            Some(hash) => Some(Ok(hash)),
-            None if wire.perf_map_missing != 0 => Some(Err(self.string(wire.perf_map_missing)?)),
-            None => None,
+        let perf_map_missing = match wire.perf_map_missing {
+            0 => None,
+            index => Some(self.string(index)?),
         };
         Ok(Process {
             pid: wire.pid,
@@ -261,7 +272,8 @@ impl Reader<'_> {
             generation: wire.generation,
             comm: self.string(wire.comm)?,
             cgroup_id: wire.cgroup_id,
-            perf_map,
+            perf_maps: self.hash(&wire.perf_map)?.into_iter().collect(),
+            perf_map_missing,
         })
     }
 
@@ -297,6 +309,11 @@ impl Reader<'_> {
                     return Err(self.undefined("executable", executable));
                 }
                 offset = offset.wrapping_add(wire.offset_delta[index] as u64);
+                if offset >= MAX_OFFSET {
+                    return Err(
+                        self.invalid(format!("offset {offset:#x} is none of any file or process"))
+                    );
+                }
                 let caller = wire.kind[index] == v1::FrameKind::Caller as u32;
                 let kind = if caller { FrameKind::Caller } else { FrameKind::Exact };
                 Ok(Node { parent, executable, offset, kind })

@@ -31,6 +31,7 @@ mod ingest;
 mod log;
 pub mod profile;
 mod resolve;
+mod say;
 mod serve;
 mod server;
 mod session;
@@ -38,6 +39,7 @@ mod session;
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into};
 pub use profile::Profile;
 pub use resolve::{Sources, resolve};
+pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Session, SessionError, find_collector};
 

@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use prost::Message;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 
@@ -64,6 +65,8 @@ pub struct Log {
     lost: HashMap<i32, v1::Lost>,
     /// Start of the first epoch, end of the last; monotonic nanoseconds.
     pub span: Option<(u64, u64)>,
+    /// Bytes of messages written.
+    pub bytes: u64,
     ended: bool,
 }
 
@@ -102,6 +105,7 @@ impl Log {
             samples: 0,
             lost: HashMap::new(),
             span: None,
+            bytes: 0,
             ended: false,
         })
     }
@@ -134,8 +138,12 @@ impl Log {
                 Ok(Answer { want, ack: Some(sealed.number) })
             }
             Some(Body::Artifact(chunk)) => {
-                self.write(message)?;
-                self.artifacts.add(chunk);
+                let hash = ArtifactHash::try_from(chunk.hash.as_slice()).unwrap_or_default();
+                // Unasked for, it would only fill the disk.
+                if self.asked.contains(&hash) && self.artifacts.get(&hash).is_none() {
+                    self.write(message)?;
+                    self.artifacts.add(chunk);
+                }
                 Ok(Answer::default())
             }
             Some(Body::End(_)) => {
@@ -146,6 +154,12 @@ impl Log {
             }
             Some(Body::Hello(_)) | None => Ok(Answer::default()),
         }
+    }
+
+    /// Everything asked for has come.
+    #[must_use]
+    pub fn has_its_artifacts(&self) -> bool {
+        self.asked.iter().all(|hash| self.artifacts.get(hash).is_some())
     }
 
     /// The stream has ended as it should.
@@ -212,6 +226,7 @@ impl Log {
     }
 
     fn write(&mut self, message: &v1::CollectorMessage) -> Result<(), LogError> {
+        self.bytes += message.encoded_len() as u64;
         self.out.write(message).map_err(|error| LogError::Write { path: self.path.clone(), error })
     }
 

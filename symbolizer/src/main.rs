@@ -6,16 +6,17 @@ mod command;
 use std::process::ExitCode;
 
 use clap::Parser;
+use stackwire::say;
 
 fn main() -> ExitCode {
     match command::run(cli::Args::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(command::Failure::Usage(message)) => {
-            eprintln!("stackwire: {message}");
+            say(&format!("stackwire: {message}"));
             ExitCode::from(2)
         }
         Err(command::Failure::Run(error)) => {
-            eprintln!("stackwire: {error:#}");
+            say(&format!("stackwire: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -169,14 +169,21 @@ impl Builder {
         // Mode 0700: nobody else connects.
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir().map_err(setup)?;
         let socket = directory.path().join("collector.sock");
-        if let Some(path) = &self.capture {
-            // Found out now and not when the first samples come.
-            let cannot =
-                |error| SessionError::Setup(format!("cannot write {}: {error}", path.display()));
-            File::create(path).map_err(cannot)?;
-        }
         let log =
             self.capture.clone().unwrap_or_else(|| directory.path().join("capture.stackwire"));
+        if std::fs::metadata(&log).is_ok_and(|found| !found.is_file()) {
+            return Err(SessionError::Setup(format!(
+                "cannot write {}: a capture is read back, so it has to be a regular file",
+                log.display()
+            )));
+        }
+        // In the directory of the capture, to find out now whether it can be written, and in its place
+        // only when the collector has started: what is there may be a capture from before.
+        let parent = log.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let file =
+            tempfile::NamedTempFile::new_in(parent.unwrap_or(Path::new("."))).map_err(|error| {
+                SessionError::Setup(format!("cannot write {}: {error}", log.display()))
+            })?;
 
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -186,7 +193,7 @@ impl Builder {
             .map_err(setup)?;
         let (greeted, greeting) = mpsc::channel();
         let (finished, finish) = mpsc::channel();
-        let state = Mutex::new(Some((greeted, finished)));
+        let state = Mutex::new(Some((file, greeted, finished)));
         let (open, closing) = tokio::sync::watch::channel(false);
         let acceptor = Arc::new(OneStream { path: log.clone(), state });
         {
@@ -201,10 +208,10 @@ impl Builder {
         let stdin = child.stdin.take();
         let stderr = child.stderr.take().map(|mut pipe| {
             std::thread::spawn(move || {
-                let mut text = String::new();
+                let mut text = Vec::new();
                 // What it said until then is still worth showing.
-                let _ = pipe.read_to_string(&mut text);
-                text
+                let _ = pipe.read_to_end(&mut text);
+                String::from_utf8_lossy(&text).into_owned()
             })
         });
         let mut session = Session {
@@ -397,8 +404,8 @@ pub fn find_collector() -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// Where the session hears that the collector has greeted, and that its stream is over.
-type Ends = (Sender<Result<(), String>>, Sender<(Pinned, bool)>);
+/// The log to be, and where the session hears that the collector has greeted and that its stream is over.
+type Ends = (tempfile::NamedTempFile, Sender<Result<(), String>>, Sender<(Pinned, bool)>);
 
 /// Accepts the one stream of a session.
 #[derive(Debug)]
@@ -414,9 +421,13 @@ impl Accept for OneStream {
         message: &v1::CollectorMessage,
     ) -> Result<Box<dyn Keep>, String> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
-        let (greeted, finished) = taken.ok_or("this session has its collector already")?;
-        let log =
-            Log::create(self.path.clone(), message, 0, true).map_err(|error| error.to_string());
+        let (file, greeted, finished) = taken.ok_or("this session has its collector already")?;
+        let log = Log::create(file.path().to_owned(), message, 0, true)
+            .map_err(|error| error.to_string())
+            .and_then(|log| {
+                let cannot = |error| format!("cannot write {}: {error}", self.path.display());
+                file.persist(&self.path).map(|_| log).map_err(cannot)
+            });
         // The session may have given up waiting, and then needs no answer.
         let _ = greeted.send(log.as_ref().map(|_| ()).map_err(Clone::clone));
         Ok(Box::new(KeepOne { log: log?, finished }))

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use stackwire::export::{self, PprofOptions};
-use stackwire::{Profile, profile};
+use stackwire::{Profile, profile, say};
 use tempfile::NamedTempFile;
 
 use crate::cli;
@@ -84,25 +84,54 @@ impl Outputs {
         })
     }
 
-    /// Writes all, and tells what was written.
+    /// Writes all, then tells what was written.
     pub fn write(self, profile: &Profile) -> anyhow::Result<()> {
         let options = PprofOptions { tags: self.tags };
-        let path = self.pprof.path.clone();
+        let mut written = summary(profile, &self.pprof.path);
         self.pprof.finish(|out| export::pprof(profile, &options, out))?;
-        eprintln!("{}", summary(profile, &path));
         if let Some(flamegraph) = self.flamegraph {
             let title = title(profile);
-            let path = flamegraph.path.clone();
+            written.push_str(&format!("\nflame graph: {}", flamegraph.path.display()));
             flamegraph.finish(|out| export::flamegraph(profile, &title, out))?;
-            eprintln!("flame graph: {}", path.display());
         }
         if let Some(folded) = self.folded {
-            let path = folded.path.clone();
+            written.push_str(&format!("\nfolded stacks: {}", folded.path.display()));
             folded.finish(|out| export::folded(profile, out))?;
-            eprintln!("folded stacks: {}", path.display());
         }
+        say(&written);
         Ok(())
     }
+}
+
+/// Refuses two names of one file among those written and those read.
+pub fn check_distinct(paths: &[&Path]) -> Result<(), String> {
+    for (index, one) in paths.iter().enumerate() {
+        for other in &paths[index + 1..] {
+            if place(one) == place(other) && is_plain(one) {
+                return Err(format!(
+                    "{} and {} are the same file: name another output",
+                    one.display(),
+                    other.display()
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Where a path leads, though it may lead to nothing yet.
+fn place(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_missing| {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        let parent = parent.canonicalize().unwrap_or_else(|_missing| parent.to_owned());
+        parent.join(path.file_name().unwrap_or_default())
+    })
+}
+
+/// Not something like `/dev/null`, which may well be named twice.
+fn is_plain(path: &Path) -> bool {
+    std::fs::metadata(path).map_or(true, |found| found.is_file())
 }
 
 /// One line a run: how much there is, and how much is missing.

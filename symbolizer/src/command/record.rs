@@ -2,17 +2,17 @@
 
 use std::io::{IsTerminal, Write};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Session, SessionError};
+use stackwire::{Builder, Profile, Session, SessionError, say};
 
 use super::Failure;
-use super::output::Outputs;
+use super::output::{Outputs, check_distinct};
 use crate::cli::{Event, Record};
 
 /// Without `--duration`, as perf-agent has it.
@@ -25,9 +25,18 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         Some(path) => path.clone(),
         None => auto_name(comm.as_deref()),
     };
+    let paths = [
+        Some(&pprof),
+        arguments.capture.as_ref(),
+        arguments.outputs.flamegraph.as_ref(),
+        arguments.outputs.folded.as_ref(),
+    ];
+    let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
+    check_distinct(&paths).map_err(Failure::Usage)?;
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
     }
 
@@ -50,18 +59,31 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     let launched = launched.map(Launched::release).transpose()?;
     let (profile, took) = wait(session, &arguments, &stop, launched)?;
     if profile.samples.is_empty() {
-        let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
-        return Err(anyhow!(
-            "no samples: {whom} used no CPU in {:.1} s, so there is no profile to write",
-            took.as_secs_f64()
-        )
-        .into());
+        return Err(no_samples(&profile, comm.as_deref(), took).into());
     }
     outputs.write(&profile)?;
     match profile.taken {
         Some(_) => Ok(()),
         None => Err(anyhow!("the capture was cut; what came until then is written").into()),
     }
+}
+
+/// Why there is nothing to write.
+fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::Error {
+    let lost: String = profile
+        .lost
+        .iter()
+        .map(|(reason, (count, _))| format!("; lost {count} {}", reason.text()))
+        .collect();
+    let notes: String = profile.notes.iter().map(|note| format!("; {note}")).collect();
+    if profile.taken == Some(0) && lost.is_empty() {
+        let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
+        let took = took.as_secs_f64();
+        return anyhow!(
+            "no samples: {whom} used no CPU in {took:.1} s, so there is no profile to write"
+        );
+    }
+    anyhow!("no samples, so there is no profile to write{lost}{notes}")
 }
 
 /// Combinations that cannot be meant, each with what to type instead.
@@ -91,11 +113,6 @@ fn check(arguments: &Record) -> Result<(), Failure> {
     }
     if arguments.duration.is_some_and(|duration| duration.is_zero()) {
         return usage("a duration of 0 takes no samples: use --duration 10s");
-    }
-    if let Some(capture) = &arguments.capture
-        && Some(capture) == arguments.profile_output.as_ref()
-    {
-        return usage("--capture and --profile-output name the same file");
     }
     Ok(())
 }
@@ -138,14 +155,14 @@ fn wait(
     arguments: &Record,
     stop: &AtomicBool,
     mut command: Option<Child>,
-) -> Result<(stackwire::Profile, Duration), Failure> {
+) -> Result<(Profile, Duration), Failure> {
     let started = Instant::now();
     let terminal = std::io::stderr().is_terminal();
     if terminal {
         let until = duration(arguments).map_or("until the command ends".to_owned(), |duration| {
             format!("for {}", humantime::format_duration(duration))
         });
-        eprintln!("sampling {until} (Ctrl-C to stop early)");
+        say(&format!("sampling {until} (Ctrl-C to stop early)"));
     }
     while !stop.load(Ordering::Relaxed) && !session.is_finished() {
         if let Some(child) = &mut command
@@ -154,15 +171,14 @@ fn wait(
             break;
         }
         if terminal {
-            eprint!("\r{:>5.0} s ", started.elapsed().as_secs_f64());
             // The terminal may be gone; the capture is not.
-            let _ = std::io::stderr().flush();
+            let _ = write!(std::io::stderr(), "\r{:>5.0} s ", started.elapsed().as_secs_f64());
         }
         std::thread::sleep(Duration::from_millis(50));
     }
     let took = started.elapsed();
     if terminal {
-        eprint!("\r");
+        let _ = write!(std::io::stderr(), "\r");
     }
     let profile = session.stop()?;
     if let Some(mut child) = command
@@ -170,7 +186,7 @@ fn wait(
         && !stop.load(Ordering::Relaxed)
     {
         // Sampled for as long as asked; it goes on, as it would without us.
-        eprintln!("the command runs on as pid {}", child.id());
+        say(&format!("the command runs on as pid {}", child.id()));
     }
     Ok((profile, took))
 }

@@ -8,17 +8,19 @@ use anyhow::{Context, anyhow};
 use stackwire::{Assembler, Profile, Sources, export, read_into, resolve};
 
 use super::Failure;
-use super::output::Outputs;
+use super::output::{Outputs, check_distinct};
 use crate::cli::{Report, Resolve};
 
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
     let pprof = arguments.output.clone().unwrap_or_else(|| first.with_extension("pb.gz"));
-    if arguments.captures.contains(&pprof) {
-        return Err(Failure::Usage(format!(
-            "{} is the capture itself: use --output FILE",
-            pprof.display()
-        )));
+    let outputs =
+        [Some(&pprof), arguments.outputs.flamegraph.as_ref(), arguments.outputs.folded.as_ref()];
+    let outputs = outputs.into_iter().flatten();
+    for capture in &arguments.captures {
+        // A capture may be named twice, but not as an output.
+        let paths: Vec<&Path> = outputs.clone().chain([capture]).map(PathBuf::as_path).collect();
+        check_distinct(&paths).map_err(Failure::Usage)?;
     }
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
     let profile = load(&arguments.captures)?;

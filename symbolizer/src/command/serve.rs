@@ -1,7 +1,7 @@
 //! `stackwire serve`: the server until Ctrl-C.
 
 use anyhow::Context;
-use stackwire::{ServeConfig, serve};
+use stackwire::{ServeConfig, say, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
@@ -15,7 +15,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         listen: arguments.listen,
         log_dir: arguments.log_dir.unwrap_or_else(|| arguments.output_dir.join("captures")),
         output_dir: arguments.output_dir,
-        log_max: arguments.log_max << 20,
+        log_max: arguments.log_max.saturating_mul(1 << 20),
         window: arguments.window,
         tags: arguments.tags,
     };
@@ -26,13 +26,16 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
     runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
+        let mut hang_up = signal(SignalKind::hangup())?;
         let shutdown = async move {
             tokio::select! {
+                _ = hang_up.recv() => {}
                 _ = interrupt.recv() => {}
                 _ = terminate.recv() => {}
             }
         };
-        serve(config, |address| eprintln!("stackwire: listening on {address}"), shutdown).await?;
+        serve(config, |address| say(&format!("stackwire: listening on {address}")), shutdown)
+            .await?;
         Ok(())
     })
 }

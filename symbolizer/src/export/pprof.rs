@@ -81,7 +81,7 @@ fn comments(profile: &Profile, options: &Options) -> Vec<String> {
             profile.lost_samples()
         ),
         None => format!(
-            "samples in this profile {}, lost {} and those of the missing end",
+            "samples in this profile {}, lost {} and those of the missing parts",
             profile.sample_count(),
             profile.lost_samples()
         ),
@@ -237,6 +237,7 @@ impl Mappings {
                 strings,
             );
         }
+        let mut next_module = MODULE_BASE;
         for (index, executable) in profile.executables.iter().enumerate() {
             if let Executable::Kernel { module, .. } = executable {
                 let used = profile.locations.iter().filter(|at| at.executable.index() == index);
@@ -244,8 +245,10 @@ impl Mappings {
                 let (start, length) = if module.is_empty() {
                     (KERNEL_BASE, end.max(KERNEL_SPAN))
                 } else {
-                    // Apart from each other, though where they were is not known.
-                    (MODULE_BASE + ((index as u64) << 24), end)
+                    // One behind the other, though where they were is not known.
+                    let start = next_module;
+                    next_module = next_module.saturating_add(end);
+                    (start, end)
                 };
                 planned.add((index as u32, None), 0, start, length, 0, executable, strings);
             }
@@ -293,7 +296,8 @@ impl Mappings {
         match found {
             Some(&(first, _, id)) => {
                 let mapping = &self.list[id as usize - 1];
-                (Some(id), mapping.memory_start + (location.offset - first))
+                let address = mapping.memory_start.saturating_add(location.offset - first);
+                (Some(id), address.min(mapping.memory_limit - 1))
             }
             None => (None, location.offset),
         }

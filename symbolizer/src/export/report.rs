@@ -213,7 +213,7 @@ fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         }
         None => writeln!(
             out,
-            "\nsamples taken: unknown, the capture has no end; {delivered} in the profile, {lost} lost"
+            "\nsamples taken: unknown, see the notes above; {delivered} in the profile, {lost} lost"
         )?,
     }
     for (reason, (count, _)) in &profile.lost {

@@ -28,8 +28,10 @@ impl Default for Limits {
 pub struct Builder {
     profile: Profile,
     limits: Limits,
+    capture: usize,
     executables: FxHashMap<Executable, u32>,
-    processes: FxHashMap<(u32, u64, u32), u32>,
+    /// Generations count within a capture, so its number is part of the key.
+    processes: FxHashMap<(usize, u32, u64, u32), u32>,
     threads: FxHashMap<Thread, u32>,
     mappings: FxHashMap<Mapping, u32>,
     locations: FxHashMap<Location, u32>,
@@ -43,10 +45,15 @@ pub struct Builder {
 pub struct Full(pub &'static str);
 
 impl Builder {
-    /// Sets how and where; the first capture of several wins.
-    pub fn origin(&mut self, origin: Origin) {
-        if self.profile.origin == Origin::default() {
-            self.profile.origin = origin;
+    /// Begins capture number `capture` of several; how and where the first was taken stands for all.
+    pub fn capture(&mut self, capture: usize, origin: Origin) {
+        self.capture = capture;
+        let first = &mut self.profile.origin;
+        if *first == Origin::default() {
+            *first = origin;
+        } else if first.event != origin.event {
+            let note = format!("captures of {} and of {} are added up", first.event, origin.event);
+            self.note(note);
         }
     }
 
@@ -69,14 +76,15 @@ impl Builder {
 
     /// The id of a process; what is newly learnt of it replaces what was known.
     pub fn process(&mut self, process: Process) -> Result<ProcessId, Full> {
-        let key = (process.pid, process.start_ns, process.generation);
+        let key = (self.capture, process.pid, process.start_ns, process.generation);
         if let Some(&id) = self.processes.get(&key) {
             let known = &mut self.profile.processes[id as usize];
             known.comm = process.comm;
-            // A snapshot is not given up for a reason why there is none any more.
-            if process.perf_map.as_ref().is_some_and(|map| map.is_ok() || !has_map(known)) {
-                known.perf_map = process.perf_map;
+            for map in process.perf_maps {
+                known.perf_maps.retain(|before| *before != map);
+                known.perf_maps.push(map);
             }
+            known.perf_map_missing = process.perf_map_missing.or(known.perf_map_missing.take());
             return Ok(ProcessId(id));
         }
         let table = &mut self.profile.processes;
@@ -161,10 +169,6 @@ impl Builder {
     }
 }
 
-fn has_map(process: &Process) -> bool {
-    matches!(process.perf_map, Some(Ok(_)))
-}
-
 /// Artifacts a profile refers to, without duplicates.
 pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
     let of_executables = profile.executables.iter().filter_map(|executable| match executable {
@@ -172,10 +176,8 @@ pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
         Executable::Kernel { kallsyms, .. } => *kallsyms,
         _ => None,
     });
-    let of_processes = profile
-        .processes
-        .iter()
-        .filter_map(|process| process.perf_map.as_ref()?.as_ref().ok().copied());
+    let of_processes =
+        profile.processes.iter().flat_map(|process| process.perf_maps.iter().copied());
     let mut hashes: Vec<_> = of_executables.chain(of_processes).collect();
     hashes.sort_unstable();
     hashes.dedup();

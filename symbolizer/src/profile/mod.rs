@@ -129,8 +129,10 @@ pub struct Process {
     pub comm: String,
     /// cgroup v2 id.
     pub cgroup_id: u64,
-    /// Its perf-map, or why there is none; `None` when it ran no anonymous code.
-    pub perf_map: Option<Result<ArtifactHash, String>>,
+    /// Snapshots of its perf-map, oldest first.
+    pub perf_maps: Vec<ArtifactHash>,
+    /// Why there is none, though it ran anonymous code.
+    pub perf_map_missing: Option<String>,
 }
 
 /// A thread.

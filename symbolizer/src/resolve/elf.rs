@@ -6,6 +6,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use blazesym::symbolize::source::{Elf, Source};
 use blazesym::symbolize::{CodeInfo, Input, Reason, Sym, Symbolized, Symbolizer};
+use object::elf::{FileHeader32, FileHeader64};
+use object::read::elf::{CompressionHeader as _, FileHeader, SectionHeader as _};
+use object::{Endianness, FileKind, ReadCache, ReadRef};
 
 use crate::profile::{Line, Quality, Resolution};
 
@@ -28,9 +31,29 @@ impl Object {
     /// When the system has no memory to give.
     pub fn of_image(image: &[u8]) -> Result<Self, String> {
         let fd = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
+        if image.len() > MAX_IMAGE {
+            return Err(format!("its image has {} bytes, more than any vDSO", image.len()));
+        }
         let mut file = File::from(fd.map_err(|error| error.to_string())?);
         file.write_all(image).map_err(|error| error.to_string())?;
         Ok(Self::of_file(file))
+    }
+
+    /// Refuses files that would make a reader allocate or decompress without measure.
+    ///
+    /// blazesym believes the sizes compressed sections declare, and a failed allocation ends the process.
+    ///
+    /// # Errors
+    /// In words, for the report.
+    pub fn check(&self) -> Result<(), String> {
+        let file = File::from(self.fd.try_clone().map_err(|error| error.to_string())?);
+        let cache = ReadCache::new(file);
+        match FileKind::parse(&cache) {
+            Ok(FileKind::Elf64) => check_sections::<FileHeader64<Endianness>, _>(&cache),
+            Ok(FileKind::Elf32) => check_sections::<FileHeader32<Endianness>, _>(&cache),
+            Ok(_) => Err("not an ELF file".to_owned()),
+            Err(error) => Err(format!("not an ELF file: {error}")),
+        }
     }
 
     /// Looks up file offsets, in order.
@@ -46,6 +69,40 @@ impl Object {
             .map_err(|error| format!("cannot read its symbols: {error:#}"))?;
         Ok(symbols.into_iter().map(resolution).collect())
     }
+}
+
+/// Largest image of a vDSO taken; real ones have two to four pages.
+const MAX_IMAGE: usize = 1 << 20;
+/// Most bytes a section may have once decompressed. The 156 MB libjvm has one of 300 MB.
+const MAX_SECTION: u64 = 2 << 30;
+/// Most sections; programs built with a section a function have tens of thousands before linking.
+const MAX_SECTIONS: usize = 1 << 16;
+
+fn check_sections<'a, E, R>(data: R) -> Result<(), String>
+where
+    E: FileHeader<Endian = Endianness>,
+    R: ReadRef<'a>,
+{
+    let broken = |error: object::Error| format!("not a readable ELF file: {error}");
+    let header = E::parse(data).map_err(broken)?;
+    let endian = header.endian().map_err(broken)?;
+    let sections = header.section_headers(endian, data).map_err(broken)?;
+    if sections.len() > MAX_SECTIONS {
+        return Err(format!("it declares {} sections", sections.len()));
+    }
+    let length = data.len().unwrap_or(0);
+    for section in sections {
+        let Some((offset, size)) = section.file_range(endian) else { continue };
+        if offset.checked_add(size).is_none_or(|end| end > length) {
+            return Err("a section of it lies outside the file".to_owned());
+        }
+        if let Ok(Some((compressed, ..))) = section.compression(endian, data)
+            && compressed.ch_size(endian).into() > MAX_SECTION
+        {
+            return Err("a compressed section of it declares more than 2 GiB".to_owned());
+        }
+    }
+    Ok(())
 }
 
 fn resolution(symbol: Symbolized<'_>) -> Resolution {

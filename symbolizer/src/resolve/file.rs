@@ -14,6 +14,7 @@ use object::read::elf::{ElfFile32, ElfFile64};
 use object::{Endianness, FileKind, ReadCache};
 use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
 
+use super::elf::Object;
 use crate::profile::{Executable, hex};
 
 /// An opened and verified file.
@@ -39,6 +40,16 @@ const MAX_PINNED: usize = 512;
 const MAX_TRIES: u32 = 3;
 
 impl Pinned {
+    /// The same files, held a second time. One that cannot be is left out, and looked for again.
+    #[must_use]
+    pub fn try_clone(&self) -> Self {
+        let files = self.files.iter().filter_map(|(executable, Opened { file, path })| {
+            let opened = Opened { file: file.try_clone().ok()?, path: path.clone() };
+            Some((executable.clone(), opened))
+        });
+        Self { files: files.collect(), tried: HashMap::new() }
+    }
+
     /// Opens the file of `executable` through one of `pids`, unless it is held already.
     pub fn pin(&mut self, executable: &Executable, pids: &[u32]) {
         let Executable::File { .. } = executable else { return };
@@ -82,18 +93,18 @@ fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
     let mut reason = None;
     for candidate in through.chain([path.clone()]) {
         match open_regular(&candidate) {
-            Ok(file) if is_same(&file, build_id, *inode, *device) => {
-                return Ok(Opened { file, path: candidate });
-            }
-            Ok(_) if candidate == *path => {
-                reason = Some(if build_id.is_empty() {
-                    "it has no build-id, and the file at its path is not the one that was mapped"
-                        .to_owned()
-                } else {
-                    format!("the file at its path does not have build-id {}", hex(build_id))
-                });
-            }
-            Ok(_) => {}
+            Ok(file) => match is_same(&file, build_id, *inode, *device) {
+                Ok(true) => return Ok(Opened { file, path: candidate }),
+                Err(error) => reason = Some(error),
+                Ok(false) if candidate == *path => {
+                    reason = Some(match build_id.as_slice() {
+                        [] => "it has no build-id, and the file at its path is not the one that was mapped"
+                            .to_owned(),
+                        id => format!("the file at its path does not have build-id {}", hex(id)),
+                    });
+                }
+                Ok(false) => {}
+            },
             Err(error) if candidate == *path => reason = Some(format!("{path}: {error}")),
             Err(_) => {}
         }
@@ -112,31 +123,36 @@ fn open_regular(path: &str) -> Result<File, String> {
     Ok(File::from(fd))
 }
 
-fn is_same(file: &File, wanted: &[u8], inode: u64, device: (u32, u32)) -> bool {
+fn is_same(file: &File, wanted: &[u8], inode: u64, device: (u32, u32)) -> Result<bool, String> {
     if !wanted.is_empty() {
-        return build_id(file).as_deref() == Some(wanted);
+        return Ok(build_id(file)?.as_deref() == Some(wanted));
     }
-    file.metadata().is_ok_and(|metadata| {
-        let dev = metadata.dev();
-        metadata.ino() == inode && (rustix::fs::major(dev), rustix::fs::minor(dev)) == device
-    })
+    let metadata = file.metadata().map_err(|error| error.to_string())?;
+    let dev = metadata.dev();
+    let found = (metadata.ino(), (rustix::fs::major(dev), rustix::fs::minor(dev)));
+    Ok(found == (inode, device))
 }
 
-/// GNU build-id of an ELF file.
-fn build_id(file: &File) -> Option<Vec<u8>> {
+/// GNU build-id of an ELF file that is sound enough to be looked into.
+fn build_id(file: &File) -> Result<Option<Vec<u8>>, String> {
+    let broken = |error: object::Error| format!("not a readable ELF file: {error}");
+    let copy = file.try_clone().map_err(|error| error.to_string())?;
+    // Notes are read whole: of a size that lies, only as much as the file can have.
+    Object::of_file(copy).check()?;
     let cache = ReadCache::new(file);
     // Both widths: the collector reports 32-bit programs as well.
-    match FileKind::parse(&cache).ok()? {
+    let id = match FileKind::parse(&cache).map_err(broken)? {
         FileKind::Elf64 => {
-            let elf = ElfFile64::<Endianness, _>::parse(&cache).ok()?;
-            elf.build_id().ok()?.map(<[u8]>::to_vec)
+            let elf = ElfFile64::<Endianness, _>::parse(&cache).map_err(broken)?;
+            elf.build_id().map_err(broken)?.map(<[u8]>::to_vec)
         }
         FileKind::Elf32 => {
-            let elf = ElfFile32::<Endianness, _>::parse(&cache).ok()?;
-            elf.build_id().ok()?.map(<[u8]>::to_vec)
+            let elf = ElfFile32::<Endianness, _>::parse(&cache).map_err(broken)?;
+            elf.build_id().map_err(broken)?.map(<[u8]>::to_vec)
         }
         _ => None,
-    }
+    };
+    Ok(id)
 }
 
 #[cfg(test)]
@@ -146,7 +162,7 @@ mod tests {
 
     fn this_program() -> (String, Vec<u8>) {
         let path = std::fs::read_link("/proc/self/exe").unwrap().to_str().unwrap().to_owned();
-        let id = build_id(&File::open(&path).unwrap()).unwrap();
+        let id = build_id(&File::open(&path).unwrap()).unwrap().unwrap();
         (path, id)
     }
 

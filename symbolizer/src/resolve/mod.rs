@@ -15,7 +15,7 @@ use self::elf::Object;
 pub use self::file::Pinned;
 use crate::capture::Artifacts;
 use crate::profile::{
-    Executable, ExecutableId, LocationId, ProcessId, Profile, Quality, Resolution,
+    ArtifactHash, Executable, ExecutableId, LocationId, Profile, Quality, Resolution,
 };
 
 /// Where names may be looked for besides the host's own files.
@@ -125,6 +125,7 @@ fn elf_job(
     };
     let offsets: Vec<u64> =
         locations.iter().map(|location| profile.locations[location.index()].offset).collect();
+    object.check()?;
     Ok((source, object.symbolize(&offsets)?))
 }
 
@@ -147,20 +148,25 @@ fn anonymous(
     id: ExecutableId,
     locations: &[LocationId],
 ) {
-    let mut maps: HashMap<ProcessId, Result<perf_map::Symbols, String>> = HashMap::new();
+    // By hash, since many processes may have inherited one map.
+    let mut maps: HashMap<ArtifactHash, perf_map::Symbols> = HashMap::new();
     let mut found = 0;
     for &location in locations {
         let at = profile.locations[location.index()];
         let Some(process) = at.process else { continue };
-        let processes = &profile.processes;
-        let symbols = maps.entry(process).or_insert_with(|| {
-            let content = match &processes[process.index()].perf_map {
-                Some(Ok(hash)) => artifacts.get(hash).ok_or("its perf-map was not sent".to_owned()),
-                Some(Err(reason)) => Err(reason.clone()),
-                None => Err("the process wrote no perf-map".to_owned()),
-            };
-            content.map(perf_map::Symbols::parse)
-        });
+        let process = &profile.processes[process.index()];
+        // The newest that came: a later one may have been cut off with the end of the capture.
+        let content = process.perf_maps.iter().rev().find_map(|h| Some((*h, artifacts.get(h)?)));
+        let symbols = match content {
+            Some((hash, content)) => {
+                Ok(&*maps.entry(hash).or_insert_with(|| perf_map::Symbols::parse(content)))
+            }
+            None if !process.perf_maps.is_empty() => Err("its perf-map was not sent".to_owned()),
+            None => Err(process
+                .perf_map_missing
+                .clone()
+                .unwrap_or_else(|| "the process wrote no perf-map".to_owned())),
+        };
         profile.resolutions[location.index()] = match symbols {
             Ok(symbols) => match symbols.find(at.offset) {
                 Some(name) => {
@@ -172,7 +178,7 @@ fn anonymous(
                 }
                 None => Resolution::Missing("not in the perf-map".to_owned()),
             },
-            Err(reason) => Resolution::Missing(reason.clone()),
+            Err(reason) => Resolution::Missing(reason),
         };
     }
     profile.sources[id.index()] = if found > 0 { "perf-map" } else { "" }.to_owned();
@@ -186,6 +192,11 @@ fn kernel(
     symbols: Option<&kallsyms::Symbols>,
 ) {
     let Some(symbols) = symbols else {
+        let named =
+            matches!(profile.executables[id.index()], Executable::Kernel { kallsyms: Some(_), .. });
+        if named {
+            return miss(profile, id, locations, "its kallsyms snapshot was not sent".to_owned());
+        }
         let reason =
             "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
         return miss(profile, id, locations, reason.to_owned());

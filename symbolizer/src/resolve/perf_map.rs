@@ -8,6 +8,9 @@ use std::collections::BinaryHeap;
 
 use crate::profile::Line;
 
+/// Most lines taken: ten times what a large Java service makes.
+const MAX_LINES: usize = 1 << 20;
+
 /// The functions of a perf-map, without overlaps.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Symbols {
@@ -23,6 +26,9 @@ impl Symbols {
         let mut entries: Vec<(u64, u64, usize)> = Vec::new();
         let mut names = Vec::new();
         for line in content.split(|&byte| byte == b'\n') {
+            if entries.len() >= MAX_LINES {
+                break;
+            }
             if let Some((start, end, name)) = parse_line(line) {
                 entries.push((start, end, names.len()));
                 names.push(name);

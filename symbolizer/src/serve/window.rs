@@ -1,0 +1,106 @@
+//! The end of a window: resolved, its profile written, its log kept as a capture like any other.
+//!
+//! Also knows the names of logs, and removes the oldest. Called by `keeper.rs`.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::Config;
+use crate::capture;
+use crate::export::{self, PprofOptions};
+use crate::resolve::{Pinned, Sources, resolve};
+use crate::say::say;
+
+/// Resolves a window, writes its profile, and keeps its log as a capture like any other.
+pub(super) fn finish(config: &Config, path: &Path, pinned: Pinned) {
+    match write_profile(config, path, pinned) {
+        Ok(Some(written)) => say(&format!("stackwire: wrote {}", written.display())),
+        Ok(None) => {}
+        Err(error) => {
+            say(&format!("stackwire: cannot write the profile of {}: {error}", path.display()));
+        }
+    }
+    let kept = path.with_extension("stackwire");
+    if let Err(error) = fs::rename(path, &kept) {
+        let (from, to) = (path.display(), kept.display());
+        say(&format!("stackwire: cannot keep {from} as {to}: {error}"));
+    }
+    prune(&config.log_dir, config.log_max);
+}
+
+fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result<Option<PathBuf>> {
+    let file = fs::File::open(path)?;
+    let (mut profile, artifacts) = capture::read(io::BufReader::new(file))?;
+    if profile.samples.is_empty() {
+        for (reason, (count, _)) in &profile.lost {
+            say(&format!(
+                "stackwire: {}: no samples, lost {count} {}",
+                path.display(),
+                reason.text()
+            ));
+        }
+        return Ok(None);
+    }
+    resolve(&mut profile, &artifacts, &Sources { pinned });
+    let start = jiff::Timestamp::from_nanosecond(i128::from(profile.start_ns))?;
+    let host: String = profile
+        .origin
+        .hostname
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' })
+        .collect();
+    // To the millisecond and with the capture: windows may be short, collectors many on a host.
+    let id = path
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .and_then(|stem| stem.get(..8))
+        .unwrap_or("capture");
+    let name = format!("{host}-{}-{id}-on-cpu.pb.gz", start.strftime("%Y%m%d%H%M%S%3f"));
+    let written = config.output_dir.join(name);
+    let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;
+    export::pprof(&profile, &PprofOptions { tags: config.tags.clone() }, io::BufWriter::new(&out))?;
+    out.persist(&written)?;
+    Ok(Some(written))
+}
+
+/// Removes the oldest finished logs beyond `most` bytes.
+fn prune(directory: &Path, most: u64) {
+    let mut logs: Vec<_> = files(directory, "stackwire")
+        .into_iter()
+        .filter_map(|path| {
+            let metadata = fs::metadata(&path).ok()?;
+            Some((metadata.modified().ok()?, metadata.len(), path))
+        })
+        .collect();
+    logs.sort();
+    let mut bytes: u64 = logs.iter().map(|(_, length, _)| length).sum();
+    for (_, length, path) in logs {
+        if bytes <= most {
+            break;
+        }
+        if fs::remove_file(&path).is_ok() {
+            bytes -= length;
+        }
+    }
+}
+
+/// Logs in a directory with this extension, by name; nothing else that may lie there.
+pub(super) fn files(directory: &Path, extension: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut paths: Vec<_> = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|found| found == extension))
+        .filter(|path| parts(path).is_some())
+        .collect();
+    paths.sort();
+    paths
+}
+
+/// Capture and window a log is of: its name is 32 hex digits, a dash, six digits.
+pub(super) fn parts(path: &Path) -> Option<(&str, u64)> {
+    let (capture, window) = path.file_stem()?.to_str()?.split_once('-')?;
+    let is_id = capture.len() == 32 && capture.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let window = window.parse().ok().filter(|_| window.len() >= 6)?;
+    is_id.then_some((capture, window))
+}
