@@ -55,13 +55,14 @@ pub struct SampleHeader {
 pub enum UserEnd {
     /// The chain ended in a null frame pointer or return address: the thread's first function.
     Root = 0,
-    /// A kernel thread, or a task on its way out: there is no user stack.
+    /// A kernel thread, an io_uring worker, or a task that is executing a new program or ending.
     NoUserStack = 1,
     /// The next frame's memory could not be read (paged out or not mapped).
     Unreadable = 2,
     /// [`MAX_USER_FRAMES`] reached.
     DepthLimit = 3,
-    /// The frame pointer lies below the stack pointer or does not grow: the code keeps none.
+    /// The frame pointer is null in the leaf, lies below the stack pointer, or does not grow: the code keeps
+    /// none.
     NoFramePointer = 4,
     /// A 32-bit process: only the interrupted instruction is known.
     Compat = 5,

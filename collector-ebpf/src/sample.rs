@@ -21,6 +21,9 @@ use crate::user_stack::{Registers, begin, step};
 
 /// Requested privilege level 3 in the code segment: the registers are of user mode.
 const USER_MODE: u64 = 3;
+/// System call numbers of arch/x86/entry/syscalls/syscall_64.tbl.
+const EXECVE: u64 = 59;
+const EXECVEAT: u64 = 322;
 /// `__USER32_CS` of arch/x86/include/asm/segment.h.
 const USER32_CS: u64 = 0x23;
 
@@ -71,6 +74,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
         // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
         if let Ok(saved) = unsafe { bpf_probe_read_kernel(saved) }
             && saved.cs & USER_MODE == USER_MODE
+            && is_where_it_will_return(&saved)
         {
             walk_from(scratch, registers(&saved), saved.cs);
         }
@@ -96,6 +100,15 @@ pub fn walk_on(ctx: PerfEventContext) -> u32 {
     }
     finish(&ctx, scratch);
     0
+}
+
+/// Whether saved user registers say where the task will go on.
+///
+/// Not those of an io_uring worker, which never was in user mode: a copy of its creator's without ip and sp.
+/// Nor those of a task inside execve, which are of the program it is leaving.
+#[inline(always)]
+fn is_where_it_will_return(saved: &pt_regs) -> bool {
+    saved.rip != 0 && saved.orig_rax != EXECVE && saved.orig_rax != EXECVEAT
 }
 
 #[inline(always)]

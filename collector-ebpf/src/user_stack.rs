@@ -50,7 +50,8 @@ pub fn step(scratch: &mut Scratch) {
             break;
         }
         if fp == 0 {
-            end = UserEnd::Root as u64;
+            // In the leaf a null frame pointer tells nothing: code without them leaves any number there.
+            end = if depth > 1 { UserEnd::Root as u64 } else { UserEnd::NoFramePointer as u64 };
         } else if fp < lowest || fp & 7 != 0 {
             end = UserEnd::NoFramePointer as u64;
         } else if depth >= MAX_USER_FRAMES as u64 {

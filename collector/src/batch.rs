@@ -161,7 +161,10 @@ impl Epoch {
     /// Rough bytes held, to cut epochs before they grow large.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.seen_words * 8 + self.nodes.len() * 64 + self.samples.len() * size_of::<Sample>()
+        self.seen_words * 8
+            + (self.nodes.len() + self.mappings.len() + self.threads.len()) * 64
+            + self.processes.len() * 192
+            + self.samples.len() * size_of::<Sample>()
     }
 
     /// Whether an image ran anonymous memory in this epoch.

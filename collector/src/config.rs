@@ -1,10 +1,12 @@
 //! A validated configuration: what to sample, how, and where to send it. Nothing reads arguments or
 //! the environment after this.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::outbox::Limits;
+use crate::process::has_ended;
 use crate::sampler::{BTF_PATH, Event};
 use crate::sink::Target;
 
@@ -94,6 +96,11 @@ pub enum ConfigError {
     /// Not a cgroup.
     #[error("{0} is not a directory of the cgroup v2 hierarchy")]
     NotACgroup(PathBuf),
+    /// Pids would not be those of the kernel side.
+    #[error(
+        "this is not the host's pid namespace, so pids here are not those the kernel samples; run the collector with hostPID: true (Kubernetes) or --pid=host (Docker)"
+    )]
+    PidNamespace,
     /// No BTF.
     #[error(
         "this kernel has no {BTF_PATH}; Stackwire needs one built with CONFIG_DEBUG_INFO_BTF, as distribution kernels from 5.15 on are"
@@ -145,6 +152,10 @@ impl Config {
         if !Path::new(BTF_PATH).exists() {
             return Err(ConfigError::NoBtf);
         }
+        // PROC_PID_INIT_INO of include/linux/proc_ns.h.
+        if std::fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() != 0xEFFF_FFFC) {
+            return Err(ConfigError::PidNamespace);
+        }
         Ok(())
     }
 }
@@ -168,12 +179,12 @@ fn check_process(pid: u32, proc: &Path) -> Result<(), ConfigError> {
         return Err(ConfigError::IsThread { tid: pid, pid: leader });
     }
     let stat = std::fs::read_to_string(directory.join("stat")).unwrap_or_default();
-    // proc_pid_stat(5): state is field 3, flags field 9; the name before them may hold anything.
-    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
-    if matches!(fields.next(), Some("Z" | "X")) {
+    if has_ended(&stat) {
         return Err(ConfigError::IsZombie(pid));
     }
-    let flags: u64 = fields.nth(5).and_then(|flags| flags.parse().ok()).unwrap_or(0);
+    // proc_pid_stat(5): flags are field 9; the name before may hold anything.
+    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
+    let flags: u64 = fields.nth(6).and_then(|flags| flags.parse().ok()).unwrap_or(0);
     if flags & PF_KTHREAD != 0 {
         return Err(ConfigError::IsKernelThread(pid));
     }
@@ -198,6 +209,9 @@ mod tests {
         assert_eq!(check("Tgid:\t7\n", "7 (a) b) S 1 7 7 0 -1 4194560 1"), Ok(()));
         assert_eq!(check("Tgid:\t5\n", ""), Err(ConfigError::IsThread { tid: 7, pid: 5 }));
         assert_eq!(check("Tgid:\t7\n", "7 (sh) Z 1 7 7 0 -1 4 1"), Err(ConfigError::IsZombie(7)));
+        // The main thread has ended, three others run.
+        let stat = "7 (sh) Z 1 7 7 0 -1 4 1 1 1 1 1 1 1 1 20 0 4 0 99";
+        assert_eq!(check("Tgid:\t7\n", stat), Ok(()));
         assert_eq!(
             check("Tgid:\t7\n", "7 (kworker/0) S 2 0 0 0 -1 69238880 1"),
             Err(ConfigError::IsKernelThread(7))

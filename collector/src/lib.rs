@@ -19,6 +19,7 @@
 
 mod artifact;
 mod batch;
+mod clock;
 mod config;
 mod event;
 mod host;

@@ -32,7 +32,9 @@ fn main() -> ExitCode {
 fn capture(run: cli::Run) -> Result<(), SessionError> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&stop))
+        // A second one ends it at once: delivering what is left may take long.
+        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
             .map_err(|error| SessionError::Internal(format!("cannot handle signals: {error}")))?;
     }
     let session = Session::to(run.config, run.destination)?;

@@ -11,10 +11,12 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rustix::fs::{CWD, Mode, OFlags, openat};
 use stackwire_proto::v1::{End, SealedEpoch};
 use tokio::sync::Notify;
 
 use crate::artifact::{Artifact, Hash};
+use crate::wire::LostReason;
 
 /// How much may wait.
 #[derive(Clone, Debug)]
@@ -56,10 +58,11 @@ struct Inner {
     memory: usize,
     spool: Option<Spool>,
     artifacts: HashMap<Hash, Artifact>,
-    /// Oldest first; those that may be forgotten.
-    evictable: VecDeque<Hash>,
+    /// Those that may be forgotten, with the last epoch that refers to them; oldest first.
+    evictable: VecDeque<(Hash, u64)>,
     end: Option<End>,
     dropped_samples: u64,
+    dropped_losses: Vec<(LostReason, u64)>,
     stopped: Option<String>,
 }
 
@@ -67,6 +70,8 @@ struct Inner {
 struct Waiting {
     number: u64,
     samples: u64,
+    /// What it says was lost.
+    lost: Vec<(LostReason, u64)>,
     length: u32,
     body: Body,
 }
@@ -74,12 +79,20 @@ struct Waiting {
 #[derive(Debug)]
 enum Body {
     Memory(Vec<u8>),
-    Spooled { offset: u64, bytes: usize },
+    /// Where in the file, and up to where the spool is free once this is gone.
+    Spooled {
+        offset: u64,
+        end: u64,
+        bytes: usize,
+    },
 }
 
+/// A file used round and round: what waits lies between `start` and `end`, which only grow; where they are in
+/// the file is their remainder.
 #[derive(Debug)]
 struct Spool {
     file: File,
+    start: u64,
     end: u64,
 }
 
@@ -90,47 +103,47 @@ impl Outbox {
         Self { inner: Mutex::default(), changed: Notify::new(), limits }
     }
 
-    /// Adds an epoch of `samples` samples, dropping the oldest if there is no room.
-    pub fn push(&self, epoch: SealedEpoch, samples: u64) {
+    /// Adds an epoch of `samples` samples that says `lost`, dropping the oldest while there is no room.
+    pub fn push(&self, epoch: SealedEpoch, samples: u64, lost: Vec<(LostReason, u64)>) {
+        let SealedEpoch { number, length, zstd } = epoch;
         let mut inner = self.lock();
-        let bytes = epoch.zstd.len();
-        let mut body = Body::Memory(epoch.zstd);
-        if inner.memory + bytes > self.limits.memory {
-            body = match inner.spool(&body, &self.limits) {
-                Some(spooled) => spooled,
-                None => {
-                    inner.make_room(bytes, self.limits.memory);
-                    body
-                }
-            };
-        }
-        if let Body::Memory(_) = body {
-            inner.memory += bytes;
-        }
-        inner.waiting.push_back(Waiting {
-            number: epoch.number,
-            samples,
-            length: epoch.length,
-            body,
-        });
+        let body = loop {
+            // One that is larger than all the memory is kept alone.
+            if inner.memory + zstd.len() <= self.limits.memory || inner.waiting.is_empty() {
+                inner.memory += zstd.len();
+                break Body::Memory(zstd);
+            }
+            if let Some(spooled) = inner.spool(&zstd, &self.limits) {
+                break spooled;
+            }
+            if let Some(dropped) = inner.pop_front() {
+                inner.dropped_samples += dropped.samples;
+                inner.dropped_losses.extend(dropped.lost);
+            }
+        };
+        inner.waiting.push_back(Waiting { number, samples, lost, length, body });
         drop(inner);
         self.changed.notify_one();
     }
 
-    /// Keeps an artifact for a symbolizer that may want it. `pinned` ones are never forgotten.
-    pub fn add_artifact(&self, artifact: Artifact, pinned: bool) {
+    /// Keeps an artifact for a symbolizer that may want it: for good, or as one of those an epoch refers to,
+    /// which make room for those of later epochs. False when there is no room.
+    pub fn add_artifact(&self, artifact: Artifact, epoch: Option<u64>) -> bool {
         let mut inner = self.lock();
-        if inner.artifacts.contains_key(&artifact.hash) {
-            return;
-        }
-        if !pinned {
-            inner.evictable.push_back(artifact.hash);
+        if let Some(epoch) = epoch {
+            inner.evictable.retain(|(hash, _)| *hash != artifact.hash);
+            let mut bytes = inner.evictable_bytes() + artifact.content.len();
+            while bytes > self.limits.artifacts {
+                // Those of this very epoch have not been sent yet.
+                let Some((oldest, _)) = inner.evictable.pop_front_if(|(_, of)| *of < epoch) else {
+                    return false;
+                };
+                bytes -= inner.artifacts.remove(&oldest).map_or(0, |gone| gone.content.len());
+            }
+            inner.evictable.push_back((artifact.hash, epoch));
         }
         inner.artifacts.insert(artifact.hash, artifact);
-        while inner.evictable.len() > 1 && inner.evictable_bytes() > self.limits.artifacts {
-            let oldest = inner.evictable.pop_front();
-            oldest.and_then(|hash| inner.artifacts.remove(&hash));
-        }
+        true
     }
 
     /// An artifact, if it is still there.
@@ -154,6 +167,11 @@ impl Outbox {
     pub fn close(&self, end: End) {
         self.lock().end = Some(end);
         self.changed.notify_one();
+    }
+
+    /// What epochs dropped since the last call had to say of losses.
+    pub fn take_dropped_losses(&self) -> Vec<(LostReason, u64)> {
+        std::mem::take(&mut self.lock().dropped_losses)
     }
 
     /// [`Outbox::close`] was called.
@@ -213,7 +231,7 @@ impl Inner {
         };
         let zstd = match &found.body {
             Body::Memory(bytes) => bytes.clone(),
-            Body::Spooled { offset, bytes } => {
+            Body::Spooled { offset, bytes, .. } => {
                 let mut buffer = vec![0; *bytes];
                 let spool = self.spool.as_ref().ok_or(io::ErrorKind::NotFound)?;
                 spool.file.read_exact_at(&mut buffer, *offset)?;
@@ -224,50 +242,36 @@ impl Inner {
     }
 
     /// Writes a body to the spool; `None` when there is no spool, no room, or no luck.
-    fn spool(&mut self, body: &Body, limits: &Limits) -> Option<Body> {
-        let Body::Memory(content) = body else { return None };
+    fn spool(&mut self, content: &[u8], limits: &Limits) -> Option<Body> {
         let (directory, most) = limits.spool.as_ref()?;
         if self.spool.is_none() {
             // Without a name: nobody else opens it, and it is gone with this process.
-            self.spool = rustix::fs::openat(
-                rustix::fs::CWD,
-                directory,
-                rustix::fs::OFlags::TMPFILE
-                    | rustix::fs::OFlags::RDWR
-                    | rustix::fs::OFlags::CLOEXEC,
-                rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
-            )
-            .ok()
-            .map(|fd| Spool { file: File::from(fd), end: 0 });
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            self.spool = openat(CWD, directory, flags, Mode::RUSR | Mode::WUSR)
+                .ok()
+                .map(|fd| Spool { file: File::from(fd), start: 0, end: 0 });
         }
         let spool = self.spool.as_mut()?;
-        if spool.end + content.len() as u64 > *most {
+        let mut offset = spool.end;
+        // In one piece: what does not fit before the end of the file goes to its beginning.
+        if offset % most + content.len() as u64 > *most {
+            offset = (offset / most + 1) * most;
+        }
+        if offset + content.len() as u64 - spool.start > *most {
             return None;
         }
-        let offset = spool.end;
-        spool.file.write_all_at(content, offset).ok()?;
-        spool.end += content.len() as u64;
-        Some(Body::Spooled { offset, bytes: content.len() })
-    }
-
-    fn make_room(&mut self, bytes: usize, most: usize) {
-        while self.memory + bytes > most {
-            let Some(dropped) = self.pop_front() else { break };
-            self.dropped_samples += dropped.samples;
-        }
+        spool.file.write_all_at(content, offset % most).ok()?;
+        spool.end = offset + content.len() as u64;
+        Some(Body::Spooled { offset: offset % most, end: spool.end, bytes: content.len() })
     }
 
     fn pop_front(&mut self) -> Option<Waiting> {
         let first = self.waiting.pop_front()?;
         match &first.body {
             Body::Memory(bytes) => self.memory -= bytes.len(),
-            Body::Spooled { .. } => {
-                let left =
-                    self.waiting.iter().any(|epoch| matches!(epoch.body, Body::Spooled { .. }));
-                if !left && let Some(spool) = &mut self.spool {
-                    // On failure the file stays as long as it was, and is used again all the same.
-                    let _ = spool.file.set_len(0);
-                    spool.end = 0;
+            Body::Spooled { end, .. } => {
+                if let Some(spool) = &mut self.spool {
+                    spool.start = *end;
                 }
             }
         }
@@ -277,7 +281,7 @@ impl Inner {
     fn evictable_bytes(&self) -> usize {
         self.evictable
             .iter()
-            .filter_map(|hash| self.artifacts.get(hash))
+            .filter_map(|(hash, _)| self.artifacts.get(hash))
             .map(|a| a.content.len())
             .sum()
     }
@@ -314,7 +318,7 @@ mod tests {
     #[test]
     fn epochs_stay_until_acknowledged_and_the_end_comes_last() {
         let outbox = Outbox::new(Limits::default());
-        (0..3).for_each(|n| outbox.push(epoch(n), 1));
+        (0..3).for_each(|n| outbox.push(epoch(n), 1, Vec::new()));
         outbox.close(End::default());
         assert_eq!(number(take(&outbox, 0)), Some(0));
         assert_eq!(number(take(&outbox, 0)), Some(0), "a new connection asks again");
@@ -327,28 +331,39 @@ mod tests {
     #[test]
     fn beyond_memory_epochs_are_spooled_then_the_oldest_dropped_and_counted() {
         let directory = tempfile::tempdir().unwrap();
-        let spool = Some((directory.path().to_owned(), 250));
+        let spool = Some((directory.path().to_owned(), 350));
         let outbox = Outbox::new(Limits { memory: 250, spool, ..Limits::default() });
-        (0..7).for_each(|n| outbox.push(epoch(n), 10));
-        // 0 and 1 were in memory, 2 and 3 in the spool; each later one pushed the oldest out.
-        assert!(outbox.take_dropped() >= 20);
+        for number in 0..40 {
+            outbox.push(epoch(number), 10, vec![(LostReason::RingFull, number)]);
+            // Two fit into memory, three into the spool; at a turn of the file it may hold one less.
+            let kept = outbox.unacknowledged() as u64;
+            assert!(kept >= (number + 1).min(4), "{kept} epochs are left of {}", number + 1);
+            let first = number + 1 - kept;
+            let left: Vec<_> =
+                (first..=number).map(|n| super::tests::number(take(&outbox, n)).unwrap()).collect();
+            assert_eq!(left, (first..=number).collect::<Vec<_>>());
+        }
+        let kept = outbox.unacknowledged() as u64;
+        assert_eq!(outbox.take_dropped(), (40 - kept) * 10);
         assert_eq!(outbox.take_dropped(), 0);
-        let first = number(take(&outbox, 0)).unwrap();
-        let left: Vec<_> = (first..7).map(|n| number(take(&outbox, n)).unwrap()).collect();
-        assert_eq!(left, (first..7).collect::<Vec<_>>());
-        assert!(left.len() >= 2);
-        outbox.acknowledge(6);
+        let losses: u64 = outbox.take_dropped_losses().iter().map(|(_, count)| count).sum();
+        assert_eq!(losses, (0..40 - kept).sum());
+        outbox.acknowledge(39);
         assert_eq!(outbox.unacknowledged(), 0);
     }
 
     #[test]
-    fn artifacts_are_kept_within_the_cap_pinned_ones_always() {
+    fn artifacts_of_older_epochs_make_room_pinned_ones_never() {
         let outbox = Outbox::new(Limits { artifacts: 250, ..Limits::default() });
         let make = |byte: u8| Artifact::new(Kind::PerfMap, vec![byte; 100]);
-        outbox.add_artifact(make(0), true);
-        (1..5).for_each(|byte| outbox.add_artifact(make(byte), false));
-        let there: Vec<bool> =
-            (0..5).map(|byte| outbox.artifact(make(byte).hash).is_some()).collect();
-        assert_eq!(there, [true, false, false, true, true]);
+        assert!(outbox.add_artifact(make(0), None));
+        for byte in 1..5 {
+            assert!(outbox.add_artifact(make(byte), Some(byte.into())));
+        }
+        let there = |byte: u8| outbox.artifact(make(byte).hash).is_some();
+        assert_eq!([0, 1, 2, 3, 4].map(there), [true, false, false, true, true]);
+        assert!(outbox.add_artifact(make(3), Some(5)), "the same again takes no room");
+        assert!(outbox.add_artifact(make(6), Some(5)));
+        assert!(!outbox.add_artifact(make(7), Some(5)), "all the others are of this epoch");
     }
 }

@@ -7,11 +7,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
 use stackwire_collector_ebpf::Counter;
 
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::batch::Epoch;
+use crate::clock::now_ns;
 use crate::event::Change;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::{Identity, perf_map};
@@ -116,7 +116,7 @@ impl Pipeline {
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
                 // A CPU that cannot be sampled is retried in a second; the others go on.
-                let _ = self.sampler.follow_hotplug();
+                let _ = self.sampler.follow_hotplug(&mut self.batch);
                 if self.processes.all_ended() {
                     break;
                 }
@@ -165,7 +165,7 @@ impl Pipeline {
                 if let Some(image) = self.processes.image(event.pid)
                     && self.epoch.runs_anonymous(image)
                 {
-                    let map = snapshot_perf_map(event.pid, &self.outbox);
+                    let map = snapshot_perf_map(event.pid, self.epoch_number, &self.outbox);
                     self.references.perf_maps.insert(image, map);
                 }
             }
@@ -181,22 +181,24 @@ impl Pipeline {
             // Those that ended in this epoch have been looked at, and keep what was found then.
             let ended = self.processes.image(process.pid) != Some(process.image);
             if !(ended && self.references.perf_maps.contains_key(&process.image)) {
-                let map = snapshot_perf_map(process.pid, &self.outbox);
+                let map = snapshot_perf_map(process.pid, self.epoch_number, &self.outbox);
                 keep_better(&mut self.references.perf_maps, process.image, map);
             }
         }
         let totals = self.totals();
-        let lost: Vec<_> = totals
+        let mut lost: Vec<_> = totals
             .iter()
             .map(|&(reason, total)| {
                 (reason, total - self.before.get(&reason).copied().unwrap_or(0))
             })
             .collect();
         self.before = totals.into_iter().collect();
+        // Dropped epochs take what they said was lost with them: it is said again.
+        lost.extend(self.outbox.take_dropped_losses());
         let samples = self.epoch.samples.len() as u64;
         let span = Span { number: self.epoch_number, times: (self.epoch_start, now), lost: &lost };
         let sealed = wire::epoch(&self.epoch, &span, &self.references, &self.identity);
-        self.outbox.push(sealed, samples);
+        self.outbox.push(sealed, samples, lost);
         self.delivered += samples;
         self.epoch = Epoch::default();
         self.epoch_number += 1;
@@ -213,7 +215,7 @@ impl Pipeline {
         self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
         Summary {
             taken,
-            delivered: self.delivered,
+            delivered: self.delivered - self.dropped,
             epochs: self.epoch_number,
             lost: lost.into_iter().filter(|(_, count)| *count > 0).collect(),
             denied: self.processes.denied,
@@ -235,13 +237,15 @@ impl Pipeline {
     }
 }
 
-/// Reads a perf-map and leaves it in the outbox.
-fn snapshot_perf_map(pid: u32, outbox: &Outbox) -> Result<Hash, String> {
+/// Reads a perf-map and leaves it in the outbox for an epoch.
+fn snapshot_perf_map(pid: u32, epoch: u64, outbox: &Outbox) -> Result<Hash, String> {
     let content = perf_map::read(pid).map_err(|missing| missing.to_string())?;
     let artifact = Artifact::new(Kind::PerfMap, content);
     let hash = artifact.hash;
-    outbox.add_artifact(artifact, false);
-    Ok(hash)
+    match outbox.add_artifact(artifact, Some(epoch)) {
+        true => Ok(hash),
+        false => Err("the perf-maps of this epoch are too many to keep".to_owned()),
+    }
 }
 
 /// A snapshot from before is better than a reason why there is none now.
@@ -254,21 +258,4 @@ fn keep_better(
     if map.is_ok() || !had_one {
         maps.insert(image, map);
     }
-}
-
-/// `CLOCK_MONOTONIC`, nanoseconds.
-#[must_use]
-pub fn now_ns() -> u64 {
-    nanoseconds(ClockId::Monotonic)
-}
-
-/// `CLOCK_REALTIME`, nanoseconds.
-#[must_use]
-pub fn realtime_ns() -> u64 {
-    nanoseconds(ClockId::Realtime)
-}
-
-fn nanoseconds(clock: ClockId) -> u64 {
-    let now = clock_gettime(clock);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

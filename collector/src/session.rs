@@ -13,10 +13,11 @@ use stackwire_collector_ebpf as abi;
 use stackwire_proto::v1::CollectorMessage;
 
 use crate::artifact::{Artifact, Kind};
+use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Destination, Scope};
 use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
-use crate::pipeline::{Pipeline, Summary, now_ns, realtime_ns};
+use crate::pipeline::{Pipeline, Summary};
 use crate::privilege;
 use crate::process::Processes;
 use crate::sampler::{Filter, Sampler, SamplerError};
@@ -46,6 +47,7 @@ pub enum SessionError {
 pub struct Builder {
     config: Config,
     profile: bool,
+    follow: bool,
 }
 
 impl Builder {
@@ -62,9 +64,7 @@ impl Builder {
     /// Takes children along.
     #[must_use]
     pub fn follow(mut self) -> Self {
-        if let Scope::Processes { follow, .. } = &mut self.config.scope {
-            *follow = true;
-        }
+        self.follow = true;
         self
     }
 
@@ -86,7 +86,10 @@ impl Builder {
     ///
     /// # Errors
     /// See [`SessionError`].
-    pub fn start(self, out: impl Write + Send + 'static) -> Result<Session, SessionError> {
+    pub fn start(mut self, out: impl Write + Send + 'static) -> Result<Session, SessionError> {
+        if let Scope::Processes { follow, .. } = &mut self.config.scope {
+            *follow = self.follow;
+        }
         if !self.profile {
             let message = "nothing to sample: call profile() on the builder";
             return Err(SessionError::Internal(message.to_owned()));
@@ -115,7 +118,7 @@ impl Session {
     /// A session of all processes with the defaults of the command line.
     #[must_use]
     pub fn builder() -> Builder {
-        Builder { config: Config::new(Scope::All), profile: false }
+        Builder { config: Config::new(Scope::All), profile: false, follow: false }
     }
 
     /// Starts a capture to a destination.
@@ -130,10 +133,12 @@ impl Session {
         config.check()?;
         let out = match out {
             Out::Destination(Destination::File(path)) => {
-                let file = create(&path)?;
-                Sink::Writer(Box::new(file), path.display().to_string())
+                Sink::File(create(&path)?, path.display().to_string())
             }
-            Out::Destination(Destination::Symbolizer(target)) => Sink::Symbolizer(target),
+            Out::Destination(Destination::Symbolizer(target)) => {
+                target.check()?;
+                Sink::Symbolizer(target)
+            }
             Out::Writer(writer) => Sink::Writer(writer, "the capture's writer".to_owned()),
         };
         let stop = Arc::new(AtomicBool::new(false));
@@ -145,7 +150,9 @@ impl Session {
             .name("collect".to_owned())
             .spawn(move || match prepare(&config, queue) {
                 Ok((hello, pipeline)) => {
-                    let deadline = config.duration.map(|duration| pipeline.started() + duration);
+                    let deadline = config
+                        .duration
+                        .and_then(|duration| pipeline.started().checked_add(duration));
                     let held = privilege::names(privilege::effective());
                     // The other end waits for this message; it cannot be gone.
                     let _ = ready.send(Ok((hello, held)));
@@ -196,6 +203,7 @@ impl Session {
 }
 
 enum Sink {
+    File(std::fs::File, String),
     Writer(Box<dyn Write + Send>, String),
     Symbolizer(sink::Target),
 }
@@ -210,6 +218,11 @@ fn deliver(out: Sink, outbox: &Arc<Outbox>, hello: CollectorMessage) -> Result<(
         .and_then(|runtime| {
             runtime.block_on(async {
                 match out {
+                    Sink::File(file, name) => {
+                        // Nothing to cut off what is no regular file.
+                        let _ = file.set_len(0);
+                        sink::write_file(Arc::clone(outbox), hello, file, name).await
+                    }
                     Sink::Writer(writer, name) => {
                         sink::write_file(Arc::clone(outbox), hello, writer, name).await
                     }
@@ -245,13 +258,13 @@ fn prepare(
         if !snapshot.is_empty() {
             let artifact = Artifact::new(Kind::Kallsyms, snapshot.into_bytes());
             references.kallsyms = Some(artifact.hash);
-            outbox.add_artifact(artifact, true);
+            outbox.add_artifact(artifact, None);
         }
     }
     if let Some(image) = vdso::image() {
         let artifact = Artifact::new(Kind::Vdso, image);
         references.vdso = Some(artifact.hash);
-        outbox.add_artifact(artifact, true);
+        outbox.add_artifact(artifact, None);
     }
     privilege::drop_all_but_needed()
         .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
@@ -317,7 +330,8 @@ fn create(path: &PathBuf) -> Result<std::fs::File, SinkError> {
     std::fs::OpenOptions::new()
         .write(true)
         .create(true)
-        .truncate(true)
+        // Emptied when sampling has started: what is there may be a capture from before.
+        .truncate(false)
         .mode(0o600)
         .open(path)
         .map_err(|error| SinkError::Write { path: path.display().to_string(), error })

@@ -10,8 +10,9 @@ use std::fmt::Write as _;
 /// Where the kernel lists its symbols.
 pub const PATH: &str = "/proc/kallsyms";
 
-/// Modules are placed within 1 GiB and programs of BPF are pages; a symbol reaches no farther than this.
-const MAX_REACH: u64 = 2 << 20;
+/// A symbol with nothing known behind it reaches no farther than this: few functions are longer, and what was
+/// loaded behind it since must not be taken for it.
+const MAX_REACH: u64 = 8 << 10;
 
 /// A run of text symbols of one module.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,11 +64,13 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     }
     bases.insert("", kernel_base);
     let names: Vec<&str> = bases.keys().copied().collect();
+    // The kernel's own text is one run; modules and BPF programs may have others between their parts.
+    let kernel = names.binary_search(&"").unwrap_or(0);
     let mut runs: Vec<Run> = Vec::new();
     for &(address, name, module) in &symbols {
         let module = names.binary_search(&module).unwrap_or(0);
         if let Some(last) = runs.last_mut() {
-            let same = last.module == module && address < last.end;
+            let same = last.module == module && (module == kernel || address < last.end);
             // A run ends where the next begins; `_etext` ends the kernel's own text.
             last.end = if same || last.end > address { address } else { last.end };
             if same {

@@ -12,6 +12,7 @@ use std::io;
 use std::rc::Rc;
 
 use self::executable::{Executable, Executables};
+use crate::clock::now_ns;
 use crate::event::{Change, Event, Mapped};
 
 /// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten first.
@@ -62,6 +63,11 @@ pub struct Process {
     touched: bool,
     /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
     exited: bool,
+    /// Events were lost since its mappings were read: they are read again at the next sample.
+    stale: bool,
+    /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them. Events from
+    /// before are in them already.
+    read_ns: u64,
 }
 
 impl Process {
@@ -83,6 +89,16 @@ impl Process {
             executable: executables.of_mapping(mapped),
         };
         let Mappings::Known(mappings) = &mut self.mappings else { return };
+        let at = mappings.partition_point(|old| old.end <= start);
+        // Told again, as by a runtime that makes its code writable and back: nothing changes.
+        if mappings.get(at).is_some_and(|old| {
+            old.start <= start
+                && end <= old.end
+                && old.executable.id == new.executable.id
+                && new.file_offset.wrapping_sub(old.file_offset) == start - old.start
+        }) {
+            return;
+        }
         let mappings = Rc::make_mut(mappings);
         let first = mappings.partition_point(|old| old.end <= start);
         let last = mappings.partition_point(|old| old.start < end);
@@ -113,7 +129,11 @@ pub struct Processes {
     /// `None`: all processes are of interest.
     wanted: Option<std::collections::HashSet<u32>>,
     follow: bool,
+    /// Wanted, and found ended at the last look.
+    gone: std::collections::HashSet<u32>,
     next_image: u64,
+    /// Processes to hold before the next attempt to forget some.
+    most: usize,
     /// Processes whose mappings could not be read, by cause.
     pub denied: u64,
 }
@@ -148,6 +168,10 @@ impl Processes {
     pub fn apply(&mut self, event: &Event) {
         let pid = event.pid;
         match &event.change {
+            // The side band has gaps: what is mapped must be asked again. The record names no process.
+            Change::Lost(_) => self.by_pid.values_mut().for_each(|process| process.stale = true),
+            // What was read from /proc after the event has it in it.
+            _ if self.by_pid.get(&pid).is_some_and(|process| event.time_ns < process.read_ns) => {}
             Change::Fork { parent } => {
                 if let Some(wanted) = &mut self.wanted
                     && self.follow
@@ -156,7 +180,7 @@ impl Processes {
                     wanted.insert(pid);
                 }
                 if self.is_wanted(pid) {
-                    self.fork(*parent, pid);
+                    self.fork(*parent, pid, event.time_ns);
                 }
             }
             _ if !self.is_wanted(pid) => {}
@@ -176,22 +200,34 @@ impl Processes {
                     process.exited = true;
                 }
             }
-            // The side band has gaps: what is mapped must be asked again.
-            Change::Lost(_) => self.forget_mappings(),
             Change::Comm { .. } | Change::Exit { .. } | Change::Throttle => {}
         }
     }
 
     /// The process a sample was taken in.
     pub fn sampled(&mut self, pid: u32, start_ns: u64) -> &mut Process {
+        // The kernel side has proved it is, whatever the events said.
+        if let Some(wanted) = &mut self.wanted {
+            wanted.insert(pid);
+        }
+        if self.by_pid.get(&pid).is_some_and(|process| process.stale) {
+            self.read_again(pid);
+        }
         // A pid used again, and the events that would have told are lost.
         let reused = |process: &Process| process.start_ns != 0 && process.start_ns != start_ns;
         if self.by_pid.get(&pid).is_none_or(reused) {
             self.by_pid.remove(&pid);
             self.load(pid);
         }
-        if self.by_pid.len() > MAX_PROCESSES {
-            self.by_pid.retain(|&other, process| process.touched || other == pid);
+        if self.by_pid.len() > self.most.max(MAX_PROCESSES) {
+            // Those that ended first; the others only if that is not enough.
+            self.by_pid
+                .retain(|&other, process| !process.exited || process.touched || other == pid);
+            if self.by_pid.len() > MAX_PROCESSES {
+                self.by_pid.retain(|&other, process| process.touched || other == pid);
+            }
+            // If all of them were sampled in this epoch, not to look at each again at every sample.
+            self.most = self.by_pid.len() + MAX_PROCESSES / 4;
         }
         let next_image = &mut self.next_image;
         // Absent after load() only if it was gone: its samples are still worth keeping.
@@ -228,12 +264,17 @@ impl Processes {
             process.touched = false;
         }
         self.executables.purge();
+        self.most = 0;
     }
 
     /// Processes asked for have all ended. Never true when all processes are observed.
     pub fn all_ended(&mut self) -> bool {
         let Some(wanted) = &mut self.wanted else { return false };
-        wanted.retain(|&pid| is_running(pid));
+        // Forgotten only at the second look: their last events may still be on their way.
+        let gone = &mut self.gone;
+        wanted.retain(|pid| is_running(*pid) || !gone.contains(pid));
+        gone.clear();
+        gone.extend(wanted.iter().copied().filter(|&pid| !is_running(pid)));
         wanted.is_empty()
     }
 
@@ -242,9 +283,11 @@ impl Processes {
     }
 
     fn load(&mut self, pid: u32) {
+        let read_ns = now_ns();
         let comm = std::fs::read(format!("/proc/{pid}/comm"))
             .map(|name| String::from_utf8_lossy(name.trim_ascii_end()).into_owned());
         let mappings = match maps::read(pid) {
+            Ok(found) if found.is_empty() => Mappings::Gone,
             Ok(found) => {
                 let executables = &mut self.executables;
                 let mappings = found.iter().map(|mapped| Mapping {
@@ -265,15 +308,18 @@ impl Processes {
             return; // no such process
         }
         self.next_image += 1;
-        let process = new_process(self.next_image, pid, comm.unwrap_or_default(), mappings);
+        let mut process = new_process(self.next_image, pid, comm.unwrap_or_default(), mappings);
+        process.read_ns = read_ns;
         self.by_pid.insert(pid, process);
     }
 
-    fn fork(&mut self, parent: u32, pid: u32) {
+    fn fork(&mut self, parent: u32, pid: u32, time_ns: u64) {
         if !self.by_pid.contains_key(&parent) {
             self.load(parent);
         }
-        let inherited = self.by_pid.get(&parent).map(|p| (p.comm.clone(), p.mappings.clone()));
+        // What was read of the parent after the fork may be of a program it has become since.
+        let parent_now = self.by_pid.get(&parent).filter(|parent| parent.read_ns <= time_ns);
+        let inherited = parent_now.map(|p| (p.comm.clone(), p.mappings.clone()));
         // A parent that is not wanted itself was loaded for this alone.
         if !self.is_wanted(parent) {
             self.by_pid.remove(&parent);
@@ -297,31 +343,37 @@ impl Processes {
         self.by_pid.insert(pid, process);
     }
 
-    fn forget_mappings(&mut self) {
-        let pids: Vec<u32> = self.by_pid.keys().copied().collect();
-        for pid in pids {
-            let Some(before) = self.by_pid.remove(&pid) else { continue };
-            self.load(pid);
-            match self.by_pid.get_mut(&pid) {
-                Some(process) => {
-                    process.start_ns = before.start_ns;
-                    process.generation = before.generation + 1;
-                }
-                // Gone meanwhile: what was known is better than nothing.
-                None => {
-                    self.by_pid.insert(pid, before);
-                }
+    /// Reads the mappings of a process again; what was known stays when nothing better is to be had.
+    fn read_again(&mut self, pid: u32) {
+        let Some(mut before) = self.by_pid.remove(&pid) else { return };
+        self.load(pid);
+        match self.by_pid.get_mut(&pid) {
+            Some(now) if matches!(now.mappings, Mappings::Known(_)) => {
+                now.start_ns = before.start_ns;
+                now.generation = before.generation + 1;
+            }
+            _ => {
+                before.stale = false;
+                self.by_pid.insert(pid, before);
             }
         }
     }
 }
 
-/// Whether `/proc` has the process in a state other than zombie or dead.
+/// Whether the process has a thread left: its main thread may have ended before the others.
 fn is_running(pid: u32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
-        // The name in parentheses may hold anything: the state is behind the last one.
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
-    })
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !has_ended(&stat))
+}
+
+/// Whether `/proc/PID/stat` is of a process without a thread that runs: a zombie (or dead) and alone.
+#[must_use]
+pub fn has_ended(stat: &str) -> bool {
+    // proc_pid_stat(5): state is field 3, num_threads field 20; the name before them may hold anything, so
+    // they are counted from behind its last parenthesis.
+    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
+    let ended = matches!(fields.next(), Some("Z" | "X"));
+    let threads: u32 = fields.nth(16).and_then(|threads| threads.parse().ok()).unwrap_or(0);
+    ended && threads <= 1
 }
 
 fn new_process(image: u64, pid: u32, comm: String, mappings: Mappings) -> Process {
@@ -335,6 +387,8 @@ fn new_process(image: u64, pid: u32, comm: String, mappings: Mappings) -> Proces
         version: 0,
         touched: false,
         exited: false,
+        stale: false,
+        read_ns: 0,
     }
 }
 

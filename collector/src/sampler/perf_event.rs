@@ -45,6 +45,8 @@ pub struct PerfEvent {
     ring: Mapped,
     data_offset: usize,
     data_size: usize,
+    /// Nanoseconds it had been enabled for at the last look.
+    enabled_ns: u64,
 }
 
 impl PerfEvent {
@@ -57,6 +59,7 @@ impl PerfEvent {
         let mut attr = abi::perf_event_attr {
             size: size_of::<abi::perf_event_attr>() as u32,
             clockid: libc::CLOCK_MONOTONIC,
+            read_format: abi::PERF_FORMAT_TOTAL_TIME_ENABLED.into(),
             sample_type: u64::from(
                 abi::PERF_SAMPLE_TID | abi::PERF_SAMPLE_TIME | abi::PERF_SAMPLE_CPU,
             ),
@@ -99,7 +102,7 @@ impl PerfEvent {
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         let page = rustix::param::page_size();
         let ring = Mapped::read_write(fd.as_fd(), (RING_PAGES + 1) * page)?;
-        Ok(Self { fd, ring, data_offset: page, data_size: RING_PAGES * page })
+        Ok(Self { fd, ring, data_offset: page, data_size: RING_PAGES * page, enabled_ns: 0 })
     }
 
     /// Runs `program` at each overflow.
@@ -127,6 +130,18 @@ impl PerfEvent {
     pub fn disable(&self) -> io::Result<()> {
         // SAFETY: the descriptor is open for the length of the call.
         check(unsafe { ioctls::DISABLE(self.fd.as_raw_fd(), 0) })
+    }
+
+    /// Whether it has run since the last look. One whose CPU went offline never does again, not even when
+    /// the CPU is back: the kernel has taken it off for good.
+    pub fn advances(&mut self) -> bool {
+        // value, then time enabled: struct read_format of perf_event.h.
+        let mut counts = [0u8; 16];
+        let read = rustix::io::read(&self.fd, &mut counts).unwrap_or(0);
+        let enabled_ns = u64::from_ne_bytes(std::array::from_fn(|index| counts[8 + index]));
+        let advanced = read == counts.len() && enabled_ns > self.enabled_ns;
+        self.enabled_ns = enabled_ns;
+        advanced
     }
 
     /// Becomes readable when a quarter of the ring is full.

@@ -33,6 +33,21 @@ pub struct Target {
     pub once: bool,
 }
 
+impl Target {
+    /// Whether the address is one.
+    ///
+    /// # Errors
+    /// When it is not.
+    pub fn check(&self) -> Result<(), SinkError> {
+        self.endpoint().map(|_| ())
+    }
+
+    fn endpoint(&self) -> Result<Endpoint, SinkError> {
+        Endpoint::try_from(self.address.clone())
+            .map_err(|_invalid| SinkError::Target(self.address.clone()))
+    }
+}
+
 /// Sends until everything is delivered.
 ///
 /// # Errors
@@ -42,20 +57,29 @@ pub async fn run(
     hello: v1::CollectorMessage,
     target: Target,
 ) -> Result<(), SinkError> {
-    let endpoint = Endpoint::try_from(target.address.clone())
-        .map_err(|_cause| SinkError::Target(target.address.clone()))?
+    let endpoint = target
+        .endpoint()?
         .connect_timeout(CONNECT_TIMEOUT)
         .keep_alive_while_idle(true)
         .http2_keep_alive_interval(Duration::from_secs(20));
     let mut backoff = FIRST_BACKOFF;
     let mut deadline: Option<Instant> = None;
     loop {
-        let failure =
-            match connect_and_send(&endpoint, &outbox, &hello, &target, &mut backoff).await {
-                Ok(()) => return Ok(()),
-                Err(error @ (SinkError::Unreachable { .. } | SinkError::Spool(_))) => error,
-                Err(fatal) => return Err(fatal),
-            };
+        let sent = connect_and_send(&endpoint, &outbox, &hello, &target, &mut backoff);
+        let sent = tokio::select! {
+            sent = sent => sent,
+            () = outlast(&outbox, target.patience) => {
+                return Err(SinkError::Unreachable {
+                    target: target.address.clone(),
+                    cause: "it takes no more epochs".to_owned(),
+                });
+            }
+        };
+        let failure = match sent {
+            Ok(()) => return Ok(()),
+            Err(error @ (SinkError::Unreachable { .. } | SinkError::Spool(_))) => error,
+            Err(fatal) => return Err(fatal),
+        };
         if target.once {
             return Err(failure);
         }
@@ -67,6 +91,23 @@ pub async fn run(
         }
         sleep(backoff).await;
         backoff = (backoff * 2).min(LONGEST_BACKOFF);
+    }
+}
+
+/// Over once nothing has been acknowledged for `patience` after the end of the capture.
+async fn outlast(outbox: &Outbox, patience: Duration) {
+    let mut waiting = outbox.unacknowledged();
+    let mut since = Instant::now();
+    loop {
+        sleep(Duration::from_millis(200)).await;
+        let now = outbox.unacknowledged();
+        if !outbox.is_closed() || now != waiting {
+            since = Instant::now();
+        }
+        waiting = now;
+        if since.elapsed() >= patience {
+            return;
+        }
     }
 }
 

@@ -37,7 +37,10 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     for signal in [SIGHUP, SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
+        // A second one ends it at once: names may take long.
+        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
+            .context("cannot handle signals")?;
     }
 
     let launched = match arguments.command.is_empty() {
