@@ -377,3 +377,41 @@ fn no_permission() {
     ran.failed(1, "give the collector CAP_BPF and CAP_PERFMON");
     assert!(!Path::new("/tmp/never.pb.gz").exists());
 }
+
+#[test]
+fn no_btf() {
+    if !crate::support::can("root, to hide the kernel's BTF", rustix::process::geteuid().is_root())
+    {
+        return;
+    }
+    let hidden =
+        "mount -t tmpfs none /sys/kernel/btf && exec \"$0\" --all --duration=1s --output=/dev/null";
+    let ran = Ran::of(
+        Command::new("unshare").args(["-m", "sh", "-c", hidden]).arg(binary("stackwire-collector")),
+    );
+    ran.failed(1, "this kernel has no /sys/kernel/btf/vmlinux");
+}
+
+#[test]
+fn another_pid_namespace() {
+    if !crate::support::can("root, to make a pid namespace", rustix::process::geteuid().is_root()) {
+        return;
+    }
+    let mut command = Command::new("unshare");
+    command.args(["-pf", "--mount-proc"]).arg(binary("stackwire-collector"));
+    Ran::of(command.args(["--all", "--duration=1s", "--output=/dev/null"]))
+        .failed(1, "hostPID: true");
+}
+
+#[test]
+fn hardware_cycles_where_there_are_none() {
+    if !privileged() {
+        return;
+    }
+    let has_cycles = std::path::Path::new("/sys/bus/event_source/devices/cpu").exists();
+    let ran = collector(&["--all", "--event=cycles", "--duration=1s", "--output=/dev/null"]);
+    match has_cycles {
+        true => drop(ran.succeeded()),
+        false => ran.failed(1, "use --event cpu-clock"),
+    }
+}

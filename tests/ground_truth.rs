@@ -183,3 +183,79 @@ fn code_loaded_by_a_second_thread() {
     let leaf = profile.samples.iter().max_by_key(|sample| sample.count).unwrap().locations[0];
     assert_eq!(profile.file_of(leaf), copy.to_str().unwrap());
 }
+
+#[test]
+fn libraries_unloaded_and_loaded_where_others_were() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let (one, two) = (directory.path().join("one.so"), directory.path().join("two.so"));
+    std::fs::copy(library(), &one).unwrap();
+    std::fs::copy(crate::support::build::other_library(), &two).unwrap();
+    let program = Running::start(Command::new(work()).args(["reload", "30"]).arg(&one).arg(&two));
+    let profile = record(program.pid(), 10, &[]);
+    for (prefix, file) in [("lib_", &one), ("other_", &two)] {
+        assert_shares(
+            &profile,
+            &[
+                (&format!("{prefix}alpha"), 30.0),
+                (&format!("{prefix}beta"), 15.0),
+                (&format!("{prefix}gamma"), 5.0),
+            ],
+        );
+        for sample in &profile.samples {
+            let leaf = sample.locations[0];
+            if profile.functions(sample)[0].starts_with(prefix) {
+                assert_eq!(profile.file_of(leaf), file.to_str().unwrap());
+            }
+        }
+    }
+}
+
+#[test]
+fn deeper_than_is_recorded_is_said() {
+    if !privileged() {
+        return;
+    }
+    let program = Running::start(Command::new(work()).args(["deep", "20", "5000"]));
+    let directory = tempfile::tempdir().unwrap();
+    let capture = directory.path().join("out.stackwire");
+    crate::support::Ran::of(Command::new(crate::support::binary("stackwire-collector")).args([
+        format!("--pid={}", program.pid()),
+        "--duration=1s".to_owned(),
+        format!("--output={}", capture.display()),
+    ]))
+    .succeeded();
+    let report = crate::support::report(&capture);
+    assert!(report.contains("100.0 %  deeper than is recorded"), "{report}");
+}
+
+#[test]
+fn a_program_in_a_root_directory_of_its_own() {
+    if !privileged() {
+        return;
+    }
+    // As in a container: the path the process knows leads nowhere on the host.
+    let root = tempfile::tempdir().unwrap();
+    let inside = "/only-in-there";
+    std::fs::copy(crate::support::build::inlined_static(), root.path().join(&inside[1..])).unwrap();
+    assert!(!std::path::Path::new(inside).exists());
+    let output = root.path().join("out.pb.gz");
+    crate::support::stackwire([
+        "record".to_owned(),
+        "--profile".to_owned(),
+        "--sample-rate=997".to_owned(),
+        format!("--profile-output={}", output.display()),
+        "--".to_owned(),
+        "chroot".to_owned(),
+        root.path().display().to_string(),
+        inside.to_owned(),
+        "4".to_owned(),
+    ])
+    .succeeded();
+    let profile = Pprof::read(&output);
+    let hot = profile.samples.iter().max_by_key(|sample| sample.count).unwrap();
+    assert_eq!(profile.file_of(hot.locations[0]), inside);
+    assert!(profile.share_of("inner") > 90.0, "{}", profile.share_of("inner"));
+}

@@ -75,6 +75,43 @@ fn nobody_records_its_own_and_another_users_process_with_file_capabilities() {
 }
 
 #[test]
+fn an_installed_collector_is_for_its_group_only() {
+    if !privileged() {
+        return;
+    }
+    let prefix = tempfile::Builder::new().prefix("stackwire-install-").tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(prefix.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let status = Command::new("make")
+        .args(["-s", "install", "GROUP=nogroup"])
+        .arg(format!("PREFIX={}", prefix.path().display()))
+        .current_dir(root)
+        .env("PATH", format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap()))
+        .stdout(Stdio::null())
+        .status();
+    assert!(status.unwrap().success());
+    let bin = prefix.path().join("bin");
+    let metadata = std::fs::metadata(bin.join("stackwire-collector")).unwrap();
+    assert_eq!(metadata.permissions().mode() & 0o7777, 0o750);
+    let as_user = |group: &str| {
+        let output = prefix.path().join(format!("out-{group}"));
+        std::fs::create_dir(&output).unwrap();
+        std::fs::set_permissions(&output, std::fs::Permissions::from_mode(0o777)).unwrap();
+        Ran::of(
+            Command::new("setpriv")
+                .args(["--reuid=65534", &format!("--regid={group}"), "--clear-groups"])
+                .arg(bin.join("stackwire"))
+                .args(["record", "--profile", "--all", "--duration=1s"])
+                .arg(format!("--profile-output={}", output.join("p").display())),
+        )
+    };
+    let busy = Running::start(Command::new(work()).args(["plain", "20"]));
+    as_user("65534").succeeded();
+    as_user("12345").failed(1, "who may execute the collector may profile");
+    drop(busy);
+}
+
+#[test]
 fn a_running_collector_holds_at_most_perfmon() {
     if !privileged() {
         return;

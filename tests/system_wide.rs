@@ -95,3 +95,89 @@ fn a_full_ring_is_counted_and_told() {
     assert!(text.contains("ring buffer full"), "{text}");
     assert!(!text.contains("unaccounted"), "{text}");
 }
+
+#[test]
+fn a_cgroup_and_those_below_it() {
+    if !privileged() {
+        return;
+    }
+    let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
+    let root = mounts.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split(' ').collect();
+        (fields[2] == "cgroup2").then(|| fields[1].to_owned())
+    });
+    if !crate::support::can("a cgroup v2 hierarchy", root.is_some()) {
+        return;
+    }
+    let outer = format!("{}/stackwire-test-{}", root.unwrap(), std::process::id());
+    let inner = format!("{outer}/inner");
+    std::fs::create_dir(&outer).unwrap();
+    std::fs::create_dir(&inner).unwrap();
+    let work = crate::support::build::work();
+    let start = || crate::support::Running::start(Command::new(work).args(["plain", "30"]));
+    let (member, stranger) = (start(), start());
+    std::fs::write(format!("{inner}/cgroup.procs"), member.pid().to_string()).unwrap();
+
+    let directory = tempfile::tempdir().unwrap();
+    let capture = directory.path().join("out.stackwire");
+    let status = Command::new(binary("stackwire-collector"))
+        .args(["--cgroup", &outer, "--duration=2s", "--sample-rate=499", "--output"])
+        .arg(&capture)
+        .status();
+    let output = directory.path().join("out.pb.gz");
+    let resolved =
+        stackwire(["resolve".as_ref(), capture.as_os_str(), "-o".as_ref(), output.as_os_str()]);
+    let (pid, other) = (member.pid().to_string(), stranger.pid().to_string());
+    drop((member, stranger));
+    let _ = std::fs::remove_dir(&inner);
+    let _ = std::fs::remove_dir(&outer);
+    assert!(status.unwrap().success());
+    resolved.succeeded();
+    let profile = Pprof::read(&output);
+    assert!(profile.count() > 300);
+    assert!(
+        profile.samples.iter().all(|sample| sample.labels["pid"] == pid),
+        "{other} was sampled too"
+    );
+}
+
+#[test]
+fn a_cpu_that_goes_and_comes_back_is_sampled_again() {
+    if !privileged() {
+        return;
+    }
+    let _alone = crate::support::alone();
+    let online = std::path::Path::new("/sys/devices/system/cpu/cpu1/online");
+    let writable = std::fs::OpenOptions::new().write(true).open(online).is_ok();
+    if !crate::support::can("a second CPU that can be taken offline", writable) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let capture = directory.path().join("out.stackwire");
+    let work = crate::support::build::work();
+    let _load: Vec<_> = (0..3)
+        .map(|_| crate::support::Running::start(Command::new(work).args(["plain", "30"])))
+        .collect();
+    let mut collector = Command::new(binary("stackwire-collector"))
+        .args(["--all", "--duration=9s", "--sample-rate=499", "--epoch=1s", "--output"])
+        .arg(&capture)
+        .spawn()
+        .unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(2500));
+    // Faster than the collector looks.
+    std::fs::write(online, "0").unwrap();
+    std::fs::write(online, "1").unwrap();
+    assert!(collector.wait().unwrap().success());
+
+    use stackwire_proto::v1::collector_message::Body;
+    let mut reader = stackwire_proto::FrameReader::new(std::fs::File::open(&capture).unwrap());
+    let mut by_epoch = Vec::new();
+    while let Some(message) = reader.next_message().unwrap() {
+        if let Some(Body::Epoch(sealed)) = message.body {
+            let samples = stackwire_proto::open_epoch(&sealed).unwrap().samples.unwrap();
+            by_epoch.push(samples.cpu.iter().filter(|&&cpu| cpu == 1).count());
+        }
+    }
+    let after = &by_epoch[by_epoch.len() - 4..by_epoch.len() - 1];
+    assert!(after.iter().all(|&samples| samples > 100), "samples on CPU 1 by second: {by_epoch:?}");
+}

@@ -82,6 +82,8 @@ pub enum KernelEnd {
     Failed = 3,
 }
 
+/// What no record can tell, for there is none: how stacks ended travels with them.
+///
 /// Rows of the `COUNTERS` map: slot `cpu * COUNTERS_PER_CPU + counter`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -94,16 +96,10 @@ pub enum Counter {
     NoScratch = 2,
     /// Children that did not fit into `TARGETS`; their samples are not in `Taken`.
     TargetsFull = 3,
-    /// User stacks cut by an unreadable page.
-    UserUnreadable = 4,
-    /// User stacks cut at the depth limit.
-    UserDepthLimit = 5,
-    /// Kernel stacks `bpf_get_stack` refused.
-    KernelFailed = 6,
 }
 
 /// Slots each CPU has in `COUNTERS`.
-pub const COUNTERS_PER_CPU: u32 = 8;
+pub const COUNTERS_PER_CPU: u32 = 4;
 
 /// Which tasks are sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -129,11 +129,6 @@ fn walk_from(scratch: &mut Scratch, start: Registers, cs: u64) {
 fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     let cpu = scratch.header.cpu;
     let user_end = scratch.walk.end;
-    if user_end == UserEnd::Unreadable as u64 {
-        count(cpu, Counter::UserUnreadable);
-    } else if user_end == UserEnd::DepthLimit as u64 {
-        count(cpu, Counter::UserDepthLimit);
-    }
     // The bound, for the verifier, which does not know what the walk promised.
     let depth = scratch.walk.depth as usize;
     let user_frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
@@ -144,9 +139,6 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     } else {
         kernel_stack(ctx, scratch, user_frames)
     };
-    if let KernelEnd::Failed = kernel_end {
-        count(cpu, Counter::KernelFailed);
-    }
     scratch.header.user_frames = user_frames as u16;
     scratch.header.kernel_frames = kernel_frames as u16;
     scratch.header.user_end = user_end as u8;

@@ -35,6 +35,35 @@ pub(crate) fn library() -> &'static Path {
     })
 }
 
+/// `libother.so`: the library under other names.
+pub(crate) fn other_library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("libother.so");
+        run(Command::new("gcc")
+            .args(C)
+            .args(["-fPIC", "-shared", "-Wl,-Bsymbolic", "-DOTHER"])
+            .arg(source("libwork.c"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
+/// The C++ program, linked statically.
+pub(crate) fn inlined_static() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("inlined_static");
+        run(Command::new("g++")
+            .args(["-O2", "-g", "-fno-omit-frame-pointer", "-static"])
+            .arg(source("inlined.cc"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
 /// `work`, linked with the library.
 pub(crate) fn work() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

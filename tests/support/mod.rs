@@ -3,10 +3,12 @@
 pub(crate) mod build;
 pub(crate) mod pprof;
 
+use std::cell::RefCell;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub(crate) use self::pprof::Pprof;
 
@@ -31,9 +33,25 @@ pub(crate) fn can(what: &str, yes: bool) -> bool {
     yes
 }
 
+/// Held by every test that samples, and by one that must be alone for writing.
+static MACHINE: RwLock<()> = RwLock::new(());
+
+thread_local! {
+    /// Given back with the thread, of which each test has its own.
+    static SHARE: RefCell<Option<RwLockReadGuard<'static, ()>>> = const { RefCell::new(None) };
+}
+
 /// Root, or what it stands for here: may load eBPF programs.
 pub(crate) fn privileged() -> bool {
+    let share = MACHINE.read().unwrap_or_else(PoisonError::into_inner);
+    SHARE.with_borrow_mut(|held| *held = Some(share));
     can("root, to load eBPF programs", rustix::process::geteuid().is_root())
+}
+
+/// Waits until no other test samples, and keeps them waiting: for one that takes a CPU away.
+pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
+    SHARE.with_borrow_mut(|held| *held = None);
+    MACHINE.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A program that runs until dropped.
