@@ -43,8 +43,9 @@ thread_local! {
 
 /// Root, or what it stands for here: may load eBPF programs.
 pub(crate) fn privileged() -> bool {
-    let share = MACHINE.read().unwrap_or_else(PoisonError::into_inner);
-    SHARE.with_borrow_mut(|held| *held = Some(share));
+    SHARE.with_borrow_mut(|held| {
+        held.get_or_insert_with(|| MACHINE.read().unwrap_or_else(PoisonError::into_inner));
+    });
     can("root, to load eBPF programs", rustix::process::geteuid().is_root())
 }
 

@@ -5,121 +5,20 @@
 //! `/proc/PID/{maps,comm,status}`.
 
 pub mod executable;
+mod image;
 pub mod maps;
 
 use std::collections::HashMap;
 use std::io;
 use std::rc::Rc;
 
-use self::executable::{Executable, Executables};
+use self::executable::Executables;
+pub use self::image::{Mapping, Mappings, Process};
 use crate::clock::now_ns;
-use crate::event::{Change, Event, Mapped};
+use crate::event::{Change, Event};
 
 /// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten first.
 const MAX_PROCESSES: usize = 32_768;
-
-/// An executable mapping.
-#[derive(Clone, Debug)]
-pub struct Mapping {
-    /// First address.
-    pub start: u64,
-    /// First address behind it.
-    pub end: u64,
-    /// File offset of `start`.
-    pub file_offset: u64,
-    /// What is mapped.
-    pub executable: Rc<Executable>,
-}
-
-/// What is known of a process's mappings.
-#[derive(Clone, Debug)]
-pub enum Mappings {
-    /// By address, without overlaps.
-    Known(Rc<Vec<Mapping>>),
-    /// `/proc` refused.
-    Denied,
-    /// It was gone before it could be asked.
-    Gone,
-}
-
-/// One program image of a process.
-#[derive(Clone, Debug)]
-pub struct Process {
-    /// Unique among all images of all processes in this collector; changes at each exec.
-    pub image: u64,
-    /// Process id.
-    pub pid: u32,
-    /// Start in boottime nanoseconds; 0 until the first sample tells.
-    pub start_ns: u64,
-    /// Name of the main thread.
-    pub comm: String,
-    /// Counts images of this process.
-    pub generation: u32,
-    /// Where its code is.
-    pub mappings: Mappings,
-    /// Changes whenever `mappings` does.
-    pub version: u32,
-    /// Sampled in this epoch.
-    touched: bool,
-    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
-    exited: bool,
-    /// Events were lost since its mappings were read: they are read again at the next sample.
-    stale: bool,
-    /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them. Events from
-    /// before are in them already.
-    read_ns: u64,
-}
-
-impl Process {
-    /// The mapping `address` lies in.
-    #[must_use]
-    pub fn mapping(&self, address: u64) -> Option<&Mapping> {
-        let Mappings::Known(mappings) = &self.mappings else { return None };
-        let after = mappings.partition_point(|mapping| mapping.start <= address);
-        mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
-    }
-
-    fn map(&mut self, mapped: &Mapped, executables: &mut Executables) {
-        let start = mapped.start;
-        let end = start.saturating_add(mapped.length);
-        let new = Mapping {
-            start,
-            end,
-            file_offset: mapped.file_offset,
-            executable: executables.of_mapping(mapped),
-        };
-        let Mappings::Known(mappings) = &mut self.mappings else { return };
-        let at = mappings.partition_point(|old| old.end <= start);
-        // Told again, as by a runtime that makes its code writable and back: nothing changes.
-        if mappings.get(at).is_some_and(|old| {
-            old.start <= start
-                && end <= old.end
-                && old.executable.id == new.executable.id
-                && new.file_offset.wrapping_sub(old.file_offset) == start - old.start
-        }) {
-            return;
-        }
-        let mappings = Rc::make_mut(mappings);
-        let first = mappings.partition_point(|old| old.end <= start);
-        let last = mappings.partition_point(|old| old.start < end);
-        // What the new mapping covers is gone; what sticks out of it on either side stays.
-        let mut replacement = Vec::with_capacity(3);
-        if let Some(old) = mappings.get(first).filter(|old| first < last && old.start < start) {
-            replacement.push(Mapping { end: start, ..old.clone() });
-        }
-        replacement.push(new);
-        if let Some(old) = last
-            .checked_sub(1)
-            .and_then(|at| mappings.get(at))
-            .filter(|old| first < last && old.end > end)
-        {
-            let file_offset = old.file_offset + (end - old.start);
-            replacement.push(Mapping { start: end, file_offset, ..old.clone() });
-        }
-        mappings.splice(first..last, replacement);
-        self.version += 1;
-    }
-}
 
 /// All processes of interest.
 #[derive(Debug, Default)]
@@ -233,7 +132,7 @@ impl Processes {
         // Absent after load() only if it was gone: its samples are still worth keeping.
         let process = self.by_pid.entry(pid).or_insert_with(|| {
             *next_image += 1;
-            new_process(*next_image, pid, String::new(), Mappings::Gone)
+            Process::new(*next_image, pid, String::new(), Mappings::Gone)
         });
         process.start_ns = start_ns;
         process.touched = true;
@@ -308,7 +207,7 @@ impl Processes {
             return; // no such process
         }
         self.next_image += 1;
-        let mut process = new_process(self.next_image, pid, comm.unwrap_or_default(), mappings);
+        let mut process = Process::new(self.next_image, pid, comm.unwrap_or_default(), mappings);
         process.read_ns = read_ns;
         self.by_pid.insert(pid, process);
     }
@@ -329,13 +228,13 @@ impl Processes {
             return; // the first sample will ask /proc
         };
         self.next_image += 1;
-        self.by_pid.insert(pid, new_process(self.next_image, pid, comm, mappings));
+        self.by_pid.insert(pid, Process::new(self.next_image, pid, comm, mappings));
     }
 
     fn exec(&mut self, pid: u32, comm: &str) {
         self.next_image += 1;
         let mappings = Mappings::Known(Rc::default());
-        let mut process = new_process(self.next_image, pid, comm.to_owned(), mappings);
+        let mut process = Process::new(self.next_image, pid, comm.to_owned(), mappings);
         if let Some(before) = self.by_pid.get(&pid) {
             process.start_ns = before.start_ns;
             process.generation = before.generation + 1;
@@ -376,27 +275,12 @@ pub fn has_ended(stat: &str) -> bool {
     ended && threads <= 1
 }
 
-fn new_process(image: u64, pid: u32, comm: String, mappings: Mappings) -> Process {
-    Process {
-        image,
-        pid,
-        start_ns: 0,
-        comm,
-        generation: 0,
-        mappings,
-        version: 0,
-        touched: false,
-        exited: false,
-        stale: false,
-        read_ns: 0,
-    }
-}
-
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::executable::Kind;
     use super::*;
+    use crate::event::Mapped;
 
     const PID: u32 = 4_000_001; // above any pid_max, so that /proc has no such process
 

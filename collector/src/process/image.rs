@@ -1,0 +1,127 @@
+//! One program image of a process: who it is, and what is mapped where. Pure.
+
+use std::rc::Rc;
+
+use super::executable::{Executable, Executables};
+use crate::event::Mapped;
+
+/// An executable mapping.
+#[derive(Clone, Debug)]
+pub struct Mapping {
+    /// First address.
+    pub start: u64,
+    /// First address behind it.
+    pub end: u64,
+    /// File offset of `start`.
+    pub file_offset: u64,
+    /// What is mapped.
+    pub executable: Rc<Executable>,
+}
+
+/// What is known of a process's mappings.
+#[derive(Clone, Debug)]
+pub enum Mappings {
+    /// By address, without overlaps.
+    Known(Rc<Vec<Mapping>>),
+    /// `/proc` refused.
+    Denied,
+    /// It was gone before it could be asked.
+    Gone,
+}
+
+/// One program image of a process.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// Unique among all images of all processes in this collector; changes at each exec.
+    pub image: u64,
+    /// Process id.
+    pub pid: u32,
+    /// Start in boottime nanoseconds; 0 until the first sample tells.
+    pub start_ns: u64,
+    /// Name of the main thread.
+    pub comm: String,
+    /// Counts images of this process.
+    pub generation: u32,
+    /// Where its code is.
+    pub mappings: Mappings,
+    /// Changes whenever `mappings` does.
+    pub version: u32,
+    /// Sampled in this epoch.
+    pub(super) touched: bool,
+    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
+    pub(super) exited: bool,
+    /// Events were lost since its mappings were read: they are read again at the next sample.
+    pub(super) stale: bool,
+    /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them. Events from
+    /// before are in them already.
+    pub(super) read_ns: u64,
+}
+
+impl Process {
+    /// An image of which nothing but this is known.
+    pub(super) fn new(image: u64, pid: u32, comm: String, mappings: Mappings) -> Self {
+        Self {
+            image,
+            pid,
+            start_ns: 0,
+            comm,
+            generation: 0,
+            mappings,
+            version: 0,
+            touched: false,
+            exited: false,
+            stale: false,
+            read_ns: 0,
+        }
+    }
+
+    /// The mapping `address` lies in.
+    #[must_use]
+    pub fn mapping(&self, address: u64) -> Option<&Mapping> {
+        let Mappings::Known(mappings) = &self.mappings else { return None };
+        let after = mappings.partition_point(|mapping| mapping.start <= address);
+        mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
+    }
+
+    /// Notes that something was mapped; what it covers is gone.
+    pub(super) fn map(&mut self, mapped: &Mapped, executables: &mut Executables) {
+        let start = mapped.start;
+        let end = start.saturating_add(mapped.length);
+        let new = Mapping {
+            start,
+            end,
+            file_offset: mapped.file_offset,
+            executable: executables.of_mapping(mapped),
+        };
+        let Mappings::Known(mappings) = &mut self.mappings else { return };
+        let at = mappings.partition_point(|old| old.end <= start);
+        // Told again, as by a runtime that makes its code writable and back: nothing changes.
+        if mappings.get(at).is_some_and(|old| {
+            old.start <= start
+                && end <= old.end
+                && old.executable.id == new.executable.id
+                && new.file_offset.wrapping_sub(old.file_offset) == start - old.start
+        }) {
+            return;
+        }
+        let mappings = Rc::make_mut(mappings);
+        let first = mappings.partition_point(|old| old.end <= start);
+        let last = mappings.partition_point(|old| old.start < end);
+        // What the new mapping covers is gone; what sticks out of it on either side stays.
+        let mut replacement = Vec::with_capacity(3);
+        if let Some(old) = mappings.get(first).filter(|old| first < last && old.start < start) {
+            replacement.push(Mapping { end: start, ..old.clone() });
+        }
+        replacement.push(new);
+        if let Some(old) = last
+            .checked_sub(1)
+            .and_then(|at| mappings.get(at))
+            .filter(|old| first < last && old.end > end)
+        {
+            let file_offset = old.file_offset + (end - old.start);
+            replacement.push(Mapping { start: end, file_offset, ..old.clone() });
+        }
+        mappings.splice(first..last, replacement);
+        self.version += 1;
+    }
+}
