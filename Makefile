@@ -45,5 +45,11 @@ install: build
 	getent group $(GROUP) >/dev/null || groupadd --system $(GROUP)
 	install -D -m 0755 $(OUT)/stackwire $(DESTDIR)$(PREFIX)/bin/stackwire
 	install -D -o root -g $(GROUP) -m 0750 $(OUT)/stackwire-collector $(DESTDIR)$(PREFIX)/bin/stackwire-collector
+	$(CARGO) run --release --locked -q -p stackwire --example manual-symbolizer -- target/manual
+	$(CARGO) run --release --locked -q -p stackwire-collector --example manual-collector -- target/manual
+	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/man/man1 target/manual/*.1
+	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/bash-completion/completions target/manual/*.bash
+	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/zsh/site-functions target/manual/_*
+	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d target/manual/*.fish
 	setcap cap_bpf,cap_perfmon,cap_syslog=ep $(DESTDIR)$(PREFIX)/bin/stackwire-collector
 	@echo "members of group $(GROUP) may profile: usermod -aG $(GROUP) NAME"

@@ -93,6 +93,10 @@ fn an_installed_collector_is_for_its_group_only() {
     let bin = prefix.path().join("bin");
     let metadata = std::fs::metadata(bin.join("stackwire-collector")).unwrap();
     assert_eq!(metadata.permissions().mode() & 0o7777, 0o750);
+    for page in ["stackwire.1", "stackwire-record.1", "stackwire-collector.1"] {
+        assert!(prefix.path().join("share/man/man1").join(page).is_file(), "no {page}");
+    }
+    assert!(prefix.path().join("share/bash-completion/completions/stackwire.bash").is_file());
     let as_user = |group: &str| {
         let output = prefix.path().join(format!("out-{group}"));
         std::fs::create_dir(&output).unwrap();
