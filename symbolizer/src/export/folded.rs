@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
+use super::plain::plain;
 use crate::profile::{Executable, Profile};
 
 /// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`.
@@ -42,15 +43,5 @@ pub(super) fn lines(profile: &Profile) -> BTreeMap<String, u64> {
 
 /// Semicolons separate frames and newlines stacks.
 fn clean(name: &str) -> String {
-    name.chars()
-        .map(|c| {
-            if c == ';' {
-                ':'
-            } else if c.is_control() {
-                ' '
-            } else {
-                c
-            }
-        })
-        .collect()
+    plain(name).replace(';', ":")
 }

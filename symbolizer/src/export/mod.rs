@@ -2,6 +2,7 @@
 
 mod flamegraph;
 mod folded;
+mod plain;
 mod pprof;
 mod pprof_proto;
 mod report;

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Write};
 
+use super::plain::plain;
 use crate::profile::{EndReason, Profile, Resolution, StackId};
 
 /// Functions listed.
@@ -40,7 +41,7 @@ fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         origin.machine,
     )?;
     for note in &profile.notes {
-        writeln!(out, "note: {note}")?;
+        writeln!(out, "note: {}", plain(note))?;
     }
     Ok(())
 }
@@ -81,8 +82,8 @@ fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
             "{:>6.2} % {samples:>7} {:>6.2} % {all:>7}  {} [{}]",
             share(*samples, total),
             share(all, total),
-            name.0,
-            name.1.trim_matches(['[', ']'])
+            plain(&name.0),
+            plain(name.1.trim_matches(['[', ']']))
         )?;
     }
     if rows.len() > TOP {
@@ -141,14 +142,15 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
             "{:>8} {:>5.1} %  {}{id}  {}",
             row.frames,
             share(row.named, row.frames),
-            executable.name(),
+            plain(&executable.name()),
             qualities.join(", ")
         )?;
         for (reason, frames) in row.missing {
             writeln!(
                 out,
-                "                    {:.1} % missing: {reason}",
-                share(frames, row.frames)
+                "                    {:.1} % missing: {}",
+                share(frames, row.frames),
+                plain(&reason)
             )?;
         }
     }
