@@ -375,6 +375,16 @@ fn no_permission() {
             .stdout(Stdio::null()),
     );
     ran.failed(1, "give the collector CAP_BPF and CAP_PERFMON");
+    let capture = Path::new("/tmp/stackwire-never.stackwire");
+    let ran = Ran::of(
+        Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+            .arg(directory.path().join("stackwire-collector"))
+            .args(["--all", "--duration=1s", "--output"])
+            .arg(capture),
+    );
+    ran.failed(1, "give the collector CAP_BPF and CAP_PERFMON");
+    assert!(!capture.exists(), "an empty capture was left behind");
     assert!(!Path::new("/tmp/never.pb.gz").exists());
 }
 

@@ -66,7 +66,7 @@ fn capture(run: cli::Run) -> Result<(), SessionError> {
         }
         if summary.denied > 0 {
             eprintln!(
-                "stackwire-collector: the mappings of {} processes could not be read: permission denied; \
+                "stackwire-collector: mappings that could not be read, permission denied: those of {} process(es); \
                  give the collector CAP_PERFMON (kernel 6.15+) or CAP_SYS_PTRACE",
                 summary.denied
             );

@@ -58,6 +58,7 @@ pub struct Pipeline {
     delivered: u64,
     throttled: u64,
     lost_events: u64,
+    refused_cpus: u64,
     /// Totals at the start of this epoch, to tell what this epoch lost.
     before: HashMap<LostReason, u64>,
     dropped: u64,
@@ -90,6 +91,7 @@ impl Pipeline {
             delivered: 0,
             throttled: 0,
             lost_events: 0,
+            refused_cpus: 0,
             before: HashMap::new(),
             dropped: 0,
         }
@@ -115,8 +117,8 @@ impl Pipeline {
             }
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
-                // A CPU that cannot be sampled is retried in a second; the others go on.
-                let _ = self.sampler.follow_hotplug(&mut self.batch);
+                self.sampler.follow_hotplug(&mut self.batch);
+                self.refused_cpus = self.refused_cpus.max(self.sampler.refused_cpus());
                 if self.processes.all_ended() {
                     break;
                 }
@@ -233,6 +235,7 @@ impl Pipeline {
             (LostReason::Events, self.lost_events),
             (LostReason::Throttled, self.throttled),
             (LostReason::TargetsFull, self.sampler.counter(Counter::TargetsFull)),
+            (LostReason::CpuRefused, self.refused_cpus),
         ]
     }
 }

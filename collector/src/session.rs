@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -131,9 +131,12 @@ impl Session {
 
     fn start(config: Config, out: Out) -> Result<Self, SessionError> {
         config.check()?;
+        let mut made = None;
         let out = match out {
             Out::Destination(Destination::File(path)) => {
-                Sink::File(create(&path)?, path.display().to_string())
+                let (file, new) = create(&path)?;
+                made = new.then(|| path.clone());
+                Sink::File(file, path.display().to_string())
             }
             Out::Destination(Destination::Symbolizer(target)) => {
                 target.check()?;
@@ -167,9 +170,14 @@ impl Session {
                 }
             })
             .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
-        let (hello, held) = started.recv().map_err(|_cause| {
-            SessionError::Internal("the collecting thread died at start".to_owned())
-        })??;
+        let died = "the collecting thread died at start";
+        let began = started.recv().map_err(|_closed| SessionError::Internal(died.to_owned()));
+        let (hello, held) = began.and_then(|began| began).inspect_err(|_| {
+            if let Some(path) = &made {
+                // An empty file would look like a capture that was cut to nothing.
+                let _ = std::fs::remove_file(path);
+            }
+        })?;
         let sink = std::thread::Builder::new()
             .name("deliver".to_owned())
             .spawn(move || deliver(out, &outbox, hello))
@@ -269,8 +277,9 @@ fn prepare(
     privilege::drop_all_but_needed()
         .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
 
+    // Not secret, only different: never to wait for entropy, as early at boot, while samples pile up.
     let mut capture_id = [0; 16];
-    rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::empty())
+    rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::INSECURE)
         .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
     let identity = Identity::read();
     let head = Head { capture_id, identity: identity.clone(), clocks, sampling };
@@ -325,14 +334,18 @@ fn cgroup(path: &Path) -> Option<(u64, u32)> {
     Some((metadata.ino(), level as u32))
 }
 
-fn create(path: &PathBuf) -> Result<std::fs::File, SinkError> {
+/// Opens a capture file, emptied only once sampling has started: what is there may be a capture from before.
+/// True when there was none.
+fn create(path: &Path) -> Result<(std::fs::File, bool), SinkError> {
     // A capture tells what runs on the host: for its owner only.
-    std::fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        // Emptied when sampling has started: what is there may be a capture from before.
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-        .map_err(|error| SinkError::Write { path: path.display().to_string(), error })
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).mode(0o600);
+    let file = match options.clone().create_new(true).open(path) {
+        Ok(file) => Ok((file, true)),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            options.open(path).map(|file| (file, false))
+        }
+        Err(error) => Err(error),
+    };
+    file.map_err(|error| SinkError::Write { path: path.display().to_string(), error })
 }

@@ -57,6 +57,8 @@ pub enum LostReason {
     Throttled,
     /// Children that could not be followed.
     TargetsFull,
+    /// CPUs that came online and could not be sampled.
+    CpuRefused,
 }
 
 impl LostReason {
@@ -296,6 +298,7 @@ fn lost(counts: &[(LostReason, u64)]) -> Vec<v1::Lost> {
             LostReason::Events => v1::LostReason::Events,
             LostReason::Throttled => v1::LostReason::Throttled,
             LostReason::TargetsFull => v1::LostReason::TargetsFull,
+            LostReason::CpuRefused => v1::LostReason::CpuRefused,
         }
         .into(),
         count,

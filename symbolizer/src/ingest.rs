@@ -356,6 +356,7 @@ fn lost_reason(wire: v1::LostReason) -> LostReason {
         v1::LostReason::Events => LostReason::Events,
         v1::LostReason::Throttled => LostReason::Throttled,
         v1::LostReason::TargetsFull => LostReason::TargetsFull,
+        v1::LostReason::CpuRefused => LostReason::CpuRefused,
         v1::LostReason::Unspecified => LostReason::Other,
     }
 }

@@ -8,7 +8,7 @@ mod mapped;
 mod object;
 mod perf_event;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::time::Duration;
@@ -115,12 +115,13 @@ pub struct Sampler {
     events: BTreeMap<u32, PerfEvent>,
     kind: Event,
     frequency: u32,
+    refused: BTreeSet<u32>,
     buffer: Vec<u8>,
 }
 
 impl fmt::Debug for Sampler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { object: _, ring: _, buffer: _, events, kind, frequency } = self;
+        let Self { object: _, ring: _, buffer: _, refused: _, events, kind, frequency } = self;
         let cpus: Vec<_> = events.keys().collect();
         f.debug_struct("Sampler")
             .field("kind", kind)
@@ -139,7 +140,9 @@ impl Sampler {
         let mut object = Object::load(filter)?;
         let ring = object.take_ring()?;
         let events = BTreeMap::new();
-        let mut sampler = Self { object, ring, events, kind, frequency, buffer: Vec::new() };
+        let refused = BTreeSet::new();
+        let mut sampler =
+            Self { object, ring, events, kind, frequency, refused, buffer: Vec::new() };
         for cpu in online_cpus()? {
             sampler.attach(cpu)?;
         }
@@ -151,12 +154,9 @@ impl Sampler {
 
     /// Opens events on CPUs that came online, for the first time or again, and forgets those of CPUs that
     /// went; what is in their rings goes to `batch`. To be called less often than an event needs to run.
-    ///
-    /// # Errors
-    /// The last of those that came up; every CPU has been tried.
-    pub fn follow_hotplug(&mut self, batch: &mut Batch) -> Result<(), SamplerError> {
-        let online = online_cpus()?;
-        let mut result = Ok(());
+    /// One that is refused counts in [`Sampler::refused_cpus`] and is tried again at the next look.
+    pub fn follow_hotplug(&mut self, batch: &mut Batch) {
+        let Ok(online) = online_cpus() else { return };
         let mut gone = Vec::new();
         for (&cpu, event) in &mut self.events {
             if !event.advances() || !online.contains(&cpu) {
@@ -175,10 +175,18 @@ impl Sampler {
                         .map_or(Ok(()), PerfEvent::enable)
                         .map_err(|error| self.open_error(cpu, error))
                 });
-                result = attached.and(result);
+                match attached {
+                    Ok(()) => drop(self.refused.remove(&cpu)),
+                    Err(_) => drop(self.refused.insert(cpu)),
+                }
             }
         }
-        result
+    }
+
+    /// CPUs that are online and could not be sampled at the last look.
+    #[must_use]
+    pub fn refused_cpus(&self) -> u64 {
+        self.refused.len() as u64
     }
 
     /// Waits until there is much to drain or `timeout`, less than a second, is over.
@@ -237,6 +245,10 @@ impl Sampler {
 
     fn open_error(&self, cpu: u32, error: io::Error) -> SamplerError {
         let hint = match error.raw_os_error() {
+            // Debian's and Ubuntu's kernels know a level that asks for CAP_SYS_ADMIN.
+            Some(libc::EACCES | libc::EPERM) if paranoid() > 2 => {
+                "; at kernel.perf_event_paranoid above 2 this kernel asks for CAP_SYS_ADMIN: sysctl kernel.perf_event_paranoid=2, or run the collector as root"
+            }
             Some(libc::EACCES | libc::EPERM) => {
                 "; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
             }
@@ -247,6 +259,11 @@ impl Sampler {
         };
         SamplerError::Open { event: self.kind.name(), cpu, error, hint }
     }
+}
+
+fn paranoid() -> i32 {
+    let text = std::fs::read_to_string("/proc/sys/kernel/perf_event_paranoid");
+    text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(2)
 }
 
 /// CPUs the kernel schedules on now.

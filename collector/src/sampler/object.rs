@@ -36,6 +36,11 @@ pub enum LoadError {
         "cannot load eBPF programs: permission denied; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
     )]
     Denied,
+    /// Lockdown.
+    #[error(
+        "cannot load eBPF programs: this kernel does not let eBPF read kernel memory (lockdown=confidentiality); boot with lockdown=integrity or without lockdown"
+    )]
+    Lockdown,
     /// Anything else the kernel or the loader said.
     #[error("cannot load eBPF programs: {0}")]
     Kernel(String),
@@ -184,5 +189,18 @@ fn load_error(error: impl std::error::Error + 'static) -> LoadError {
         }
         cause = error.source();
     }
-    if denied { LoadError::Denied } else { LoadError::Kernel(text) }
+    let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
+    // The verifier then knows no helper that reads kernel memory, and names the one it was asked for.
+    if lockdown.contains("[confidentiality]") || text.contains("bpf_probe_read#") {
+        return LoadError::Lockdown;
+    }
+    if denied {
+        return LoadError::Denied;
+    }
+    // Of a verifier's log the last lines say what is wrong.
+    let lines: Vec<&str> = text.lines().collect();
+    match lines.as_slice() {
+        [first, .., a, b, c, d] => LoadError::Kernel([*first, "…", *a, *b, *c, *d].join("\n")),
+        _ => LoadError::Kernel(text),
+    }
 }

@@ -125,7 +125,20 @@ fn rate_limit() -> Finding {
 
 fn paranoid() -> Finding {
     let value = sysctl("kernel.perf_event_paranoid").unwrap_or(2);
-    works(format!("kernel.perf_event_paranoid = {value}: no matter with CAP_PERFMON"))
+    let what = format!("kernel.perf_event_paranoid = {value}");
+    match value {
+        ..=2 => works(format!("{what}: no matter with CAP_PERFMON")),
+        _ if rustix::process::geteuid().is_root() => limits(
+            format!(
+                "{what}: only root may profile, and CPUs that come online later are not sampled"
+            ),
+            "Debian's and Ubuntu's kernels ask for CAP_SYS_ADMIN above 2; sysctl kernel.perf_event_paranoid=2",
+        ),
+        _ => prevents(
+            format!("{what}: the collector's capabilities are not enough"),
+            "Debian's and Ubuntu's kernels ask for CAP_SYS_ADMIN above 2; sysctl kernel.perf_event_paranoid=2",
+        ),
+    }
 }
 
 fn collector(named: Option<&Path>) -> Vec<Finding> {

@@ -247,6 +247,8 @@ pub enum LostReason {
     Throttled,
     /// Children that could not be followed.
     TargetsFull,
+    /// CPUs that came online and could not be sampled.
+    CpuRefused,
     /// A reason a newer collector knows.
     Other,
 }
@@ -263,6 +265,7 @@ impl LostReason {
             Self::Events => "process events: perf ring full (mappings were read again)",
             Self::Throttled => "times the kernel throttled sampling",
             Self::TargetsFull => "children that could not be followed",
+            Self::CpuRefused => "CPUs that came online and could not be sampled",
             Self::Other => "for a reason this version does not know",
         }
     }
