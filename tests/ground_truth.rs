@@ -104,8 +104,11 @@ fn a_child_started_during_the_capture() {
     let program = start("child", 30);
     let profile = record(program.pid(), 10, &["--follow"]);
     assert_shares(&profile, &SHARES);
-    let child = program.pid().to_string();
-    assert!(profile.samples.iter().all(|sample| sample.labels["pid"] != child));
+    // The parent forks and waits, which may cost it a sample.
+    let parent = program.pid().to_string();
+    let of_child = profile.samples.iter().filter(|sample| sample.labels["pid"] != parent);
+    let of_child: u64 = of_child.map(|sample| sample.count).sum();
+    assert!(of_child as f64 / profile.count() as f64 > 0.99);
 }
 
 #[test]
