@@ -56,6 +56,9 @@ fn several_collectors_at_once_with_windows() {
         }
     }
     let captures = std::fs::read_dir(directory.path().join("captures")).unwrap();
+    let captures = captures.filter(|entry| {
+        entry.as_ref().unwrap().path().extension().is_some_and(|extension| extension == "stackwire")
+    });
     assert_eq!(captures.count(), written.len(), "each window's capture is kept");
 }
 
@@ -146,4 +149,18 @@ fn a_collector_killed_in_the_middle_leaves_a_profile_that_says_so() {
     let profile = Pprof::read(&output);
     assert!(profile.count() > 500, "{}", profile.count());
     assert!(profile.share_of("alpha") > 50.0);
+}
+
+#[test]
+fn two_servers_do_not_share_a_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(directory.path(), "127.0.0.1:0", &[]);
+    crate::support::stackwire([
+        "serve".as_ref(),
+        "--listen=127.0.0.1:0".as_ref(),
+        "--output-dir".as_ref(),
+        directory.path().as_os_str(),
+    ])
+    .failed(1, "another stackwire serve");
+    server.terminate();
 }

@@ -49,9 +49,10 @@ pub fn step(scratch: &mut Scratch) {
         if end != WALKING {
             break;
         }
+        // Of the leaf's frame pointer a null tells nothing: code without them leaves any number there.
+        let null = if depth > 1 { UserEnd::Root as u64 } else { UserEnd::NoFramePointer as u64 };
         if fp == 0 {
-            // In the leaf a null frame pointer tells nothing: code without them leaves any number there.
-            end = if depth > 1 { UserEnd::Root as u64 } else { UserEnd::NoFramePointer as u64 };
+            end = null;
         } else if fp < lowest || fp & 7 != 0 {
             end = UserEnd::NoFramePointer as u64;
         } else if depth >= MAX_USER_FRAMES as u64 {
@@ -59,7 +60,7 @@ pub fn step(scratch: &mut Scratch) {
         } else {
             // SAFETY: bpf_probe_read_user checks the address and fails rather than fault.
             match unsafe { bpf_probe_read_user(fp as *const Frame) } {
-                Ok(Frame { return_address: 0, .. }) => end = UserEnd::Root as u64,
+                Ok(Frame { return_address: 0, .. }) => end = null,
                 Ok(frame) => {
                     // SAFETY: the index is masked to less than MAX_USER_FRAMES, the array is longer.
                     unsafe {

@@ -125,6 +125,8 @@ impl Pipeline {
             }
         }
         self.sampler.stop();
+        // Twice what the ring holds: the first may have been cut short by a full one.
+        self.take(Duration::ZERO);
         self.take(Duration::ZERO);
         self.finish()
     }

@@ -14,6 +14,7 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::log::{Answer, LogError};
+use crate::say::say;
 
 /// Keeps one stream. Its methods block: they write and sync files.
 pub trait Keep: Send + 'static {
@@ -87,9 +88,11 @@ impl<A: Accept> Symbolizer for Service<A> {
         let hello = hello.clone();
         let greeting = first.unwrap_or_default();
         let acceptor = Arc::clone(&self.acceptor);
-        let keeper = blocking(move || acceptor.accept(&hello, &greeting))
-            .await?
-            .map_err(Status::internal)?;
+        let keeper =
+            blocking(move || acceptor.accept(&hello, &greeting)).await?.map_err(|error| {
+                say(&format!("stackwire: cannot keep a capture: {error}"));
+                Status::internal(error)
+            })?;
         // Unbounded, but answers are few and small: one a message taken.
         let (replies, outgoing) = mpsc::unbounded_channel();
         let welcome = v1::Welcome {
@@ -139,6 +142,7 @@ async fn keep(
                 }
             }
             Err(error) => {
+                say(&format!("stackwire: cannot keep a capture: {error}"));
                 let status = match &error {
                     LogError::Write { .. } => Status::unavailable(error.to_string()),
                     LogError::Seal(_) | LogError::Ingest(_) => {

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stackwire_collector_ebpf::{Counter, SampleHeader};
+use stackwire_collector_ebpf::{Counter, RING_BYTES, SampleHeader};
 
 use self::object::Object;
 pub use self::object::{BTF_PATH, Filter, LoadError};
@@ -205,11 +205,18 @@ impl Sampler {
     /// Moves everything in the rings into `batch`: samples first, so that every event older than a
     /// sample is in the batch with it.
     pub fn drain(&mut self, batch: &mut Batch) {
+        // At most what the ring holds: at the highest rates it fills as fast as it is emptied, and what
+        // comes after, a stop among it, would have to wait.
+        let mut left = RING_BYTES as usize;
         while let Some(record) = self.ring.next() {
+            left = left.saturating_sub(record.len());
             let start = batch.frames.len();
             match sample::decode(&record, &mut batch.frames) {
                 Ok(header) => batch.samples.push(RawSample { header, start }),
                 Err(_) => batch.malformed += 1,
+            }
+            if left == 0 {
+                break;
             }
         }
         for event in self.events.values_mut() {

@@ -6,10 +6,14 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use anyhow::{Context, anyhow};
+use anyhow::Context;
+use stackwire::say;
 
 use super::Failure;
 use crate::cli::Launch;
+
+/// Exit code of a command that could not be run, as shells have it.
+pub const CANNOT_RUN: i32 = 127;
 
 pub fn run(arguments: &Launch) -> Result<(), Failure> {
     let mut stream = UnixStream::connect(&arguments.socket).context("sampling did not start")?;
@@ -19,5 +23,6 @@ pub fn run(arguments: &Launch) -> Result<(), Failure> {
         return Err(Failure::Usage("no command".to_owned()));
     };
     let error = Command::new(program).args(rest).exec();
-    Err(anyhow!("cannot run {}: {error}", program.to_string_lossy()).into())
+    say(&format!("stackwire: cannot run {}: {error}", program.to_string_lossy()));
+    std::process::exit(CANNOT_RUN)
 }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use stackwire::{Builder, Profile, Session, SessionError, say};
 
-use super::Failure;
 use super::output::{Outputs, check_distinct};
+use super::{Failure, launch};
 use crate::cli::{Event, Record};
 
 /// Without `--duration`, as perf-agent has it.
@@ -184,6 +184,13 @@ fn wait(
         let _ = write!(std::io::stderr(), "\r");
     }
     let profile = session.stop()?;
+    if let Some(child) = &mut command
+        && let Ok(Some(status)) = child.try_wait()
+        && status.code() == Some(launch::CANNOT_RUN)
+        && profile.samples.len() < 20
+    {
+        return Err(anyhow!("there is no profile of a command that did not run").into());
+    }
     if let Some(mut child) = command
         && child.try_wait().context("cannot wait for the command")?.is_none()
         && !stop.load(Ordering::Relaxed)
@@ -250,6 +257,10 @@ fn auto_name(comm: Option<&str>) -> PathBuf {
     let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
     // A thread may call itself anything, `../../etc/x` included.
     let safe = |c: char| if c.is_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
+    // Nor may a name look like an option to the next command, or be empty.
+    let comm = comm.map(|comm| {
+        if comm.is_empty() || comm.starts_with('-') { format!("_{comm}") } else { comm.to_owned() }
+    });
     match comm {
         Some(comm) => format!("{}-{now}-on-cpu.pb.gz", comm.chars().map(safe).collect::<String>()),
         None => format!("{now}-on-cpu.pb.gz"),

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use inferno::flamegraph::{Options, from_lines};
 
 use super::folded;
+use super::plain::plain;
 use crate::profile::Profile;
 
 /// Writes the flame graph; user and kernel frames in colours of their own.
@@ -17,7 +18,7 @@ pub fn write(profile: &Profile, title: &str, out: impl Write) -> io::Result<()> 
         .map(|(stack, count)| format!("{stack} {count}"))
         .collect();
     let mut options = Options::default();
-    options.title = title.to_owned();
+    options.title = plain(title);
     options.count_name = "samples".to_owned();
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);

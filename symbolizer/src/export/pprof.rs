@@ -8,6 +8,7 @@ use flate2::{Compression, GzBuilder};
 use prost::Message;
 use rustc_hash::FxHashMap;
 
+use super::plain::plain;
 use super::pprof_proto as proto;
 use crate::profile::{Executable, Line, LocationId, Profile, Resolution};
 
@@ -140,8 +141,8 @@ impl<'a> Writer<'a> {
 
     fn text_label(&mut self, key: &str, text: &str) -> proto::Label {
         // An empty string would read as a number of 0.
-        let text = if text.is_empty() { "?" } else { text };
-        proto::Label { key: self.strings.index(key), str: self.strings.index(text), num: 0 }
+        let text = if text.is_empty() { "?".to_owned() } else { plain(text) };
+        proto::Label { key: self.strings.index(key), str: self.strings.index(&text), num: 0 }
     }
 
     fn number_label(&mut self, key: &str, number: u32) -> proto::Label {

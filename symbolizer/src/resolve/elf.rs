@@ -10,6 +10,7 @@ use object::elf::{FileHeader32, FileHeader64};
 use object::read::elf::{CompressionHeader as _, FileHeader, SectionHeader as _};
 use object::{Endianness, FileKind, ReadCache, ReadRef};
 
+use super::demangle::demangle;
 use crate::profile::{Line, Quality, Resolution};
 
 /// An ELF file in our hands: what was verified is what is read.
@@ -61,13 +62,27 @@ impl Object {
     /// # Errors
     /// When the file is no ELF file or is broken.
     pub fn symbolize(&self, offsets: &[u64]) -> Result<Vec<Resolution>, String> {
-        let symbolizer = Symbolizer::builder().enable_auto_reload(false).build();
+        let symbolizer =
+            Symbolizer::builder().enable_auto_reload(false).enable_demangling(false).build();
         // By descriptor and not by path: the path may lead elsewhere by now.
         let source = Source::from(Elf::new(format!("/proc/self/fd/{}", self.fd.as_raw_fd())));
         let symbols = symbolizer
             .symbolize(&source, Input::FileOffset(offsets))
             .map_err(|error| format!("cannot read its symbols: {error:#}"))?;
-        Ok(symbols.into_iter().map(resolution).collect())
+        let mut found: Vec<Resolution> = symbols.into_iter().map(resolution).collect();
+        // A signal handler returns to the first byte of a function nobody called. Less one, as return
+        // addresses are looked up, that is in nothing; and nothing is what lies in front of it.
+        let missing: Vec<usize> =
+            (0..found.len()).filter(|&at| matches!(found[at], Resolution::Missing(_))).collect();
+        let behind: Vec<u64> = missing.iter().map(|&at| offsets[at].saturating_add(1)).collect();
+        if let Ok(symbols) = symbolizer.symbolize(&source, Input::FileOffset(&behind)) {
+            for (at, symbol) in missing.into_iter().zip(symbols) {
+                if matches!(&symbol, Symbolized::Sym(symbol) if symbol.offset == 0) {
+                    found[at] = resolution(symbol);
+                }
+            }
+        }
+        Ok(found)
     }
 }
 
@@ -113,7 +128,7 @@ fn resolution(symbol: Symbolized<'_>) -> Resolution {
         }
         Symbolized::Unknown(reason) => Resolution::Missing(
             match reason {
-                Reason::MissingSyms => "the file has no symbols",
+                Reason::MissingSyms => "no symbol covers it, and the file is stripped",
                 Reason::UnknownAddr => "no symbol covers it",
                 Reason::InvalidFileOffset => "not in a loaded segment of the file",
                 _ => "the file cannot be read there",
@@ -134,7 +149,7 @@ fn lines(symbol: &Sym<'_>) -> Vec<Line> {
 
 fn line(name: &str, code: Option<&CodeInfo<'_>>) -> Line {
     Line {
-        function: name.to_owned(),
+        function: demangle(name),
         file: code.map_or(String::new(), |code| code.to_path().display().to_string()),
         line: code.and_then(|code| code.line).unwrap_or(0),
     }

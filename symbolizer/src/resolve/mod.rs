@@ -3,6 +3,7 @@
 //! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails ends in
 //! `Missing` with the reason, never in an error: a profile without some names is still a profile.
 
+mod demangle;
 mod elf;
 mod file;
 mod kallsyms;

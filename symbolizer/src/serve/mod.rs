@@ -48,6 +48,14 @@ pub enum ServeError {
         /// What the system said.
         error: io::Error,
     },
+    /// Another server.
+    #[error(
+        "another stackwire serve keeps its logs in {path}: give this one another --log-dir or --output-dir"
+    )]
+    Taken {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The address.
     #[error("cannot listen on {address}: {error}")]
     Listen {
@@ -75,6 +83,11 @@ pub async fn run(
         fs::create_dir_all(path)
             .map_err(|error| ServeError::Directory { path: path.clone(), error })?;
     }
+    // Two servers on one directory would finish each other's logs.
+    let lock = fs::File::create(config.log_dir.join("lock"))
+        .map_err(|error| ServeError::Directory { path: config.log_dir.clone(), error })?;
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
+        .map_err(|_held| ServeError::Taken { path: config.log_dir.clone() })?;
     let listen = config.listen.clone();
     let failed = |error| ServeError::Listen { address: listen.clone(), error };
     let (alive, mut all_gone) = tokio::sync::mpsc::channel(1);
