@@ -9,6 +9,7 @@ fn two_thousand_short_processes() {
     if !privileged() {
         return;
     }
+    let _alone = crate::support::alone();
     let directory = tempfile::tempdir().unwrap();
     let output = directory.path().join("out.pb.gz");
     let capture = directory.path().join("out.stackwire");

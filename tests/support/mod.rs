@@ -49,7 +49,7 @@ pub(crate) fn privileged() -> bool {
     can("root, to load eBPF programs", rustix::process::geteuid().is_root())
 }
 
-/// Waits until no other test samples, and keeps them waiting: for one that takes a CPU away.
+/// Waits until no other test samples, and keeps them waiting: for one that takes a CPU away, or all of them.
 pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
     SHARE.with_borrow_mut(|held| *held = None);
     MACHINE.write().unwrap_or_else(PoisonError::into_inner)
