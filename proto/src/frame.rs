@@ -90,14 +90,9 @@ impl<W: Write> FrameWriter<W> {
         self.out.flush()
     }
 
-    /// The writer, to sync or take back.
+    /// The writer, to sync.
     pub fn get_ref(&self) -> &W {
         &self.out
-    }
-
-    /// Gives the writer back.
-    pub fn into_inner(self) -> W {
-        self.out
     }
 }
 

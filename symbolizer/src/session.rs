@@ -50,7 +50,7 @@ pub enum SessionError {
     #[error("{0}")]
     Usage(String),
     /// The socket, a directory, the runtime.
-    #[error("cannot set up the session: {0}")]
+    #[error("cannot set up the capture: {0}")]
     Setup(String),
     /// The capture that came.
     #[error("cannot read the capture back: {0}")]
@@ -282,7 +282,7 @@ pub struct Session {
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
     _runtime: Runtime,
-    /// Removed, with the socket and an unwanted log, when the session is dropped.
+    /// Removed, with the socket and an unwanted log, when this is dropped.
     _directory: tempfile::TempDir,
 }
 
@@ -404,7 +404,7 @@ pub fn find_collector() -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// The log to be, and where the session hears that the collector has greeted and that its stream is over.
+/// The log to be, and who is told that the collector has greeted and that its stream is over.
 type Ends = (tempfile::NamedTempFile, Sender<Result<(), String>>, Sender<(Pinned, bool)>);
 
 /// Accepts the one stream of a session.
@@ -421,7 +421,7 @@ impl Accept for OneStream {
         message: &v1::CollectorMessage,
     ) -> Result<Box<dyn Keep>, String> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
-        let (file, greeted, finished) = taken.ok_or("this session has its collector already")?;
+        let (file, greeted, finished) = taken.ok_or("a collector is connected already")?;
         let log = Log::create(file.path().to_owned(), message, 0, true)
             .map_err(|error| error.to_string())
             .and_then(|log| {
