@@ -19,6 +19,8 @@ mod inlined;
 mod kernel_stacks;
 /// Both crates as libraries.
 mod library;
+/// Signal handlers, execve, io_uring workers: registers that are not where they usually are.
+mod odd_registers;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;
 /// Capabilities, other users, what is dropped, linked and sent.

@@ -164,3 +164,22 @@ fn two_servers_do_not_share_a_directory() {
     .failed(1, "another stackwire serve");
     server.terminate();
 }
+
+#[test]
+fn a_server_whose_directory_is_removed_says_so_and_its_collector_fails() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=1s"]);
+    let program = Running::start(Command::new(work()).args(["plain", "40"]));
+    let collector = collector(program.pid(), &server.address, 4);
+    std::thread::sleep(Duration::from_millis(1700));
+    std::fs::remove_dir_all(directory.path()).unwrap();
+    let output = collector.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("cannot write the capture log"), "{stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    server.kill();
+}

@@ -447,6 +447,42 @@ mod tests {
     }
 
     #[test]
+    fn small_messages_of_very_many_frames_are_refused() {
+        // One chain of 4,096 nodes, a stack at each: 8 million frames. Twice that is beyond any collector.
+        let wide = |processes: u32| {
+            let mut wire = sample();
+            let nodes = MAX_DEPTH as u32;
+            wire.nodes = Some(v1::StackNodes {
+                parent: (0..nodes).collect(),
+                executable: vec![0; MAX_DEPTH],
+                offset_delta: vec![1; MAX_DEPTH],
+                kind: vec![0; MAX_DEPTH],
+            });
+            wire.stacks =
+                (1..=nodes).map(|node| v1::Stack { node, ..Default::default() }).collect();
+            wire.processes =
+                (0..processes).map(|pid| v1::Process { pid, ..Default::default() }).collect();
+            wire.threads = (0..processes)
+                .map(|process| v1::Thread { process, ..Default::default() })
+                .collect();
+            let count = MAX_DEPTH * processes as usize;
+            wire.samples = Some(v1::Samples {
+                time_delta: vec![0; count],
+                thread: (0..processes).flat_map(|thread| vec![thread; MAX_DEPTH]).collect(),
+                cpu: vec![0; count],
+                user_stack: (0..processes).flat_map(|_| 1..=nodes).collect(),
+                kernel_stack: vec![0; count],
+                value: vec![1],
+            });
+            let mut builder = Builder::new();
+            epoch(&wire, Clock::default(), &mut builder)
+        };
+        wide(1).unwrap();
+        let said = wide(2).unwrap_err().to_string();
+        assert!(said.contains("deeper than any collector records"), "{said}");
+    }
+
+    #[test]
     fn losses_at_the_end_are_those_the_epochs_did_not_tell() {
         let mut builder = Builder::new();
         let lost =

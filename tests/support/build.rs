@@ -81,6 +81,16 @@ pub(crate) fn work() -> &'static Path {
     })
 }
 
+/// `odd`.
+pub(crate) fn odd() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("odd");
+        run(Command::new("gcc").args(C).arg(source("odd.c")).arg("-o").arg(&out));
+        out
+    })
+}
+
 /// The C++ program with inlined functions.
 pub(crate) fn inlined_cc() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

@@ -350,6 +350,28 @@ mod tests {
     }
 
     #[test]
+    fn after_a_gap_in_the_events_the_mappings_are_read_again() {
+        let own = std::process::id();
+        let code = after_a_gap_in_the_events_the_mappings_are_read_again as fn() as usize as u64;
+        let mut processes = Processes::new(None, false);
+        // What the events told is out of date; the one that would have said so is lost.
+        processes.apply(&exec(own, "stale"));
+        processes.apply(&map(own, 0x1000, 0x1000, 0, "/stale"));
+        assert!(processes.sampled(own, 1).mapping(code).is_none());
+        processes.apply(&Event { time_ns: 0, pid: 0, change: Change::Lost(1) });
+        let process = processes.sampled(own, 1);
+        assert!(at(process, 0x1000).is_none());
+        let own_path = std::fs::read_link("/proc/self/exe").unwrap();
+        assert_eq!(at(process, code).unwrap().0, own_path.to_str().unwrap());
+        assert_eq!((process.generation, process.start_ns), (1, 1));
+        // Of a process that is gone nothing better is known than what was.
+        processes.apply(&exec(PID, "gone"));
+        processes.apply(&map(PID, 0x1000, 0x1000, 0, "/gone"));
+        processes.apply(&Event { time_ns: 0, pid: 0, change: Change::Lost(1) });
+        assert_eq!(at(processes.sampled(PID, 1), 0x1000).unwrap().0, "/gone");
+    }
+
+    #[test]
     fn a_reused_pid_does_not_inherit_and_a_gone_process_is_said_to_be_gone() {
         let mut processes = Processes::new(None, false);
         processes.apply(&exec(PID, "first"));

@@ -251,20 +251,25 @@ impl Sampler {
     }
 
     fn open_error(&self, cpu: u32, error: io::Error) -> SamplerError {
-        let hint = match error.raw_os_error() {
-            // Debian's and Ubuntu's kernels know a level that asks for CAP_SYS_ADMIN.
-            Some(libc::EACCES | libc::EPERM) if paranoid() > 2 => {
-                "; at kernel.perf_event_paranoid above 2 this kernel asks for CAP_SYS_ADMIN: sysctl kernel.perf_event_paranoid=2, or run the collector as root"
-            }
-            Some(libc::EACCES | libc::EPERM) => {
-                "; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
-            }
-            Some(libc::ENOENT | libc::EOPNOTSUPP) if self.kind == Event::Cycles => {
-                "; this machine has no hardware cycle counter, use --event cpu-clock"
-            }
-            _ => "",
-        };
+        let hint = error.raw_os_error().map_or("", |code| open_hint(code, paranoid(), self.kind));
         SamplerError::Open { event: self.kind.name(), cpu, error, hint }
+    }
+}
+
+/// What to do about an event that could not be opened. Pure.
+fn open_hint(code: i32, paranoid: i32, kind: Event) -> &'static str {
+    match code {
+        // Debian's and Ubuntu's kernels know a level that asks for CAP_SYS_ADMIN.
+        libc::EACCES | libc::EPERM if paranoid > 2 => {
+            "; at kernel.perf_event_paranoid above 2 this kernel asks for CAP_SYS_ADMIN: sysctl kernel.perf_event_paranoid=2, or run the collector as root"
+        }
+        libc::EACCES | libc::EPERM => {
+            "; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
+        }
+        libc::ENOENT | libc::EOPNOTSUPP if kind == Event::Cycles => {
+            "; this machine has no hardware cycle counter, use --event cpu-clock"
+        }
+        _ => "",
     }
 }
 
@@ -300,6 +305,15 @@ mod tests {
         assert_eq!(parse_cpus("0-2,5\n"), [0, 1, 2, 5]);
         assert_eq!(parse_cpus("0\n"), [0]);
         assert_eq!(parse_cpus(""), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn an_event_that_cannot_be_opened_comes_with_what_to_do() {
+        let hint = |code, paranoid| open_hint(code, paranoid, Event::Cycles);
+        assert!(hint(libc::EACCES, 3).contains("sysctl kernel.perf_event_paranoid=2"));
+        assert!(hint(libc::EACCES, 2).contains("CAP_PERFMON"));
+        assert!(hint(libc::ENOENT, 2).contains("--event cpu-clock"));
+        assert_eq!(open_hint(libc::ENOENT, 2, Event::CpuClock), "");
     }
 
     #[test]

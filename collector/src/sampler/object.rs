@@ -190,6 +190,11 @@ fn load_error(error: impl std::error::Error + 'static) -> LoadError {
         cause = error.source();
     }
     let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
+    refusal(&text, denied, &lockdown)
+}
+
+/// What a refusal means, where `lockdown` is the state of the kernel's lockdown. Pure.
+fn refusal(text: &str, denied: bool, lockdown: &str) -> LoadError {
     // The verifier then knows no helper that reads kernel memory, and names the one it was asked for.
     if lockdown.contains("[confidentiality]") || text.contains("bpf_probe_read#") {
         return LoadError::Lockdown;
@@ -201,6 +206,24 @@ fn load_error(error: impl std::error::Error + 'static) -> LoadError {
     let lines: Vec<&str> = text.lines().collect();
     match lines.as_slice() {
         [first, .., a, b, c, d] => LoadError::Kernel([*first, "…", *a, *b, *c, *d].join("\n")),
-        _ => LoadError::Kernel(text),
+        _ => LoadError::Kernel(text.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_says_what_to_do() {
+        let said = |text, denied, lockdown| refusal(text, denied, lockdown).to_string();
+        let open = "[none] integrity confidentiality\n";
+        let locked = "none integrity [confidentiality]\n";
+        assert!(said("x", true, open).contains("give the collector CAP_BPF and CAP_PERFMON"));
+        assert!(said("x", true, locked).contains("boot with lockdown=integrity"));
+        // As kernel 6.1 puts it where securityfs is not mounted.
+        let verifier = "unknown func bpf_probe_read#4";
+        assert!(said(verifier, false, "").contains("boot with lockdown=integrity"));
+        assert!(said("1\n2\n3\n4\n5\n6", false, open).ends_with("1\n…\n3\n4\n5\n6"));
     }
 }
