@@ -121,11 +121,37 @@ fn without_follow_a_child_is_not_sampled() {
     let program = start("child", 6);
     let directory = tempfile::tempdir().unwrap();
     let output = directory.path().join("out.pb.gz");
-    crate::support::stackwire([
+    let ran = crate::support::stackwire([
         "record",
         "--profile",
         &format!("--pid={}", program.pid()),
         "--duration=3s",
+        &format!("--profile-output={}", output.display()),
+    ]);
+    // The parent sleeps and waits; its one fork may cost it a sample or two.
+    if ran.code == Some(1) {
+        return ran.failed(1, "no samples");
+    }
+    let profile = Pprof::read(&output);
+    let parent = program.pid().to_string();
+    assert!(profile.samples.iter().all(|sample| sample.labels["pid"] == parent));
+    assert!(profile.count() < 10, "{} samples of a process that waits", profile.count());
+}
+
+#[test]
+fn a_process_that_does_nothing_has_no_profile() {
+    if !privileged() {
+        return;
+    }
+    let sleeping = Running(Command::new("sleep").arg("30").spawn().unwrap());
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("out.pb.gz");
+    crate::support::stackwire([
+        "record",
+        "--profile",
+        &format!("--pid={}", sleeping.pid()),
+        "--duration=2s",
         &format!("--profile-output={}", output.display()),
     ])
     .failed(1, "no samples");
