@@ -26,6 +26,8 @@ pub enum Command {
     Resolve(Resolve),
     /// Print what a capture shows: hot functions, how well they are named, what was lost.
     Report(Report),
+    /// Tell what addresses of an executable are: functions with inlined callees, files, lines.
+    Symbolize(Symbolize),
     /// Check this host: kernel, permissions, collector.
     Doctor(Doctor),
     /// Wait for a word on a socket, then become a command. `record -- command` uses it.
@@ -112,6 +114,32 @@ fn tag(text: &str) -> Result<String, String> {
         Some((key, _)) if !key.is_empty() => Ok(text.to_owned()),
         _ => Err("a tag is KEY=VALUE".to_owned()),
     }
+}
+
+/// Where names are looked for.
+#[derive(Clone, Debug, ClapArgs)]
+pub struct SymbolOptions {
+    /// Directory with separate debug files (repeatable).
+    #[arg(long = "debug-dir", value_name = "DIR", default_value = stackwire::DEBUG_DIR)]
+    pub debug_dirs: Vec<PathBuf>,
+    /// Leave names as the compiler mangled them.
+    #[arg(long)]
+    pub no_demangle: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Symbolize {
+    /// One JSON object an address instead of text.
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub symbols: SymbolOptions,
+    /// An executable, library or debug file; or a build-id in hex.
+    #[arg(value_name = "FILE|BUILD-ID")]
+    pub object: String,
+    /// Addresses in hex, as in the file; without any, they are read from standard input.
+    #[arg(value_name = "ADDR")]
+    pub addresses: Vec<String>,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -26,6 +26,8 @@
 //! ```
 
 mod capture;
+pub mod compile;
+pub mod elf;
 pub mod export;
 mod ingest;
 mod log;
@@ -35,10 +37,11 @@ mod say;
 mod serve;
 mod server;
 mod session;
+pub mod table;
 
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into};
 pub use profile::Profile;
-pub use resolve::{Sources, resolve};
+pub use resolve::{Answer, DEBUG_DIR, Sources, Symbols, resolve};
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Session, SessionError, find_collector};

@@ -329,7 +329,7 @@ impl Session {
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
-        resolve(&mut profile, &artifacts, &Sources { pinned });
+        resolve(&mut profile, &artifacts, &Sources { pinned, ..Sources::default() });
         Ok(profile)
     }
 

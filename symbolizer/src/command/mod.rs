@@ -6,6 +6,8 @@ mod output;
 mod record;
 mod resolve;
 mod serve;
+mod symbolize;
+mod symbols;
 
 use crate::cli::Command;
 
@@ -30,6 +32,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
         Command::Serve(arguments) => serve::run(arguments),
         Command::Resolve(arguments) => resolve::run(arguments),
         Command::Report(arguments) => resolve::report(&arguments),
+        Command::Symbolize(arguments) => symbolize::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Launch(arguments) => launch::run(&arguments),
     }

@@ -100,13 +100,19 @@ impl Executable {
         }
     }
 
+    /// GNU build-id, empty when unknown.
+    #[must_use]
+    pub fn build_id(&self) -> &[u8] {
+        match self {
+            Self::File { build_id, .. } | Self::Kernel { build_id, .. } => build_id,
+            _ => &[],
+        }
+    }
+
     /// Build-id in hex, empty when unknown.
     #[must_use]
     pub fn build_id_hex(&self) -> String {
-        match self {
-            Self::File { build_id, .. } | Self::Kernel { build_id, .. } => hex(build_id),
-            _ => String::new(),
-        }
+        hex(self.build_id())
     }
 }
 
@@ -313,8 +319,12 @@ pub enum Quality {
     Kallsyms,
     /// A JIT's perf-map.
     PerfMap,
+    /// The symbols an ELF file exports.
+    Dynsym,
     /// An ELF symbol table.
     Symtab,
+    /// Go's own table.
+    Gopclntab,
     /// DWARF.
     Dwarf,
 }
@@ -326,7 +336,9 @@ impl Quality {
         match self {
             Self::Kallsyms => "kallsyms",
             Self::PerfMap => "perf-map",
+            Self::Dynsym => "dynsym",
             Self::Symtab => "symtab",
+            Self::Gopclntab => "gopclntab",
             Self::Dwarf => "dwarf",
         }
     }

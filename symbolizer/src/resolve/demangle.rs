@@ -3,6 +3,19 @@
 //! Only names that are mangled: `cpp_demangle` takes any that parses as a type, and would call the C function
 //! `i` "int" and `t` "unsigned short".
 
+use crate::profile::Line;
+use crate::table::Frame;
+
+/// A frame of a table as a line of a profile.
+#[must_use]
+pub fn line(frame: Frame<'_>, readable: bool) -> Line {
+    Line {
+        function: if readable { demangle(frame.function) } else { frame.function.to_owned() },
+        file: frame.file.to_owned(),
+        line: frame.line,
+    }
+}
+
 /// The readable form of a mangled name; any other name as it is.
 #[must_use]
 pub fn demangle(name: &str) -> String {

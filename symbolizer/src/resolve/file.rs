@@ -6,15 +6,13 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 
-use object::Object as _;
-use object::read::elf::{ElfFile32, ElfFile64};
-use object::{Endianness, FileKind, ReadCache};
-use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
+use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
 
-use super::elf::Object;
+use crate::elf::{Elf, Scratch};
 use crate::profile::{Executable, hex};
 
 /// An opened and verified file.
@@ -81,6 +79,23 @@ pub fn open(executable: &Executable, pids: &[u32], pinned: &Pinned) -> Result<Op
     }
 }
 
+/// An image that is not in a file, as one.
+///
+/// # Errors
+/// In words, for the report.
+pub fn of_image(image: &[u8]) -> Result<Opened, String> {
+    if image.len() > MAX_IMAGE {
+        return Err(format!("its image has {} bytes, more than any vDSO", image.len()));
+    }
+    let fd = memfd_create("image", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
+    let mut file = File::from(fd);
+    file.write_all(image).map_err(|error| error.to_string())?;
+    Ok(Opened { file, path: "vDSO image".to_owned() })
+}
+
+/// Largest image of a vDSO taken; real ones have two to four pages.
+const MAX_IMAGE: usize = 1 << 20;
+
 fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
     let Executable::File { path, build_id, inode, device } = executable else {
         return Err("not a file".to_owned());
@@ -112,7 +127,11 @@ fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
     Err(reason.unwrap_or_else(|| "no file found".to_owned()))
 }
 
-fn open_regular(path: &str) -> Result<File, String> {
+/// Opens a file without waiting, if it is a regular one.
+///
+/// # Errors
+/// In words, for the report.
+pub fn open_regular(path: &str) -> Result<File, String> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
     let fd = openat(CWD, path, flags, Mode::empty())
         .map_err(|error| std::io::Error::from(error).to_string())?;
@@ -133,26 +152,11 @@ fn is_same(file: &File, wanted: &[u8], inode: u64, device: (u32, u32)) -> Result
     Ok(found == (inode, device))
 }
 
-/// GNU build-id of an ELF file that is sound enough to be looked into.
+/// GNU build-id of an ELF file.
 fn build_id(file: &File) -> Result<Option<Vec<u8>>, String> {
-    let broken = |error: object::Error| format!("not a readable ELF file: {error}");
     let copy = file.try_clone().map_err(|error| error.to_string())?;
-    // Notes are read whole: of a size that lies, only as much as the file can have.
-    Object::of_file(copy).check()?;
-    let cache = ReadCache::new(file);
-    // Both widths: the collector reports 32-bit programs as well.
-    let id = match FileKind::parse(&cache).map_err(broken)? {
-        FileKind::Elf64 => {
-            let elf = ElfFile64::<Endianness, _>::parse(&cache).map_err(broken)?;
-            elf.build_id().map_err(broken)?.map(<[u8]>::to_vec)
-        }
-        FileKind::Elf32 => {
-            let elf = ElfFile32::<Endianness, _>::parse(&cache).map_err(broken)?;
-            elf.build_id().map_err(broken)?.map(<[u8]>::to_vec)
-        }
-        _ => None,
-    };
-    Ok(id)
+    let elf = Elf::open(copy, &Scratch::default()).map_err(|error| error.to_string())?;
+    Ok(elf.ids.gnu)
 }
 
 #[cfg(test)]

@@ -4,26 +4,52 @@
 //! `Missing` with the reason, never in an error: a profile without some names is still a profile.
 
 mod demangle;
-mod elf;
 mod file;
 mod kallsyms;
+mod ladder;
+mod one;
 mod perf_map;
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::sync::Mutex;
 
-use self::elf::Object;
 pub use self::file::Pinned;
+use self::ladder::Wanted;
+pub use self::one::{Answer, Symbols};
 use crate::capture::Artifacts;
+use crate::elf::Scratch;
 use crate::profile::{
     ArtifactHash, Executable, ExecutableId, LocationId, Profile, Quality, Resolution,
 };
+use crate::table::{Kind, Table};
 
-/// Where names may be looked for besides the host's own files.
-#[derive(Debug, Default)]
+/// Where names may be looked for.
+#[derive(Debug)]
+#[non_exhaustive]
 pub struct Sources {
     /// Files opened while their processes ran.
     pub pinned: Pinned,
+    /// Directories with separate debug files, `.build-id/NN/REST.debug` below each.
+    pub debug_dirs: Vec<PathBuf>,
+    /// Whether names are made readable.
+    pub demangle: bool,
+    /// Where large sections are kept while they are read.
+    pub scratch: Scratch,
+}
+
+/// Where distributions put debug files.
+pub const DEBUG_DIR: &str = "/usr/lib/debug";
+
+impl Default for Sources {
+    fn default() -> Self {
+        Self {
+            pinned: Pinned::default(),
+            debug_dirs: vec![DEBUG_DIR.into()],
+            demangle: true,
+            scratch: Scratch::default(),
+        }
+    }
 }
 
 /// Threads that parse: symbolization is bound by them, and more than four want memory, not time.
@@ -77,7 +103,6 @@ fn run_elf_jobs(
     std::thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
-                // blazesym's Symbolizer is not Send: each job has its own, which also frees its memory.
                 loop {
                     let job = jobs.lock().ok().and_then(|mut jobs| jobs.pop());
                     let Some((id, locations)) = job else { break };
@@ -111,23 +136,65 @@ fn elf_job(
     locations: &[LocationId],
 ) -> Result<(String, Vec<Resolution>), String> {
     let executable = &profile.executables[id.index()];
-    let (object, source) = match executable {
+    let wanted = match executable {
         Executable::Vdso { image } => {
             let image =
                 image.and_then(|hash| artifacts.get(&hash)).ok_or("its image was not sent")?;
-            (Object::of_image(image)?, "vDSO image".to_owned())
+            let executable = Ok(file::of_image(image)?);
+            Wanted { build_id: Vec::new(), executable, code: None }
         }
-        _ => {
-            let pids = running_in(profile, id);
-            let opened = file::open(executable, &pids, &sources.pinned)?;
-            let source = opened.path.clone();
-            (Object::of_file(opened.file), source)
-        }
+        _ => Wanted {
+            build_id: executable.build_id().to_vec(),
+            executable: file::open(executable, &running_in(profile, id), &sources.pinned),
+            code: code(profile, id),
+        },
     };
-    let offsets: Vec<u64> =
-        locations.iter().map(|location| profile.locations[location.index()].offset).collect();
-    object.check()?;
-    Ok((source, object.symbolize(&offsets)?))
+    let found = ladder::find(wanted, sources)?;
+    let resolutions = locations.iter().map(|location| {
+        let offset = profile.locations[location.index()].offset;
+        resolution(&found.table, offset, sources.demangle)
+    });
+    Ok((found.source, resolutions.collect()))
+}
+
+/// The mapping of an executable's code with the lowest offset: as (offset in the file, bytes).
+fn code(profile: &Profile, id: ExecutableId) -> Option<(u64, u64)> {
+    let mappings = profile.mappings.iter().filter(|mapping| mapping.executable == id);
+    let lowest = mappings.min_by_key(|mapping| mapping.file_offset)?;
+    Some((lowest.file_offset, lowest.length))
+}
+
+/// What a table says of an offset in the file.
+fn resolution(table: &Table, offset: u64, demangle: bool) -> Resolution {
+    let at = |offset| table.address_of(offset).map(|address| table.lookup(address).peekable());
+    let Some(mut frames) = at(offset) else {
+        return Resolution::Missing("not in a loaded segment of the file".to_owned());
+    };
+    if frames.peek().is_none()
+        && let Some(behind) = at(offset.saturating_add(1))
+    {
+        // A signal handler returns to the first byte of a function nobody called. Less one, as return
+        // addresses are looked up, that is in nothing; and nothing is what lies in front of it.
+        frames = behind;
+    }
+    let Some(quality) = frames.peek().map(|frame| quality(frame.kind)) else {
+        let reason = match table.best() {
+            Some(_) => "no symbol covers it",
+            None => "no symbol covers it, and the file is stripped",
+        };
+        return Resolution::Missing(reason.to_owned());
+    };
+    let lines = frames.map(|frame| demangle::line(frame, demangle));
+    Resolution::Found { lines: lines.collect(), quality }
+}
+
+fn quality(kind: Kind) -> Quality {
+    match kind {
+        Kind::Dwarf => Quality::Dwarf,
+        Kind::Gopclntab => Quality::Gopclntab,
+        Kind::Symtab | Kind::MiniDebugInfo => Quality::Symtab,
+        Kind::Dynsym => Quality::Dynsym,
+    }
 }
 
 /// Processes that had the executable mapped: their roots may still lead to it.

@@ -42,7 +42,7 @@ fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result
         }
         return Ok(None);
     }
-    resolve(&mut profile, &artifacts, &Sources { pinned });
+    resolve(&mut profile, &artifacts, &Sources { pinned, ..Sources::default() });
     let start = jiff::Timestamp::from_nanosecond(i128::from(profile.start_ns))?;
     let host: String = profile
         .origin

@@ -1,0 +1,132 @@
+//! Blobs: written aside, moved into place when whole, read with their checksum.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{FlockOperation, flock};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::{Cache, CacheError, Key};
+
+/// What is kept about a blob besides its content.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Meta {
+    /// How good it is; the user's own scale, higher is better.
+    pub quality: u8,
+    /// Where it came from: a path, a URL.
+    pub origin: String,
+}
+
+/// A blob that is there.
+#[derive(Debug)]
+pub struct Blob {
+    /// Its content, opened for reading. Stays readable when the blob is evicted.
+    pub file: File,
+    /// Where it lies.
+    pub path: PathBuf,
+    /// What is known of it.
+    pub meta: Meta,
+}
+
+/// A blob being written. Dropped before [`Pending::keep`], it leaves nothing.
+pub struct Pending<'c> {
+    cache: &'c Cache,
+    file: File,
+    path: PathBuf,
+    hasher: Box<Xxh3>,
+    size: u64,
+}
+
+impl<'c> Pending<'c> {
+    pub(crate) fn new(cache: &'c Cache) -> Result<Self, CacheError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = cache.scratch().join(format!("{}-{number}", std::process::id()));
+        let failed = |error| CacheError::File { path: path.clone(), error };
+        let mut open = OpenOptions::new();
+        // One left by a killed process of this number is overwritten.
+        open.read(true).write(true).create(true).truncate(true).mode(0o600);
+        let file = open.open(&path).map_err(failed)?;
+        // Held until it is moved or we die: how a sweep knows that it is in use.
+        flock(&file, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|error| failed(error.into()))?;
+        Ok(Self { cache, file, path, hasher: Box::new(Xxh3::new()), size: 0 })
+    }
+
+    /// What was written so far, for a look before it is kept.
+    ///
+    /// # Errors
+    /// When the file cannot be opened again.
+    pub fn reader(&self) -> io::Result<File> {
+        File::open(&self.path)
+    }
+
+    /// Moves it into its place, where it replaces what was there, and makes room if there is too little.
+    ///
+    /// # Errors
+    /// See [`CacheError`].
+    pub fn keep(mut self, key: &Key, meta: Meta) -> Result<Blob, CacheError> {
+        let path = key.path(&self.cache.directory);
+        let failed = |error| CacheError::File { path: path.clone(), error };
+        self.file.sync_all().map_err(failed)?;
+        let parent = path.parent().unwrap_or(Path::new("."));
+        DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(failed)?;
+        let checksum = self.hasher.digest();
+        // The row first: a file without one is taken in with what it has, so that a row of the blob
+        // before would condemn the new one if we were killed in between. Without a row, nothing can.
+        self.cache.index().forget(key)?;
+        fs::rename(&self.path, &path).map_err(failed)?;
+        self.path.clear();
+        File::open(parent).and_then(|directory| directory.sync_all()).map_err(failed)?;
+        self.cache.index().insert(key, (self.size, checksum), &meta)?;
+        let file = File::open(&path).map_err(failed)?;
+        // Beyond the limit the blob itself may go at once; it is open, and serves this time.
+        self.cache.prune(self.cache.max_bytes)?;
+        Ok(Blob { file, path, meta })
+    }
+}
+
+impl std::fmt::Debug for Pending<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pending").field("path", &self.path).field("size", &self.size).finish()
+    }
+}
+
+impl Write for Pending<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(bytes)?;
+        self.hasher.update(&bytes[..written]);
+        self.size += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if !self.path.as_os_str().is_empty() {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Size and checksum of a file.
+pub(crate) fn checksum(file: &File) -> io::Result<(u64, u64)> {
+    let mut hasher = Xxh3::new();
+    let mut buffer = vec![0; 1 << 18];
+    let mut size = 0;
+    loop {
+        let read = file.read_at(&mut buffer, size)?;
+        if read == 0 {
+            return Ok((size, hasher.digest()));
+        }
+        hasher.update(&buffer[..read]);
+        size += read as u64;
+    }
+}

@@ -1,0 +1,231 @@
+//! The index: SQLite, shared by processes. A memory of what the files are, never the only place of anything but
+//! what is missing.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rusqlite::{Connection, ErrorCode, OptionalExtension, params};
+
+use crate::{CacheError, Key, Kind, Meta, Stats};
+
+/// What is in the index about a blob.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Its name.
+    pub key: Key,
+    /// Bytes.
+    pub size: u64,
+    /// XXH3 of its content.
+    pub checksum: u64,
+    /// The rest.
+    pub meta: Meta,
+    /// Milliseconds since the Unix epoch.
+    pub last_use: u64,
+}
+
+/// Why a key has no blob.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Negative {
+    /// Nobody has it.
+    Missing(String),
+    /// There is one that cannot be used.
+    Malformed(String),
+}
+
+#[derive(Debug)]
+pub(crate) struct Index {
+    connection: Connection,
+    is_new: bool,
+}
+
+/// Version of the schema.
+const VERSION: i32 = 1;
+const SCHEMA: &str = "
+    CREATE TABLE blobs (
+        id TEXT NOT NULL, kind TEXT NOT NULL,
+        size INTEGER NOT NULL, checksum INTEGER NOT NULL,
+        quality INTEGER NOT NULL, origin TEXT NOT NULL, last_use INTEGER NOT NULL,
+        PRIMARY KEY (id, kind)) WITHOUT ROWID;
+    CREATE INDEX by_use ON blobs (last_use);
+    CREATE TABLE negatives (
+        id TEXT NOT NULL, kind TEXT NOT NULL,
+        malformed INTEGER NOT NULL, reason TEXT NOT NULL, expires INTEGER NOT NULL,
+        PRIMARY KEY (id, kind)) WITHOUT ROWID;
+    PRAGMA user_version = 1;";
+
+impl Index {
+    /// Opens the index of a directory; one that is damaged is put aside and begun anew.
+    pub fn open(directory: &Path) -> Result<Self, CacheError> {
+        let path = directory.join("index.db");
+        match Self::try_open(&path) {
+            Err(CacheError::Index(error)) if is_damage(&error) => {
+                for name in ["index.db", "index.db-wal", "index.db-shm"] {
+                    let _ = std::fs::rename(
+                        directory.join(name),
+                        directory.join(format!("{name}.damaged")),
+                    );
+                }
+                Self::try_open(&path)
+            }
+            other => other,
+        }
+    }
+
+    fn try_open(path: &Path) -> Result<Self, CacheError> {
+        let connection = Connection::open(path)?;
+        connection.busy_timeout(Duration::from_secs(20))?;
+        // A row lost with the power is made again from its file.
+        connection.execute_batch("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;")?;
+        let transaction = connection.unchecked_transaction()?;
+        let version: i32 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+        if version > VERSION {
+            return Err(CacheError::Newer(path.to_owned()));
+        }
+        if version == 0 {
+            connection.execute_batch(SCHEMA)?;
+        }
+        transaction.commit()?;
+        // The tables are read, so that damage shows now.
+        connection.query_row("SELECT count(*) FROM blobs, negatives", [], |_| Ok(()))?;
+        Ok(Self { connection, is_new: version == 0 })
+    }
+
+    /// Whether it was begun by this opening, and may know nothing of files that are there.
+    pub fn is_new(&self) -> bool {
+        self.is_new
+    }
+
+    pub fn row(&self, key: &Key) -> rusqlite::Result<Option<Row>> {
+        let sql = "SELECT id, kind, size, checksum, quality, origin, last_use FROM blobs WHERE id = ?1 AND kind = ?2";
+        let mut statement = self.connection.prepare_cached(sql)?;
+        let row = statement.query_row(params![key.id.as_str(), key.kind.name()], row).optional()?;
+        Ok(row.flatten())
+    }
+
+    /// All blobs, least recently used first.
+    pub fn rows(&self) -> rusqlite::Result<Vec<Row>> {
+        let sql = "SELECT id, kind, size, checksum, quality, origin, last_use FROM blobs ORDER BY last_use, id, kind";
+        let mut statement = self.connection.prepare_cached(sql)?;
+        let rows = statement.query_map([], row)?;
+        Ok(rows.collect::<rusqlite::Result<Vec<_>>>()?.into_iter().flatten().collect())
+    }
+
+    pub fn insert(
+        &self,
+        key: &Key,
+        (size, checksum): (u64, u64),
+        meta: &Meta,
+    ) -> rusqlite::Result<()> {
+        let sql = "INSERT OR REPLACE INTO blobs VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
+        self.connection.prepare_cached(sql)?.execute(params![
+            key.id.as_str(),
+            key.kind.name(),
+            size as i64,
+            checksum as i64,
+            meta.quality,
+            meta.origin,
+            now() as i64,
+        ])?;
+        let sql = "DELETE FROM negatives WHERE id = ?1 AND kind = ?2";
+        self.connection.prepare_cached(sql)?.execute(params![key.id.as_str(), key.kind.name()])?;
+        Ok(())
+    }
+
+    /// Adds a row for a file that has none.
+    pub fn take_in(&self, key: &Key, found: (u64, u64)) -> rusqlite::Result<Row> {
+        let meta = Meta::default();
+        self.insert(key, found, &meta)?;
+        Ok(Row { key: key.clone(), size: found.0, checksum: found.1, meta, last_use: now() })
+    }
+
+    pub fn touch(&self, key: &Key) -> rusqlite::Result<()> {
+        let sql = "UPDATE blobs SET last_use = ?3 WHERE id = ?1 AND kind = ?2";
+        let now = now() as i64;
+        self.connection.prepare_cached(sql)?.execute(params![
+            key.id.as_str(),
+            key.kind.name(),
+            now
+        ])?;
+        Ok(())
+    }
+
+    pub fn forget(&self, key: &Key) -> rusqlite::Result<()> {
+        let sql = "DELETE FROM blobs WHERE id = ?1 AND kind = ?2";
+        self.connection.prepare_cached(sql)?.execute(params![key.id.as_str(), key.kind.name()])?;
+        Ok(())
+    }
+
+    pub fn negative(&self, key: &Key) -> rusqlite::Result<Option<Negative>> {
+        let sql =
+            "SELECT malformed, reason FROM negatives WHERE id = ?1 AND kind = ?2 AND expires > ?3";
+        let now = now() as i64;
+        let mut statement = self.connection.prepare_cached(sql)?;
+        let found = statement.query_row(params![key.id.as_str(), key.kind.name(), now], |row| {
+            let reason: String = row.get(1)?;
+            Ok(if row.get(0)? { Negative::Malformed(reason) } else { Negative::Missing(reason) })
+        });
+        found.optional()
+    }
+
+    pub fn put_negative(
+        &self,
+        key: &Key,
+        negative: &Negative,
+        lifetime: Duration,
+    ) -> rusqlite::Result<()> {
+        let (malformed, reason) = match negative {
+            Negative::Missing(reason) => (false, reason),
+            Negative::Malformed(reason) => (true, reason),
+        };
+        let expires = now().saturating_add(lifetime.as_millis() as u64) as i64;
+        let sql = "INSERT OR REPLACE INTO negatives VALUES (?1, ?2, ?3, ?4, ?5)";
+        let (id, kind) = (key.id.as_str(), key.kind.name());
+        self.connection
+            .prepare_cached(sql)?
+            .execute(params![id, kind, malformed, reason, expires])?;
+        let sql = "DELETE FROM negatives WHERE expires <= ?1";
+        self.connection.prepare_cached(sql)?.execute(params![now() as i64])?;
+        Ok(())
+    }
+
+    pub fn stats(&self) -> rusqlite::Result<Stats> {
+        let sql = "SELECT count(*), coalesce(sum(size), 0) FROM blobs";
+        let (blobs, bytes): (i64, i64) =
+            self.connection.query_row(sql, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        let sql = "SELECT count(*) FROM negatives WHERE malformed = ?1 AND expires > ?2";
+        let count = |malformed: bool| -> rusqlite::Result<i64> {
+            self.connection.query_row(sql, params![malformed, now() as i64], |row| row.get(0))
+        };
+        Ok(Stats {
+            blobs: blobs as u64,
+            bytes: bytes as u64,
+            missing: count(false)? as u64,
+            malformed: count(true)? as u64,
+        })
+    }
+}
+
+/// `None` for a row of a kind this version does not know.
+fn row(row: &rusqlite::Row<'_>) -> rusqlite::Result<Option<Row>> {
+    let (id, kind): (String, String) = (row.get(0)?, row.get(1)?);
+    let (Ok(id), Some(kind)) = (id.parse(), Kind::of_name(&kind)) else { return Ok(None) };
+    let (size, checksum, last_use): (i64, i64, i64) = (row.get(2)?, row.get(3)?, row.get(6)?);
+    Ok(Some(Row {
+        key: Key::new(id, kind),
+        size: size as u64,
+        checksum: checksum as u64,
+        meta: Meta { quality: row.get(4)?, origin: row.get(5)? },
+        last_use: last_use as u64,
+    }))
+}
+
+fn is_damage(error: &rusqlite::Error) -> bool {
+    let code = error.sqlite_error_code();
+    matches!(code, Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt | ErrorCode::SystemIoFailure))
+        // A table that should be there is not.
+        || matches!(code, Some(ErrorCode::Unknown))
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
+}

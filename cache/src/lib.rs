@@ -1,0 +1,277 @@
+//! The content-addressed store: executables, debug files and compiled tables by build-id, and what is known to be
+//! missing. Knows no ELF, no HTTP and no symbols.
+//!
+//! # On disk
+//!
+//! ```text
+//! DIR/                       0700, ours alone
+//!   .build-id/NN/REST        an executable          gdb, perf and blazesym read
+//!   .build-id/NN/REST.debug  its debug file         these two as they are
+//!   tables/NN/REST.vN        a compiled table of format N
+//!   blobs/NN/REST            anything else, by SHA-256 or boot id
+//!   index.db                 SQLite: sizes, checksums, last use, what is missing
+//!   tmp/, locks/             being written; one fetch or conversion a key
+//! ```
+//!
+//! # What holds
+//!
+//! - A blob comes into its place by rename once it is whole and on disk. Killed at any instruction, the store holds each
+//!   blob whole or not at all; a file without a row is taken in when it is met, a row without a file forgotten.
+//! - The index is a memory of the files, and made again from them when it is lost or damaged.
+//! - Every blob is checked against its checksum when it is opened; one that differs is removed.
+//! - [`Cache::lock`] gives a key to one task of one process at a time.
+//! - The least recently used go first when there is more than the limit.
+//!
+//! # Versions of the index
+//!
+//! - 1: the first.
+
+mod blob;
+mod index;
+mod key;
+mod lock;
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests;
+mod verify;
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+pub use self::blob::{Blob, Meta, Pending};
+pub use self::index::{Negative, Row};
+pub use self::key::{BadId, Id, Key, Kind};
+pub use self::lock::Lock;
+pub use self::verify::Verified;
+
+/// The store cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// The file system.
+    #[error("{path}: {error}")]
+    File {
+        /// What it was about.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// Someone else could put symbols into it.
+    #[error(
+        "{0} belongs to another user or can be written by others; name a directory of your own with --symbol-cache-dir"
+    )]
+    NotOurs(PathBuf),
+    /// The index.
+    #[error("the index of the symbol cache: {0}")]
+    Index(#[from] rusqlite::Error),
+    /// A newer program's.
+    #[error("{0} is of a newer Stackwire; name another directory with --symbol-cache-dir")]
+    Newer(PathBuf),
+}
+
+/// An opened store. Shared by threads; other processes may have the same directory open.
+#[derive(Debug)]
+pub struct Cache {
+    directory: PathBuf,
+    max_bytes: u64,
+    index: Mutex<index::Index>,
+}
+
+/// What is in a store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blobs.
+    pub blobs: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Keys known to be missing.
+    pub missing: u64,
+    /// Keys known to be malformed.
+    pub malformed: u64,
+}
+
+impl Cache {
+    /// Opens a store, or makes one.
+    ///
+    /// # Errors
+    /// See [`CacheError`].
+    pub fn open(directory: &Path, max_bytes: u64) -> Result<Self, CacheError> {
+        let failed = |path: &Path, error| CacheError::File { path: path.to_owned(), error };
+        let make = |path: &Path| {
+            let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
+            made.map_err(|error| failed(path, error))
+        };
+        make(directory)?;
+        let found = fs::symlink_metadata(directory).map_err(|error| failed(directory, error))?;
+        if found.uid() != rustix::process::geteuid().as_raw() || found.mode() & 0o022 != 0 {
+            return Err(CacheError::NotOurs(directory.to_owned()));
+        }
+        for below in ["tmp", "locks"] {
+            make(&directory.join(below))?;
+        }
+        let index = index::Index::open(directory)?;
+        let cache = Self { directory: directory.to_owned(), max_bytes, index: Mutex::new(index) };
+        if cache.index().is_new() {
+            cache.take_in_files()?;
+        }
+        cache.sweep();
+        Ok(cache)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// A directory for temporary files, swept when their writers are gone.
+    #[must_use]
+    pub fn scratch(&self) -> PathBuf {
+        self.directory.join("tmp")
+    }
+
+    /// A blob, if it is there and whole. Counts as a use.
+    ///
+    /// # Errors
+    /// When the index cannot be used; a damaged blob is none.
+    pub fn get(&self, key: &Key) -> Result<Option<Blob>, CacheError> {
+        let path = key.path(&self.directory);
+        // Twice: between a look at the file and one at its row another process may replace both.
+        for last in [false, true] {
+            let Ok(file) = File::open(&path) else {
+                self.index().forget(key)?;
+                return Ok(None);
+            };
+            let found = blob::checksum(&file);
+            let found = found.map_err(|error| CacheError::File { path: path.clone(), error })?;
+            let row = self.index().row(key)?;
+            let row = match row {
+                Some(row) if (row.size, row.checksum) != found => {
+                    if last {
+                        self.remove(key)?;
+                    }
+                    continue;
+                }
+                Some(row) => row,
+                // Its writer was killed before it came to the index.
+                None => self.index().take_in(key, found)?,
+            };
+            self.index().touch(key)?;
+            return Ok(Some(Blob { file, path, meta: row.meta }));
+        }
+        Ok(None)
+    }
+
+    /// Begins a blob; it is in the store once [`Pending::keep`] has returned.
+    ///
+    /// # Errors
+    /// When no temporary file can be made.
+    pub fn begin(&self) -> Result<Pending<'_>, CacheError> {
+        Pending::new(self)
+    }
+
+    /// Adds a blob at once.
+    ///
+    /// # Errors
+    /// See [`CacheError`].
+    pub fn put(&self, key: &Key, bytes: &[u8], meta: Meta) -> Result<Blob, CacheError> {
+        let mut pending = self.begin()?;
+        let written = io::Write::write_all(&mut pending, bytes);
+        written.map_err(|error| CacheError::File { path: self.scratch(), error })?;
+        pending.keep(key, meta)
+    }
+
+    /// What is known about a key that has no blob.
+    ///
+    /// # Errors
+    /// When the index cannot be used.
+    pub fn negative(&self, key: &Key) -> Result<Option<Negative>, CacheError> {
+        Ok(self.index().negative(key)?)
+    }
+
+    /// Remembers for a while that a key has no blob.
+    ///
+    /// # Errors
+    /// When the index cannot be used.
+    pub fn put_negative(
+        &self,
+        key: &Key,
+        negative: &Negative,
+        lifetime: Duration,
+    ) -> Result<(), CacheError> {
+        Ok(self.index().put_negative(key, negative, lifetime)?)
+    }
+
+    /// The key for one task of one process alone; `None` when another had it for longer than `patience`.
+    ///
+    /// # Errors
+    /// When the lock cannot be made.
+    pub fn lock(&self, key: &Key, patience: Duration) -> Result<Option<Lock>, CacheError> {
+        Lock::take(&self.directory, key, patience)
+            .map_err(|error| CacheError::File { path: self.directory.join("locks"), error })
+    }
+
+    /// Removes a blob and what is known of it; whether there was one.
+    ///
+    /// # Errors
+    /// See [`CacheError`].
+    pub fn remove(&self, key: &Key) -> Result<bool, CacheError> {
+        let path = key.path(&self.directory);
+        let removed = match fs::remove_file(&path) {
+            Ok(()) => true,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+            Err(error) => return Err(CacheError::File { path, error }),
+        };
+        self.index().forget(key)?;
+        Ok(removed)
+    }
+
+    /// Removes the least recently used until at most `max_bytes` are left; returns what was removed.
+    ///
+    /// # Errors
+    /// See [`CacheError`].
+    pub fn prune(&self, max_bytes: u64) -> Result<Vec<Row>, CacheError> {
+        let mut removed = Vec::new();
+        let (mut bytes, rows) = {
+            let index = self.index();
+            (
+                index.stats()?.bytes,
+                if index.stats()?.bytes > max_bytes { index.rows()? } else { Vec::new() },
+            )
+        };
+        for row in rows {
+            if bytes <= max_bytes {
+                break;
+            }
+            self.remove(&row.key)?;
+            bytes -= row.size.min(bytes);
+            removed.push(row);
+        }
+        Ok(removed)
+    }
+
+    /// All blobs, least recently used first.
+    ///
+    /// # Errors
+    /// When the index cannot be used.
+    pub fn rows(&self) -> Result<Vec<Row>, CacheError> {
+        Ok(self.index().rows()?)
+    }
+
+    /// Counts.
+    ///
+    /// # Errors
+    /// When the index cannot be used.
+    pub fn stats(&self) -> Result<Stats, CacheError> {
+        Ok(self.index().stats()?)
+    }
+
+    fn index(&self) -> MutexGuard<'_, index::Index> {
+        // What a panicking thread left is a finished statement or a rolled back one.
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,111 @@
+//! `stackwire symbolize`: addresses of one executable from the command line or standard input.
+
+use std::fmt::Write as _;
+use std::io::{BufRead, ErrorKind, Write};
+use std::path::Path;
+
+use anyhow::{Context, anyhow};
+use stackwire::{Symbols, say};
+
+use super::Failure;
+use crate::cli::Symbolize;
+
+pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
+    let sources = arguments.symbols.sources();
+    let path = Path::new(&arguments.object);
+    // A file of that name first: one may be called `deadbeef`.
+    let symbols = match (path.exists(), build_id(&arguments.object)) {
+        (false, Some(build_id)) => Symbols::of_build_id(&build_id, &sources),
+        _ => Symbols::of_file(path, &sources),
+    };
+    let symbols = symbols
+        .map_err(|reason| anyhow!("cannot read symbols of {}: {reason}", arguments.object))?;
+    for note in symbols.notes() {
+        say(&format!("stackwire: {}: {note}", arguments.object));
+    }
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    let mut print = |text: &str| -> Result<(), Failure> {
+        let Some(address) = address(text) else {
+            return Err(Failure::Usage(format!(
+                "{text:?} is not an address: give it in hex, as 0x1234"
+            )));
+        };
+        let answer = symbols.lookup(address);
+        let text = if arguments.json { json(address, &answer, &symbols) } else { plain(&answer) };
+        match out.write_all(text.as_bytes()) {
+            // `symbolize | head` has seen enough.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+            other => Ok(other.context("cannot print")?),
+        }
+    };
+    for text in &arguments.addresses {
+        print(text)?;
+    }
+    if arguments.addresses.is_empty() {
+        for line in std::io::stdin().lock().lines() {
+            let line = line.context("cannot read standard input")?;
+            line.split_whitespace().try_for_each(&mut print)?;
+        }
+    }
+    out.flush().context("cannot print")?;
+    Ok(())
+}
+
+/// Hex with or without `0x`, as addr2line takes it.
+fn address(text: &str) -> Option<u64> {
+    u64::from_str_radix(text.strip_prefix("0x").unwrap_or(text), 16).ok()
+}
+
+/// Hex of 8 to 64 digits.
+fn build_id(text: &str) -> Option<Vec<u8>> {
+    let good = (8..=64).contains(&text.len()) && text.len().is_multiple_of(2);
+    let byte = |at| u8::from_str_radix(text.get(at..at + 2)?, 16).ok();
+    let hex = good && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if hex { (0..text.len()).step_by(2).map(byte).collect() } else { None }
+}
+
+/// Function, then file and line, for each frame; question marks for what is unknown.
+fn plain(answer: &stackwire::Answer) -> String {
+    let mut text = String::new();
+    for frame in &answer.frames {
+        let or = |text: &str| if text.is_empty() { "??" } else { text }.to_owned();
+        let _ = writeln!(text, "{}\n{}:{}", or(&frame.function), or(&frame.file), frame.line);
+    }
+    if text.is_empty() { "??\n??:0\n".to_owned() } else { text }
+}
+
+fn json(address: u64, answer: &stackwire::Answer, symbols: &Symbols) -> String {
+    let mut text = format!("{{\"address\":\"{address:#x}\",\"frames\":[");
+    for (index, frame) in answer.frames.iter().enumerate() {
+        let comma = if index > 0 { "," } else { "" };
+        let (function, file) = (quoted(&frame.function), quoted(&frame.file));
+        let line = frame.line;
+        let _ = write!(text, "{comma}{{\"function\":{function},\"file\":{file},\"line\":{line}}}");
+    }
+    let quality = answer.quality.map_or("missing", stackwire::profile::Quality::text);
+    let _ = writeln!(
+        text,
+        "],\"quality\":{},\"source\":{}}}",
+        quoted(quality),
+        quoted(symbols.source())
+    );
+    text
+}
+
+/// A JSON string: RFC 8259, section 7.
+fn quoted(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 2);
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            c if c < ' ' => {
+                let _ = write!(out, "\\u{:04x}", u32::from(c));
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}

@@ -1,0 +1,101 @@
+//! The line program of a compilation unit: which addresses belong to which file and line.
+
+use gimli::{AttributeValue, LineProgramHeader};
+
+use super::dwarf::{Debug, DwarfError, Place, Slice};
+use super::paint::Span;
+
+/// Rows of a unit.
+#[derive(Debug, Default)]
+pub struct Rows {
+    /// Addresses with the number of a row in [`Rows::places`]; sorted, without overlaps.
+    pub spans: Vec<Span>,
+    /// File, as the program numbers them, and line.
+    pub places: Vec<(u64, u32)>,
+}
+
+/// Reads the rows of a unit; none when it has no line program.
+///
+/// # Errors
+/// See [`DwarfError`].
+pub fn read<'a>(debug: &Debug<'a>, place: &Place<'a>) -> Result<Rows, DwarfError> {
+    let mut found = Rows::default();
+    let Some(program) = place.line_program() else { return Ok(found) };
+    let mut rows = program.rows();
+    let mut before: Option<(u64, u64, u32)> = None;
+    while let Some((_, row)) = rows.next_row()? {
+        debug.rows().spend()?;
+        let address = row.address();
+        // Of several rows at one address the last holds: only it has bytes.
+        if let Some((start, file, line)) = before.take()
+            && start < address
+            && debug.is_code(start)
+        {
+            let what = found.places.len() as u32;
+            match (found.places.last(), found.spans.last_mut()) {
+                (Some(&last), Some(span)) if last == (file, line) && span.end == start => {
+                    span.end = address
+                }
+                _ => {
+                    found.places.push((file, line));
+                    found.spans.push(Span { start, end: address, what });
+                }
+            }
+        }
+        if !row.end_sequence() {
+            let line = row.line().map_or(0, |line| u32::try_from(line.get()).unwrap_or(0));
+            before = Some((address, row.file_index(), line));
+        }
+    }
+    found.spans.sort_by_key(|span| span.start);
+    let mut end = 0;
+    found.spans.retain_mut(|span| {
+        span.start = span.start.max(end);
+        end = end.max(span.end);
+        span.start < span.end
+    });
+    Ok(found)
+}
+
+/// The path of a file of a line program: directory of the compilation, its own directory, name. As the producer
+/// wrote them: `..` is kept, since what it means depends on links nobody has any more.
+pub fn path<'a>(
+    place: &Place<'a>,
+    header: &LineProgramHeader<Slice<'a>>,
+    file: u64,
+) -> Option<String> {
+    let entry = header.file(file)?;
+    let text = |value: AttributeValue<Slice<'a>>| {
+        let text = place.dwarf.attr_string(&place.unit, value).ok()?;
+        Some(String::from_utf8_lossy(text.slice()).into_owned())
+    };
+    let name = text(entry.path_name())?;
+    if name.starts_with('/') {
+        return Some(name);
+    }
+    let compiled_in = || {
+        let unit = place.unit.comp_dir.map(|dir| String::from_utf8_lossy(dir.slice()).into_owned());
+        unit.unwrap_or_default()
+    };
+    // Directory 0 is that of the compilation: from DWARF 5 on listed as such, not listed before. All others
+    // are relative to it.
+    let directory = match (entry.directory_index(), header.version()) {
+        (0, ..5) => compiled_in(),
+        (0, _) => entry.directory(header).and_then(text).unwrap_or_default(),
+        _ => match entry.directory(header).and_then(text) {
+            Some(directory) if directory.starts_with('/') => directory,
+            Some(directory) => join(&compiled_in(), &directory),
+            None => compiled_in(),
+        },
+    };
+    Some(join(&directory, &name))
+}
+
+fn join(directory: &str, name: &str) -> String {
+    match (directory.is_empty(), name.is_empty()) {
+        (true, _) => name.to_owned(),
+        (_, true) => directory.to_owned(),
+        _ if directory.ends_with('/') => format!("{directory}{name}"),
+        _ => format!("{directory}/{name}"),
+    }
+}

@@ -1,0 +1,87 @@
+//! Compiles what ELF files say about code into a table: DWARF first, symbol tables where it is silent.
+//!
+//! Works on files it is handed; which files those are is `resolve/`'s to find out. Hostile input costs its own
+//! names: what does not parse is left out and said in [`Compiled::notes`].
+
+mod dwarf;
+mod lines;
+mod overlay;
+mod paint;
+mod scopes;
+mod symbols;
+
+use crate::elf::{Elf, ElfError};
+use crate::table::{Segment, Writer};
+
+/// The files of one executable.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Files<'a> {
+    /// What is mapped and run.
+    pub executable: Option<&'a Elf>,
+    /// What holds its DWARF, when that is another file.
+    pub debug: Option<&'a Elf>,
+    /// What `dwz` moved common parts to.
+    pub alt: Option<&'a Elf>,
+}
+
+/// A table with what it was not possible to take into it.
+#[derive(Debug)]
+pub struct Compiled {
+    /// The table, see `table/`.
+    pub bytes: Vec<u8>,
+    /// In words, for the report.
+    pub notes: Vec<String>,
+}
+
+/// Compiles a table.
+///
+/// `code`: where the capture saw code mapped, as (offset in the file, bytes); needed when only the debug file is
+/// at hand, whose program headers have lost their offsets.
+///
+/// # Errors
+/// When no file can be read at all.
+pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Result<Compiled, ElfError> {
+    let mut writer = Writer::default();
+    let mut notes = Vec::new();
+    for segment in segments(files, code) {
+        writer.segment(segment);
+    }
+    let symbols = symbols::read(files, &mut notes);
+    if let Some(elf) = with_dwarf(files) {
+        match dwarf::Sections::load(elf, files.alt) {
+            Ok(sections) => sections.compile(&symbols, &mut writer, &mut notes),
+            Err(error) => notes.push(format!("its debug information: {error}")),
+        }
+    }
+    symbols.write(&mut writer);
+    Ok(Compiled { bytes: writer.finish(), notes })
+}
+
+/// The file to take DWARF from.
+fn with_dwarf<'a>(files: &Files<'a>) -> Option<&'a Elf> {
+    [files.debug, files.executable].into_iter().flatten().find(|elf| elf.has(".debug_info"))
+}
+
+/// How offsets become addresses.
+fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
+    if let Some(executable) = files.executable {
+        return executable.loads.iter().map(|load| load.segment).collect();
+    }
+    // In debug files program headers keep addresses and lose offsets. A single segment of code is where
+    // the mapping with the lowest offset was; of several, nobody knows.
+    let Some(debug) = files.debug else { return Vec::new() };
+    let mut loads = debug.loads.iter().filter(|load| load.code);
+    match (loads.next(), loads.next(), code) {
+        (Some(load), None, Some((offset, _))) => {
+            const PAGE: u64 = 4096;
+            let (address, size) = load.memory;
+            let inside = address % PAGE;
+            vec![Segment {
+                offset: offset - offset % PAGE,
+                address: address - inside,
+                size: size + inside,
+            }]
+        }
+        _ => Vec::new(),
+    }
+}

@@ -1,0 +1,171 @@
+//! The functions of a compilation unit and what is inlined into them, from its tree of entries.
+
+use gimli::{AttributeValue, DebuggingInformationEntry as Entry};
+use rustc_hash::FxHashMap;
+
+use super::dwarf::{Debug, DwarfError, Place, Slice, Units};
+use super::paint::Span;
+
+/// A function, or a call inlined into one.
+#[derive(Clone, Copy, Debug)]
+pub struct Scope {
+    /// Number in [`Scopes::names`].
+    pub function: u32,
+    /// What it is inlined into.
+    pub parent: Option<u32>,
+    /// File and line of the call, as the unit's line program numbers files.
+    pub call: (u64, u32),
+}
+
+/// All of a unit.
+#[derive(Debug, Default)]
+pub struct Scopes<'a> {
+    /// Names, raw; empty where there is none.
+    pub names: Vec<&'a [u8]>,
+    /// Functions and inlined calls, callers before what is inlined into them.
+    pub scopes: Vec<Scope>,
+    /// Addresses of the scopes, what is inlined behind what it is inlined into.
+    pub spans: Vec<Span>,
+}
+
+/// Deepest chain of references followed for a name; compilers make two or three.
+const MAX_HOPS: usize = 16;
+/// Deepest tree of entries looked at.
+const MAX_DEPTH: usize = 4096;
+
+/// Reads the scopes of a unit.
+///
+/// # Errors
+/// See [`DwarfError`].
+pub fn read<'a>(
+    debug: &Debug<'a>,
+    units: &mut Units<'a>,
+    place: &Place<'a>,
+) -> Result<Scopes<'a>, DwarfError> {
+    let (dwarf, unit) = (&*place.dwarf, &*place.unit);
+    let mut found = Scopes::default();
+    let mut functions: FxHashMap<(bool, usize), u32> = FxHashMap::default();
+    // The scope in force at each depth of the tree.
+    let mut stack: Vec<(isize, Option<u32>)> = Vec::new();
+    let mut entries = unit.entries_raw(None)?;
+    let mut entry = Entry::null();
+    while !entries.is_empty() {
+        let depth = entries.next_depth();
+        if !entries.read_entry(&mut entry)? {
+            continue;
+        }
+        while stack.last().is_some_and(|&(at, _)| at >= depth) {
+            stack.pop();
+        }
+        let parent = stack.last().and_then(|&(_, scope)| scope);
+        let scope = match entry.tag() {
+            gimli::DW_TAG_subprogram => {
+                scope(debug, units, place, &entry, None, &mut functions, &mut found)
+            }
+            gimli::DW_TAG_inlined_subroutine if parent.is_some() => {
+                scope(debug, units, place, &entry, parent, &mut functions, &mut found)
+            }
+            // Blocks and namespaces are transparent; types are looked into for methods defined in them.
+            _ => parent,
+        };
+        let is_function =
+            matches!(entry.tag(), gimli::DW_TAG_subprogram | gimli::DW_TAG_inlined_subroutine);
+        if let (true, Some(scope)) = (is_function, scope.filter(|_| scope != parent)) {
+            let mut ranges = dwarf.die_ranges(unit, &entry)?;
+            while let Some(range) = ranges.next()? {
+                debug.ranges().spend()?;
+                if debug.is_code(range.begin) {
+                    found.spans.push(Span { start: range.begin, end: range.end, what: scope });
+                }
+            }
+        }
+        if entry.has_children() && stack.len() < MAX_DEPTH {
+            stack.push((depth, scope));
+        }
+    }
+    Ok(found)
+}
+
+/// Adds a scope for an entry that has code; of declarations and abstract instances, none.
+fn scope<'a>(
+    debug: &Debug<'a>,
+    units: &mut Units<'a>,
+    place: &Place<'a>,
+    entry: &Entry<Slice<'a>>,
+    parent: Option<u32>,
+    functions: &mut FxHashMap<(bool, usize), u32>,
+    found: &mut Scopes<'a>,
+) -> Option<u32> {
+    if !entry.has_attr(gimli::DW_AT_low_pc) && !entry.has_attr(gimli::DW_AT_ranges) {
+        return None;
+    }
+    let function = function(debug, units, place, entry, functions, found);
+    let number = |name| entry.attr(name).and_then(gimli::Attribute::udata_value);
+    let file = match entry.attr_value(gimli::DW_AT_call_file) {
+        Some(AttributeValue::FileIndex(file)) => file,
+        Some(value) => value.udata_value().unwrap_or(0),
+        None => 0,
+    };
+    let line = number(gimli::DW_AT_call_line).unwrap_or(0);
+    found.scopes.push(Scope { function, parent, call: (file, u32::try_from(line).unwrap_or(0)) });
+    Some((found.scopes.len() - 1) as u32)
+}
+
+/// Number of the function an entry is an instance of.
+fn function<'a>(
+    debug: &Debug<'a>,
+    units: &mut Units<'a>,
+    place: &Place<'a>,
+    entry: &Entry<Slice<'a>>,
+    functions: &mut FxHashMap<(bool, usize), u32>,
+    found: &mut Scopes<'a>,
+) -> u32 {
+    let origin = entry.attr_value(gimli::DW_AT_abstract_origin).and_then(|value| place.key(&value));
+    if let Some(&function) = origin.as_ref().and_then(|key| functions.get(key)) {
+        return function;
+    }
+    let names = names(debug, units, place, entry, MAX_HOPS);
+    found.names.push(names.linkage.or(names.plain).unwrap_or_default());
+    let function = (found.names.len() - 1) as u32;
+    if let Some(key) = origin {
+        functions.insert(key, function);
+    }
+    function
+}
+
+/// What an entry and those it refers to are called.
+#[derive(Clone, Copy, Debug, Default)]
+struct Names<'a> {
+    linkage: Option<&'a [u8]>,
+    plain: Option<&'a [u8]>,
+}
+
+fn names<'a>(
+    debug: &Debug<'a>,
+    units: &mut Units<'a>,
+    place: &Place<'a>,
+    entry: &Entry<Slice<'a>>,
+    hops: usize,
+) -> Names<'a> {
+    let text = |name| {
+        let value = entry.attr_value(name)?;
+        Some(place.dwarf.attr_string(&place.unit, value).ok()?.slice())
+    };
+    let mut names = Names {
+        linkage: text(gimli::DW_AT_linkage_name).or_else(|| text(gimli::DW_AT_MIPS_linkage_name)),
+        plain: text(gimli::DW_AT_name),
+    };
+    for reference in [gimli::DW_AT_abstract_origin, gimli::DW_AT_specification] {
+        if names.linkage.is_some() || hops == 0 {
+            break;
+        }
+        let Some(value) = entry.attr_value(reference) else { continue };
+        let found = place.key(&value).and_then(|key| units.find(debug, key));
+        let Some((place, offset)) = found else { continue };
+        let Ok(entry) = place.unit.entry(offset) else { continue };
+        let more = self::names(debug, units, &place, &entry, hops - 1);
+        names.linkage = more.linkage;
+        names.plain = names.plain.or(more.plain);
+    }
+    names
+}

@@ -1,0 +1,202 @@
+//! Functions of ELF symbol tables: `.symtab`, or `.dynsym` where a file has no other.
+
+use object::Endianness;
+use object::elf;
+
+use super::Files;
+use super::paint::{Span, paint};
+use crate::elf::{Elf, ElfError, Section};
+use crate::table::{Bytes, Kind, NodeKey, Writer};
+
+/// Functions by address, at each address the one that begins last before it.
+#[derive(Debug, Default)]
+pub struct Symbols {
+    names: Vec<(String, Kind)>,
+    spans: Vec<Span>,
+}
+
+/// Reads the best symbol table of the files: one with all functions makes those with fewer needless.
+pub fn read(files: &Files<'_>, notes: &mut Vec<String>) -> Symbols {
+    let elfs = || [files.debug, files.executable].into_iter().flatten();
+    let mut found = Vec::new();
+    let mut take = |elf: &Elf, name: &str, kind: Kind, found: &mut Vec<Symbol>| {
+        if let Err(error) = functions(elf, name, kind, found) {
+            notes.push(format!("its {name}: {error}"));
+        }
+    };
+    if let Some(elf) = elfs().find(|elf| elf.has(".symtab")) {
+        take(elf, ".symtab", Kind::Symtab, &mut found);
+    }
+    if found.is_empty() {
+        for elf in elfs() {
+            take(elf, ".dynsym", Kind::Dynsym, &mut found);
+        }
+    }
+    arrange(found)
+}
+
+impl Symbols {
+    /// Number of the function at an address, and where it ends.
+    #[must_use]
+    pub fn at(&self, address: u64) -> Option<(u32, u64)> {
+        let after = self.spans.partition_point(|span| span.start <= address);
+        let span = self.spans[..after].last().filter(|span| address < span.end)?;
+        Some((span.what, span.end))
+    }
+
+    /// Name of a function.
+    #[must_use]
+    pub fn name(&self, number: u32) -> &str {
+        &self.names[number as usize].0
+    }
+
+    /// Where the next function begins.
+    #[must_use]
+    pub fn next(&self, address: u64) -> u64 {
+        let after = self.spans.partition_point(|span| span.start <= address);
+        self.spans.get(after).map_or(u64::MAX, |span| span.start)
+    }
+
+    /// Adds all functions where the table has nothing better.
+    pub fn write(&self, writer: &mut Writer) {
+        for span in &self.spans {
+            let (name, kind) = &self.names[span.what as usize];
+            let function = writer.function(name, *kind);
+            let leaf = writer.node(NodeKey { function, file: None, line: 0, parent: 0 });
+            writer.fallback(span.start, span.end, leaf);
+        }
+    }
+}
+
+/// A function as its table has it.
+#[derive(Clone, Debug)]
+struct Symbol {
+    address: u64,
+    size: u64,
+    /// Where its section ends: as far as one without a size reaches.
+    limit: u64,
+    /// Global, weak, local: 0, 1, 2.
+    binding: u8,
+    name: String,
+    kind: Kind,
+}
+
+/// Longest name taken; C++ has some of a hundred kilobytes.
+const MAX_NAME: usize = 1 << 20;
+
+fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Result<(), ElfError> {
+    let Some(section) = elf.sections.iter().find(|section| section.name == table) else {
+        return Ok(());
+    };
+    if !elf.has(table) {
+        return Ok(());
+    }
+    let content = elf.content(section)?;
+    let Some(strings) = elf.sections.get(section.link as usize) else {
+        return Err(ElfError::Broken("it has no string table".to_owned()));
+    };
+    let strings = elf.content(strings)?;
+    let size = if elf.is_64 { 24 } else { 16 };
+    for entry in content.chunks_exact(size) {
+        let Some(raw) = decode(entry, elf.is_64, elf.endian) else { continue };
+        let code = elf.sections.get(usize::from(raw.section)).filter(|section| section.is_code());
+        let Some(code) = code.filter(|code| code.range().contains(&raw.address)) else { continue };
+        let is_function = matches!(raw.kind, elf::STT_FUNC | elf::STT_GNU_IFUNC)
+            // Assembly often leaves the type out.
+            || raw.kind == elf::STT_NOTYPE;
+        if !is_function {
+            continue;
+        }
+        let Some(name) = name(&strings, raw.name) else { continue };
+        // Mapping symbols of ARM and RISC-V are marks, not functions.
+        if name.is_empty() || raw.kind == elf::STT_NOTYPE && name.starts_with('$') {
+            continue;
+        }
+        out.push(Symbol {
+            address: raw.address,
+            size: raw.size,
+            limit: code.range().end,
+            binding: match raw.binding {
+                elf::STB_GLOBAL => 0,
+                elf::STB_WEAK => 1,
+                _ => 2,
+            },
+            name: name.to_owned(),
+            kind,
+        });
+    }
+    Ok(())
+}
+
+struct Raw {
+    name: u32,
+    kind: u8,
+    binding: u8,
+    section: u16,
+    address: u64,
+    size: u64,
+}
+
+/// `Elf64_Sym` (name, info, other, shndx, value, size) or `Elf32_Sym` (name, value, size, info, other, shndx).
+fn decode(entry: &[u8], is_64: bool, endian: Endianness) -> Option<Raw> {
+    let little = endian == Endianness::Little;
+    let number = |at: usize, length: usize| -> Option<u64> {
+        let bytes = entry.get(at..at + length)?.iter();
+        let add = |number: u64, byte: &u8| number << 8 | u64::from(*byte);
+        Some(if little { bytes.rev().fold(0, add) } else { bytes.fold(0, add) })
+    };
+    let (info, section, address, size) = match is_64 {
+        true => (number(4, 1)?, number(6, 2)?, number(8, 8)?, number(16, 8)?),
+        false => (number(12, 1)?, number(14, 2)?, number(4, 4)?, number(8, 4)?),
+    };
+    Some(Raw {
+        name: number(0, 4)? as u32,
+        kind: info as u8 & 0xf,
+        binding: info as u8 >> 4,
+        section: section as u16,
+        address,
+        size,
+    })
+}
+
+fn name(strings: &Bytes, at: u32) -> Option<&str> {
+    let tail = strings.get(at as usize..)?;
+    let tail = &tail[..tail.len().min(MAX_NAME)];
+    let end = tail.iter().position(|&byte| byte == 0)?;
+    std::str::from_utf8(&tail[..end]).ok()
+}
+
+fn arrange(mut found: Vec<Symbol>) -> Symbols {
+    // Of those that begin together the last painted shows: as perf chooses, one with a size, global before weak
+    // before local, with fewer underscores in front; then whatever makes the choice the same each time.
+    found.sort_by(|a, b| {
+        let rank = |s: &Symbol| {
+            let underscores = s.name.bytes().take_while(|&byte| byte == b'_').count();
+            (s.size == 0, s.binding, underscores, s.name.len())
+        };
+        a.address
+            .cmp(&b.address)
+            .then_with(|| rank(b).cmp(&rank(a)))
+            .then_with(|| b.name.cmp(&a.name))
+    });
+    let mut spans = Vec::with_capacity(found.len());
+    let mut next = u64::MAX;
+    for (index, symbol) in found.iter().enumerate().rev() {
+        if let Some(after) = found.get(index + 1).filter(|after| after.address != symbol.address) {
+            next = after.address;
+        }
+        let end = match symbol.size {
+            0 => next.min(symbol.limit),
+            size => symbol.address.saturating_add(size).min(symbol.limit),
+        };
+        spans.push(Span { start: symbol.address, end, what: index as u32 });
+    }
+    spans.reverse();
+    let names = found.into_iter().map(|symbol| (symbol.name, symbol.kind)).collect();
+    Symbols { names, spans: paint(&spans) }
+}
+
+/// Code sections of a file, for callers that must tell code from what is not.
+pub fn code(elf: &Elf) -> Vec<std::ops::Range<u64>> {
+    elf.sections.iter().filter(|section| section.is_code()).map(Section::range).collect()
+}

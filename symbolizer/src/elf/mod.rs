@@ -1,0 +1,338 @@
+//! ELF files, hostile ones included: identity, segments, links to debug files, and sections on demand.
+//!
+//! Reads with pread into memory or unlinked temporary files, never maps a file others may cut short. Knows
+//! nothing of DWARF or symbols, which is `compile/`'s. Used by `resolve/` to find files and by `compile/`.
+
+mod section;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use object::elf::{self, FileHeader32, FileHeader64};
+use object::read::elf::{FileHeader, ProgramHeader as _, SectionHeader as _};
+use object::{Endianness, FileKind, ReadCache, ReadRef};
+use sha2::{Digest, Sha256};
+
+pub use self::section::Scratch;
+use crate::table::{Bytes, Segment};
+
+/// An ELF file that cannot be used, in words for the report.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ElfError {
+    /// No ELF file at all.
+    #[error("not an ELF file")]
+    NotElf,
+    /// Its structure does not hold together.
+    #[error("not a readable ELF file: {0}")]
+    Broken(String),
+    /// It asks for more than any real file does.
+    #[error("{0}")]
+    TooLarge(String),
+    /// The file cannot be read.
+    #[error("cannot read it: {0}")]
+    Read(String),
+}
+
+impl From<std::io::Error> for ElfError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Read(error.to_string())
+    }
+}
+
+impl From<object::Error> for ElfError {
+    fn from(error: object::Error) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+/// What a file is known by. The best there is: GNU build-id, else Go build-id, else the OpenTelemetry hash.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ids {
+    /// `NT_GNU_BUILD_ID`.
+    pub gnu: Option<Vec<u8>>,
+    /// Go's, as `go tool buildid` prints it.
+    pub go: Option<String>,
+}
+
+/// A `.gnu_debuglink`: name of the debug file and the CRC-32 of its content.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DebugLink {
+    /// File name without directory.
+    pub name: String,
+    /// Checksum of the whole file.
+    pub crc: u32,
+}
+
+/// A `.gnu_debugaltlink`: path and build-id of the file `dwz` moved common parts to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AltLink {
+    /// Path, often relative to the file that holds the link.
+    pub path: String,
+    /// Build-id.
+    pub build_id: Vec<u8>,
+}
+
+/// A section as its header describes it.
+#[derive(Clone, Debug)]
+pub struct Section {
+    /// Name.
+    pub name: String,
+    kind: u32,
+    flags: u64,
+    /// Address.
+    pub address: u64,
+    offset: u64,
+    size: u64,
+    /// Number of the section it refers to.
+    pub link: u32,
+}
+
+impl Section {
+    /// Whether it holds code that is loaded.
+    #[must_use]
+    pub fn is_code(&self) -> bool {
+        self.flags & u64::from(elf::SHF_EXECINSTR) != 0
+            && self.flags & u64::from(elf::SHF_ALLOC) != 0
+    }
+
+    /// Addresses it covers.
+    #[must_use]
+    pub fn range(&self) -> std::ops::Range<u64> {
+        self.address..self.address.saturating_add(self.size)
+    }
+}
+
+/// A loadable segment.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// Where in the file and at which address.
+    pub segment: Segment,
+    /// Executable.
+    pub code: bool,
+    /// First address and size in memory.
+    pub memory: (u64, u64),
+}
+
+/// An ELF file in our hands: what was verified is what is read.
+#[derive(Debug)]
+pub struct Elf {
+    file: File,
+    length: u64,
+    /// 64-bit.
+    pub is_64: bool,
+    /// Byte order.
+    pub endian: Endianness,
+    /// Sections, by number.
+    pub sections: Vec<Section>,
+    /// Loadable segments.
+    pub loads: Vec<Load>,
+    /// Identity.
+    pub ids: Ids,
+    scratch: Scratch,
+}
+
+/// Most sections; programs built with a section a function have tens of thousands before linking.
+const MAX_SECTIONS: usize = 1 << 16;
+/// Most segments.
+const MAX_SEGMENTS: usize = 1 << 12;
+/// Most bytes of notes looked at.
+const MAX_NOTES: u64 = 1 << 20;
+
+impl Elf {
+    /// Reads headers and notes.
+    ///
+    /// # Errors
+    /// See [`ElfError`].
+    pub fn open(file: File, scratch: &Scratch) -> Result<Self, ElfError> {
+        let length = file.metadata()?.len();
+        let cache = ReadCache::new(&file);
+        let (is_64, endian, sections, loads, ids) = match FileKind::parse(&cache) {
+            Ok(FileKind::Elf64) => headers::<FileHeader64<Endianness>, _>(&cache, length)?,
+            Ok(FileKind::Elf32) => headers::<FileHeader32<Endianness>, _>(&cache, length)?,
+            _ => return Err(ElfError::NotElf),
+        };
+        drop(cache);
+        Ok(Self { file, length, is_64, endian, sections, loads, ids, scratch: scratch.clone() })
+    }
+
+    /// The OpenTelemetry id: SHA-256 of the first and the last 4,096 bytes and the length, its first 16 bytes.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn htlhash(&self) -> Result<[u8; 16], ElfError> {
+        let part = |offset: u64| -> Result<Vec<u8>, ElfError> {
+            let mut bytes = vec![0; 4096.min(self.length - offset.min(self.length)) as usize];
+            self.file.read_exact_at(&mut bytes, offset)?;
+            Ok(bytes)
+        };
+        let mut hasher = Sha256::new();
+        hasher.update(part(0)?);
+        hasher.update(part(self.length.saturating_sub(4096))?);
+        hasher.update(self.length.to_be_bytes());
+        let digest: [u8; 32] = hasher.finalize().into();
+        Ok(digest.first_chunk().copied().unwrap_or_default())
+    }
+
+    /// Whether there is a section of this name that has content.
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
+        self.find(name).is_some()
+    }
+
+    /// The content of a section, decompressed; `None` when there is no such section or it is empty here.
+    ///
+    /// # Errors
+    /// See [`ElfError`].
+    pub fn section(&self, name: &str) -> Result<Option<Bytes>, ElfError> {
+        self.find(name).map(|section| self.content(section)).transpose()
+    }
+
+    /// The content of a section, decompressed.
+    ///
+    /// # Errors
+    /// See [`ElfError`].
+    pub fn content(&self, section: &Section) -> Result<Bytes, ElfError> {
+        section::read(&self.file, section, self.is_64, self.endian, &self.scratch)
+    }
+
+    /// The link to its debug file.
+    #[must_use]
+    pub fn debug_link(&self) -> Option<DebugLink> {
+        let content = self.section(".gnu_debuglink").ok()??;
+        let end = content.iter().position(|&byte| byte == 0)?;
+        let crc = content.get((end + 4) & !3..)?.first_chunk::<4>()?;
+        let crc = match self.endian {
+            Endianness::Little => u32::from_le_bytes(*crc),
+            Endianness::Big => u32::from_be_bytes(*crc),
+        };
+        let name = std::str::from_utf8(&content[..end]).ok()?;
+        // A name and never a path: it is looked for in directories of ours.
+        let is_name = !name.is_empty() && !name.contains('/') && name != ".." && name != ".";
+        is_name.then(|| DebugLink { name: name.to_owned(), crc })
+    }
+
+    /// The link to the file with its common parts.
+    #[must_use]
+    pub fn alt_link(&self) -> Option<AltLink> {
+        let content = self.section(".gnu_debugaltlink").ok()??;
+        let end = content.iter().position(|&byte| byte == 0)?;
+        let path = std::str::from_utf8(&content[..end]).ok()?.to_owned();
+        let build_id = content[end + 1..].to_vec();
+        (!path.is_empty() && (4..=64).contains(&build_id.len()))
+            .then_some(AltLink { path, build_id })
+    }
+
+    /// CRC-32 of the whole file, as `.gnu_debuglink` has it.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn crc(&self) -> Result<u32, ElfError> {
+        let mut hasher = crc32fast::Hasher::new();
+        let mut buffer = vec![0; 1 << 16];
+        let mut at = 0;
+        loop {
+            let read = self.file.read_at(&mut buffer, at)?;
+            if read == 0 {
+                return Ok(hasher.finalize());
+            }
+            hasher.update(&buffer[..read]);
+            at += read as u64;
+        }
+    }
+
+    fn find(&self, name: &str) -> Option<&Section> {
+        self.sections.iter().find(|section| {
+            section.name == name && section.kind != elf::SHT_NOBITS && section.size > 0
+        })
+    }
+}
+
+type Headers = (bool, Endianness, Vec<Section>, Vec<Load>, Ids);
+
+fn headers<'a, E, R>(data: R, length: u64) -> Result<Headers, ElfError>
+where
+    E: FileHeader<Endian = Endianness>,
+    R: ReadRef<'a>,
+{
+    let header = E::parse(data)?;
+    let endian = header.endian()?;
+    let table = header.sections(endian, data)?;
+    if table.len() > MAX_SECTIONS {
+        return Err(ElfError::TooLarge(format!("it declares {} sections", table.len())));
+    }
+    let mut sections = Vec::with_capacity(table.len());
+    let mut ids = Ids::default();
+    for section in table.iter() {
+        let name = table.section_name(endian, section).unwrap_or_default();
+        if let Some((offset, size)) = section.file_range(endian)
+            && offset.checked_add(size).is_none_or(|end| end > length)
+        {
+            return Err(ElfError::Broken("a section of it lies outside the file".to_owned()));
+        }
+        if section.sh_type(endian) == elf::SHT_NOTE
+            && section.sh_size(endian).into() <= MAX_NOTES
+            && let Ok(Some(mut notes)) = section.notes(endian, data)
+        {
+            while let Ok(Some(note)) = notes.next() {
+                ids.take(note.name(), note.n_type(endian), note.desc());
+            }
+        }
+        sections.push(Section {
+            name: String::from_utf8_lossy(name).into_owned(),
+            kind: section.sh_type(endian),
+            flags: section.sh_flags(endian).into(),
+            address: section.sh_addr(endian).into(),
+            offset: section.sh_offset(endian).into(),
+            size: section.sh_size(endian).into(),
+            link: section.sh_link(endian),
+        });
+    }
+    let segments = header.program_headers(endian, data)?;
+    if segments.len() > MAX_SEGMENTS {
+        return Err(ElfError::TooLarge(format!("it declares {} segments", segments.len())));
+    }
+    let mut loads = Vec::new();
+    for segment in segments {
+        let segment_of_file = Segment {
+            offset: segment.p_offset(endian).into(),
+            address: segment.p_vaddr(endian).into(),
+            size: segment.p_filesz(endian).into(),
+        };
+        match segment.p_type(endian) {
+            elf::PT_LOAD => loads.push(Load {
+                segment: segment_of_file,
+                code: segment.p_flags(endian) & elf::PF_X != 0,
+                memory: (segment_of_file.address, segment.p_memsz(endian).into()),
+            }),
+            // Files without section headers still say who they are.
+            elf::PT_NOTE if ids == Ids::default() && segment_of_file.size <= MAX_NOTES => {
+                if let Ok(Some(mut notes)) = segment.notes(endian, data) {
+                    while let Ok(Some(note)) = notes.next() {
+                        ids.take(note.name(), note.n_type(endian), note.desc());
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok((header.is_class_64(), endian, sections, loads, ids))
+}
+
+/// Type of Go's build-id note, of cmd/internal/buildid.
+const NT_GO_BUILD_ID: u32 = 4;
+
+impl Ids {
+    fn take(&mut self, owner: &[u8], kind: u32, content: &[u8]) {
+        match (owner, kind) {
+            (elf::ELF_NOTE_GNU, elf::NT_GNU_BUILD_ID) if (4..=64).contains(&content.len()) => {
+                self.gnu.get_or_insert_with(|| content.to_vec());
+            }
+            (b"Go", NT_GO_BUILD_ID) => {
+                let text = String::from_utf8_lossy(content).into_owned();
+                self.go.get_or_insert(text);
+            }
+            _ => {}
+        }
+    }
+}

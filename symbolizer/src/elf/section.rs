@@ -1,0 +1,146 @@
+//! The content of sections: read or decompressed to where it does no harm, within limits.
+//!
+//! A section larger than [`IN_MEMORY`] goes to an unlinked temporary file and is mapped from there: the system
+//! can take those pages back, which it cannot with memory of ours. The 300 MB of libjvm's `.debug_info` would
+//! otherwise be more than the symbolizer may use.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use object::Endianness;
+use object::elf;
+
+use super::{ElfError, Section};
+use crate::table::Bytes;
+
+/// Where large sections are kept while they are read.
+#[derive(Clone, Debug, Default)]
+pub struct Scratch {
+    directory: Option<Arc<PathBuf>>,
+}
+
+impl Scratch {
+    /// A directory of ours; the system's temporary one unless told.
+    #[must_use]
+    pub fn new(directory: PathBuf) -> Self {
+        Self { directory: Some(Arc::new(directory)) }
+    }
+
+    fn file(&self) -> io::Result<File> {
+        match &self.directory {
+            Some(directory) => tempfile::tempfile_in(&**directory),
+            None => tempfile::tempfile(),
+        }
+    }
+}
+
+/// Sections up to this size are kept in memory.
+const IN_MEMORY: u64 = 4 << 20;
+/// Most bytes a section may have. The 156 MB libjvm has one of 300 MB once decompressed; a browser's 3 GB.
+const MAX_SECTION: u64 = 8 << 30;
+/// Most that one compressed byte can become: 1,032 with deflate, more with zstd for nothing but zeros.
+const MAX_RATIO: u64 = 2048;
+
+/// Reads a section, decompressed if need be.
+pub(super) fn read(
+    file: &File,
+    section: &Section,
+    is_64: bool,
+    endian: Endianness,
+    scratch: &Scratch,
+) -> Result<Bytes, ElfError> {
+    let raw = Window { file, at: section.offset, left: section.size };
+    if section.flags & u64::from(elf::SHF_COMPRESSED) != 0 {
+        let (kind, size, raw) = compression_header(raw, is_64, endian)?;
+        let bounded = |size: u64, raw: &Window<'_>| {
+            let limit = MAX_SECTION.min(raw.left.saturating_mul(MAX_RATIO));
+            if size > limit {
+                let name = &section.name;
+                let text = format!(
+                    "its section {name} declares {size} bytes, which {} cannot hold",
+                    raw.left
+                );
+                return Err(ElfError::TooLarge(text));
+            }
+            Ok(size)
+        };
+        let size = bounded(size, &raw)?;
+        return match kind {
+            elf::ELFCOMPRESS_ZLIB => keep(flate2::read::ZlibDecoder::new(raw), size, scratch),
+            elf::ELFCOMPRESS_ZSTD => {
+                let mut decoder = zstd::stream::read::Decoder::new(raw)?;
+                // 128 MiB: what the highest level needs.
+                decoder.window_log_max(27)?;
+                keep(decoder, size, scratch)
+            }
+            other => Err(ElfError::Broken(format!("compression of unknown kind {other}"))),
+        };
+    }
+    if section.size > MAX_SECTION {
+        let text = format!("its section {} has {} bytes", section.name, section.size);
+        return Err(ElfError::TooLarge(text));
+    }
+    keep(raw, section.size, scratch)
+}
+
+/// Kind, size once decompressed, and what follows the header.
+fn compression_header(
+    mut raw: Window<'_>,
+    is_64: bool,
+    endian: Endianness,
+) -> Result<(u32, u64, Window<'_>), ElfError> {
+    // Elf64_Chdr: type, reserved, size, alignment; Elf32_Chdr: type, size, alignment, of 4 bytes each.
+    let mut header = [0; 24];
+    let header = &mut header[..if is_64 { 24 } else { 12 }];
+    raw.read_exact(header)?;
+    let word = |at: usize| -> u32 {
+        let bytes = [0, 1, 2, 3].map(|byte| header[at + byte]);
+        match endian {
+            Endianness::Little => u32::from_le_bytes(bytes),
+            Endianness::Big => u32::from_be_bytes(bytes),
+        }
+    };
+    let size = match (is_64, endian) {
+        (false, _) => u64::from(word(4)),
+        (true, Endianness::Little) => u64::from(word(8)) | u64::from(word(12)) << 32,
+        (true, Endianness::Big) => u64::from(word(12)) | u64::from(word(8)) << 32,
+    };
+    Ok((word(0), size, raw))
+}
+
+/// Takes `size` bytes into memory or a file; fewer are an error, more are not asked for.
+fn keep(mut from: impl Read, size: u64, scratch: &Scratch) -> Result<Bytes, ElfError> {
+    if size <= IN_MEMORY {
+        let mut bytes = vec![0; size as usize];
+        from.read_exact(&mut bytes)?;
+        return Ok(Bytes::from(bytes));
+    }
+    let mut out = BufWriter::with_capacity(1 << 18, scratch.file()?);
+    let copied = io::copy(&mut from.take(size), &mut out)?;
+    if copied != size {
+        return Err(ElfError::Broken(format!("a section of {size} bytes ends after {copied}")));
+    }
+    out.flush()?;
+    let file = out.into_inner().map_err(|error| ElfError::Read(error.to_string()))?;
+    Ok(Bytes::map(&file)?)
+}
+
+/// A part of a file, read with pread.
+struct Window<'a> {
+    file: &'a File,
+    at: u64,
+    left: u64,
+}
+
+impl Read for Window<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let length = self.left.min(into.len() as u64) as usize;
+        let read = self.file.read_at(&mut into[..length], self.at)?;
+        self.at += read as u64;
+        self.left -= read as u64;
+        Ok(read)
+    }
+}

@@ -1,0 +1,69 @@
+//! The symbols of one executable, asked for by path or build-id: what `stackwire symbolize` and embedders use.
+
+use std::path::Path;
+
+use super::ladder::{self, Found, Wanted};
+use super::{Sources, demangle, file};
+use crate::profile::{Line, Quality};
+
+/// Symbols of one executable, whichever rung of the ladder had them.
+#[derive(Debug)]
+pub struct Symbols {
+    found: Found,
+    demangle: bool,
+}
+
+/// What an address is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// Innermost first; empty when no symbol covers the address.
+    pub frames: Vec<Line>,
+    /// How good the symbols are, if there are any.
+    pub quality: Option<Quality>,
+}
+
+impl Symbols {
+    /// Of a file.
+    ///
+    /// # Errors
+    /// In words, when it is no ELF file or has nothing to offer.
+    pub fn of_file(path: &Path, sources: &Sources) -> Result<Self, String> {
+        let path = path.to_str().ok_or("its path is not UTF-8")?;
+        let file = file::open_regular(path)?;
+        let executable = Ok(file::Opened { file, path: path.to_owned() });
+        let wanted = Wanted { build_id: Vec::new(), executable, code: None };
+        Ok(Self { found: ladder::find(wanted, sources)?, demangle: sources.demangle })
+    }
+
+    /// Of whatever has this GNU build-id.
+    ///
+    /// # Errors
+    /// In words, when nothing was found.
+    pub fn of_build_id(build_id: &[u8], sources: &Sources) -> Result<Self, String> {
+        let executable = Err("no file is named".to_owned());
+        let wanted = Wanted { build_id: build_id.to_vec(), executable, code: None };
+        Ok(Self { found: ladder::find(wanted, sources)?, demangle: sources.demangle })
+    }
+
+    /// What an address is, as the ELF file counts them (`llvm-symbolizer --obj` does the same).
+    #[must_use]
+    pub fn lookup(&self, address: u64) -> Answer {
+        let quality =
+            self.found.table.lookup(address).next().map(|frame| super::quality(frame.kind));
+        let frames =
+            self.found.table.lookup(address).map(|frame| demangle::line(frame, self.demangle));
+        Answer { frames: frames.collect(), quality }
+    }
+
+    /// The file the symbols are from.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        &self.found.source
+    }
+
+    /// What was looked for and not found, or is broken.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.found.notes
+    }
+}

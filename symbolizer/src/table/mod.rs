@@ -1,0 +1,278 @@
+//! The compiled table: everything one executable's symbols can say, in a form that is mapped and searched
+//! as it is. Made once per build-id by `compile/`, kept by the cache, asked by `resolve/`.
+//!
+//! # Format
+//!
+//! Little-endian 32-bit words throughout, read in place; nothing is decoded when a table is opened.
+//!
+//! | part | words an entry | what |
+//! |---|---|---|
+//! | header | [`HEADER`] bytes | magic with version, checksum (XXH3 of all that follows it), base, counts |
+//! | segments | 6 | file offset, address, size: how offsets in the file become addresses |
+//! | starts | 1 | first address of each range, less the base, ascending |
+//! | leaves | 1 | node of each range, 0 for none |
+//! | buckets | 1 | first range at or after each multiple of 2^shift: what a search starts from |
+//! | nodes | 4 | function, file, line, node of the frame it is inlined into |
+//! | names | 2 | functions, then files: place and length in the text |
+//! | text | – | names, raw (mangled) |
+//!
+//! A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same way. An address costs
+//! one bucket, a search among the few ranges of it, and a step a frame. Nothing is allocated.
+//!
+//! Names are kept as the producer wrote them: `--no-demangle` and demanglers to come work on old tables.
+//!
+//! # Against what else there is
+//!
+//! See `make bench`, which measures them side by side; figures are in ARCHITECTURE.md.
+//!
+//! # Versions
+//!
+//! - 1: the first.
+
+pub mod bytes;
+mod write;
+
+pub use self::bytes::Bytes;
+pub use self::write::{NodeKey, Writer};
+
+/// Magic with the version in its last byte.
+const MAGIC: [u8; 8] = *b"SWTABLE\x01";
+/// Bytes of the header.
+const HEADER: usize = 64;
+/// No file.
+const NONE: u32 = u32::MAX;
+/// Longest chain followed; a table that is damaged in a way its checksum does not show must not loop.
+const MAX_CHAIN: usize = 1024;
+
+/// Version of the format, part of the key tables are cached under.
+pub const VERSION: u8 = MAGIC[7];
+
+/// Where a function's name came from, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// DWARF: with inlined callees, files and lines.
+    Dwarf = 0,
+    /// Go's `.gopclntab`.
+    Gopclntab = 1,
+    /// `.symtab`.
+    Symtab = 2,
+    /// `.symtab` of `.gnu_debugdata`.
+    MiniDebugInfo = 3,
+    /// `.dynsym`.
+    Dynsym = 4,
+}
+
+impl Kind {
+    const ALL: [Self; 5] =
+        [Self::Dwarf, Self::Gopclntab, Self::Symtab, Self::MiniDebugInfo, Self::Dynsym];
+}
+
+/// A table that cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TableError {
+    /// Another magic or version.
+    #[error("not a table of this version")]
+    Version,
+    /// Its parts do not fit in it.
+    #[error("the table is cut or its counts are wrong")]
+    Cut,
+    /// The checksum differs.
+    #[error("the checksum of the table is wrong")]
+    Checksum,
+}
+
+/// A segment of the executable: offsets in the file and the addresses they are loaded at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// First offset in the file.
+    pub offset: u64,
+    /// First address.
+    pub address: u64,
+    /// Bytes.
+    pub size: u64,
+}
+
+/// A frame: a function, and where in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame<'t> {
+    /// Name as the producer wrote it, empty when there is none.
+    pub function: &'t str,
+    /// Source file, empty when unknown.
+    pub file: &'t str,
+    /// Line, 0 when unknown.
+    pub line: u32,
+    /// Where the name is from.
+    pub kind: Kind,
+}
+
+/// An opened table.
+#[derive(Debug)]
+pub struct Table {
+    bytes: Bytes,
+    base: u64,
+    shift: u32,
+    segments: Part,
+    starts: Part,
+    leaves: Part,
+    buckets: Part,
+    nodes: Part,
+    functions: Part,
+    files: Part,
+    text: usize,
+}
+
+/// Where a part lies and how many words it has.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    at: usize,
+    words: usize,
+}
+
+impl Table {
+    /// Opens a table and checks all of it against its checksum.
+    ///
+    /// # Errors
+    /// See [`TableError`].
+    pub fn open(bytes: Bytes) -> Result<Self, TableError> {
+        let data: &[u8] = &bytes;
+        if data.get(..8) != Some(&MAGIC[..]) {
+            return Err(TableError::Version);
+        }
+        let header = data.get(..HEADER).ok_or(TableError::Cut)?;
+        let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
+        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+        if xxhash_rust::xxh3::xxh3_64(&data[16..]) != long(8) {
+            return Err(TableError::Checksum);
+        }
+        let mut at = HEADER;
+        let mut part = |count: u32, each: usize| {
+            let words = count as usize * each;
+            let found = Part { at, words };
+            at += words * 4;
+            found
+        };
+        let (segments, starts, leaves) = (part(word(24), 6), part(word(28), 1), part(word(28), 1));
+        let (buckets, nodes) = (part(word(32), 1), part(word(36), 4));
+        let (functions, files) = (part(word(40), 3), part(word(44), 2));
+        let shift = word(48);
+        if at > data.len() || shift >= 32 {
+            return Err(TableError::Cut);
+        }
+        let base = long(16);
+        Ok(Self {
+            bytes,
+            base,
+            shift,
+            segments,
+            starts,
+            leaves,
+            buckets,
+            nodes,
+            functions,
+            files,
+            text: at,
+        })
+    }
+
+    /// Address a byte of the file is loaded at.
+    #[must_use]
+    pub fn address_of(&self, offset: u64) -> Option<u64> {
+        self.segments().find_map(|segment| {
+            let inside = offset.checked_sub(segment.offset).filter(|&inside| inside < segment.size);
+            segment.address.checked_add(inside?)
+        })
+    }
+
+    /// Segments of the executable; none when only its debug file was at hand.
+    pub fn segments(&self) -> impl Iterator<Item = Segment> {
+        (0..self.segments.words / 6).map(|index| {
+            let long = |at| {
+                let word = |at| u64::from(self.word(self.segments, at).unwrap_or(0));
+                word(index * 6 + at) | word(index * 6 + at + 1) << 32
+            };
+            Segment { offset: long(0), address: long(2), size: long(4) }
+        })
+    }
+
+    /// Frames at an address, innermost first; none when nothing covers it.
+    #[must_use]
+    pub fn lookup(&self, address: u64) -> Frames<'_> {
+        Frames { table: self, node: self.leaf(address).unwrap_or(0), left: MAX_CHAIN }
+    }
+
+    /// How many ranges there are.
+    #[must_use]
+    pub fn ranges(&self) -> usize {
+        self.starts.words
+    }
+
+    /// The best kind of names in it.
+    #[must_use]
+    pub fn best(&self) -> Option<Kind> {
+        (0..self.functions.words / 3)
+            .filter_map(|index| Kind::ALL.get(self.word(self.functions, index * 3 + 2)? as usize))
+            .min()
+            .copied()
+    }
+
+    fn leaf(&self, address: u64) -> Option<u32> {
+        let address = u32::try_from(address.checked_sub(self.base)?).ok()?;
+        let bucket = (address >> self.shift) as usize;
+        // The range that covers the address starts in its bucket, or is the last one to start before it.
+        let first = self.word(self.buckets, bucket)? as usize;
+        let end = self.word(self.buckets, bucket + 1)? as usize;
+        let starts = self.bytes.get(self.starts.at + first * 4..self.starts.at + end * 4)?;
+        let (words, _) = starts.as_chunks::<4>();
+        let inside = words.partition_point(|start| u32::from_le_bytes(*start) <= address);
+        self.word(self.leaves, (first + inside).checked_sub(1)?)
+    }
+
+    fn word(&self, part: Part, index: usize) -> Option<u32> {
+        if index >= part.words {
+            return None;
+        }
+        let bytes = self.bytes.get(part.at + index * 4..)?.first_chunk::<4>()?;
+        Some(u32::from_le_bytes(*bytes))
+    }
+
+    fn string(&self, part: Part, at: usize) -> &str {
+        let found = || {
+            let (place, length) =
+                (self.word(part, at)? as usize, self.word(part, at + 1)? as usize);
+            let start = self.text.checked_add(place)?;
+            std::str::from_utf8(self.bytes.get(start..start.checked_add(length)?)?).ok()
+        };
+        found().unwrap_or("")
+    }
+}
+
+/// The frames at an address, innermost first.
+#[derive(Clone, Debug)]
+pub struct Frames<'t> {
+    table: &'t Table,
+    node: u32,
+    left: usize,
+}
+
+impl<'t> Iterator for Frames<'t> {
+    type Item = Frame<'t>;
+
+    fn next(&mut self) -> Option<Frame<'t>> {
+        let at = (self.node.checked_sub(1)? as usize).checked_mul(4)?;
+        self.left = self.left.checked_sub(1)?;
+        let table = self.table;
+        let [function, file, line, parent] =
+            [0, 1, 2, 3].map(|field| table.word(table.nodes, at + field));
+        self.node = parent?;
+        let function = function? as usize * 3;
+        let kind = table.word(table.functions, function + 2).unwrap_or(0);
+        Some(Frame {
+            function: table.string(table.functions, function),
+            file: if file? == NONE { "" } else { table.string(table.files, file? as usize * 2) },
+            line: line?,
+            kind: Kind::ALL.get(kind as usize).copied().unwrap_or(Kind::Dynsym),
+        })
+    }
+}
