@@ -1,6 +1,7 @@
 //! The index: SQLite, shared by processes. A memory of what the files are, never the only place of anything but
 //! what is missing.
 
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -72,6 +73,10 @@ impl Index {
     }
 
     fn try_open(path: &Path) -> Result<Self, CacheError> {
+        // Before SQLite makes it, which would be with a mode others may read; its other files follow this one's.
+        let mut make = std::fs::OpenOptions::new();
+        let made = make.write(true).create(true).truncate(false).mode(0o600).open(path);
+        made.map_err(|error| CacheError::File { path: path.to_owned(), error })?;
         let connection = Connection::open(path)?;
         connection.busy_timeout(Duration::from_secs(20))?;
         // A row lost with the power is made again from its file.

@@ -28,6 +28,8 @@ pub enum Command {
     Report(Report),
     /// Tell what addresses of an executable are: functions with inlined callees, files, lines.
     Symbolize(Symbolize),
+    /// Look into the symbol cache and change it.
+    Cache(CacheCommand),
     /// Check this host: kernel, permissions, collector.
     Doctor(Doctor),
     /// Wait for a word on a socket, then become a command. `record -- command` uses it.
@@ -73,6 +75,8 @@ pub struct Record {
     pub capture: Option<PathBuf>,
     #[command(flatten)]
     pub outputs: Outputs,
+    #[command(flatten)]
+    pub symbols: SymbolOptions,
     /// The collector to start, instead of the one beside this program or in PATH.
     #[arg(long, value_name = "FILE")]
     pub collector: Option<PathBuf>,
@@ -125,6 +129,80 @@ pub struct SymbolOptions {
     /// Leave names as the compiler mangled them.
     #[arg(long)]
     pub no_demangle: bool,
+    #[command(flatten)]
+    pub cache: CacheOptions,
+    /// debuginfod server to ask for what is not here (repeatable, asked in order); without it, those in
+    /// DEBUGINFOD_URLS.
+    #[arg(long = "debuginfod-url", value_name = "URL", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub debuginfod_urls: Vec<String>,
+    /// How long servers are waited for, all together.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "30s")]
+    pub symbol_fetch_timeout: Duration,
+    /// Fail when a server was asked for symbols and did not give them.
+    #[arg(long)]
+    pub symbol_fail_closed: bool,
+}
+
+/// Which symbol cache.
+#[derive(Clone, Debug, ClapArgs)]
+pub struct CacheOptions {
+    /// Where fetched files and compiled symbols are kept; without it, $XDG_CACHE_HOME/stackwire.
+    #[arg(long, value_name = "DIR")]
+    pub symbol_cache_dir: Option<PathBuf>,
+    /// Most bytes kept, as "2GiB" or "500MB"; the least recently used go first.
+    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "2GiB")]
+    pub symbol_cache_max: u64,
+}
+
+fn bytes(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor: u64 = match unit.trim() {
+        "" | "B" => 1,
+        "KB" | "kB" => 1000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "K" | "KiB" => 1 << 10,
+        "M" | "MiB" => 1 << 20,
+        "G" | "GiB" => 1 << 30,
+        _ => return Err("a number of bytes is as 2GiB or 500MB".to_owned()),
+    };
+    let number: u64 = number.parse().map_err(|_number| "a number of bytes is as 2GiB or 500MB")?;
+    number.checked_mul(factor).ok_or_else(|| "more bytes than there are".to_owned())
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct CacheCommand {
+    #[command(flatten)]
+    pub cache: CacheOptions,
+    #[command(subcommand)]
+    pub action: CacheAction,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum CacheAction {
+    /// Print how much is in it.
+    Stats,
+    /// List what is in it, least recently used first.
+    Ls,
+    /// Read everything and compare it with its checksum; remove what is damaged.
+    Verify,
+    /// Remove the least recently used until at most this much is left.
+    Prune {
+        /// As "500MB"; 0 removes everything.
+        #[arg(value_name = "BYTES", value_parser = bytes)]
+        to: u64,
+    },
+    /// Add an executable or a debug file, under its build-id.
+    Add {
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+    },
+    /// Remove everything that has this build-id.
+    Rm {
+        #[arg(required = true, value_name = "BUILD-ID")]
+        ids: Vec<String>,
+    },
 }
 
 #[derive(Debug, ClapArgs)]
@@ -163,6 +241,8 @@ pub struct Serve {
     /// Put a comment into every pprof (repeatable).
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
     pub tags: Vec<String>,
+    #[command(flatten)]
+    pub symbols: SymbolOptions,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -175,6 +255,8 @@ pub struct Resolve {
     pub output: Option<PathBuf>,
     #[command(flatten)]
     pub outputs: Outputs,
+    #[command(flatten)]
+    pub symbols: SymbolOptions,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -182,6 +264,8 @@ pub struct Report {
     /// Captures; several are reported as one.
     #[arg(required = true, value_name = "FILE")]
     pub captures: Vec<PathBuf>,
+    #[command(flatten)]
+    pub symbols: SymbolOptions,
 }
 
 #[derive(Debug, ClapArgs)]

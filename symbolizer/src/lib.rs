@@ -40,11 +40,13 @@ mod session;
 pub mod table;
 
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into};
+pub use elf::Scratch;
 pub use profile::Profile;
-pub use resolve::{Answer, DEBUG_DIR, Sources, Symbols, resolve};
+pub use resolve::{Answer, DEBUG_DIR, Debuginfod, Sources, Symbols, add_to_cache, resolve};
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Session, SessionError, find_collector};
+pub use stackwire_cache as cache;
 
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");

@@ -313,11 +313,19 @@ impl Session {
         !matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Ends sampling, waits for what was sampled, and resolves it.
+    /// Ends sampling, waits for what was sampled, and resolves it with what this host has.
     ///
     /// # Errors
     /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is cut.
-    pub fn stop(mut self) -> Result<Profile, SessionError> {
+    pub fn stop(self) -> Result<Profile, SessionError> {
+        self.stop_with(&Sources::default())
+    }
+
+    /// Ends sampling, waits for what was sampled, and looks for names in these sources.
+    ///
+    /// # Errors
+    /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is cut.
+    pub fn stop_with(mut self, sources: &Sources) -> Result<Profile, SessionError> {
         drop(self.stdin.take());
         let finished = self.finish.recv_timeout(STOP);
         let status = self.reap();
@@ -329,7 +337,7 @@ impl Session {
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
-        resolve(&mut profile, &artifacts, &Sources { pinned, ..Sources::default() });
+        resolve(&mut profile, &artifacts, &sources.with_pinned(pinned));
         Ok(profile)
     }
 

@@ -1,5 +1,6 @@
 //! What each subcommand does.
 
+mod cache;
 mod doctor;
 mod launch;
 mod output;
@@ -33,6 +34,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
         Command::Resolve(arguments) => resolve::run(arguments),
         Command::Report(arguments) => resolve::report(&arguments),
         Command::Symbolize(arguments) => symbolize::run(&arguments),
+        Command::Cache(arguments) => cache::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Launch(arguments) => launch::run(&arguments),
     }

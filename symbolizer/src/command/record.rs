@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Profile, Session, SessionError, say};
+use stackwire::{Builder, Profile, Session, SessionError, Sources, say};
 
 use super::output::{Outputs, check_distinct};
 use super::{Failure, launch};
@@ -34,6 +34,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
     check_distinct(&paths).map_err(Failure::Usage)?;
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
+    let sources = arguments.symbols.sources()?;
     let stop = Arc::new(AtomicBool::new(false));
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     for signal in [SIGHUP, SIGINT, SIGTERM] {
@@ -60,11 +61,12 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         }
     };
     let launched = launched.map(Launched::release).transpose()?;
-    let (profile, took) = wait(session, &arguments, &stop, launched)?;
+    let (profile, took) = wait(session, &arguments, &sources, &stop, launched)?;
     if profile.samples.is_empty() {
         return Err(no_samples(&profile, comm.as_deref(), took).into());
     }
     outputs.write(&profile)?;
+    arguments.symbols.check(&profile)?;
     match profile.taken {
         Some(_) => Ok(()),
         None => Err(anyhow!("the capture was cut; what came until then is written").into()),
@@ -156,6 +158,7 @@ fn duration(arguments: &Record) -> Option<Duration> {
 fn wait(
     mut session: Session,
     arguments: &Record,
+    sources: &Sources,
     stop: &AtomicBool,
     mut command: Option<Child>,
 ) -> Result<(Profile, Duration), Failure> {
@@ -183,7 +186,7 @@ fn wait(
     if terminal {
         let _ = write!(std::io::stderr(), "\r");
     }
-    let profile = session.stop()?;
+    let profile = session.stop_with(sources)?;
     if let Some(child) = &mut command
         && let Ok(Some(status)) = child.try_wait()
         && status.code() == Some(launch::CANNOT_RUN)

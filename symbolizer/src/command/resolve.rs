@@ -23,16 +23,16 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
         check_distinct(&paths).map_err(Failure::Usage)?;
     }
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
-    let profile = load(&arguments.captures)?;
+    let profile = load(&arguments.captures, &arguments.symbols.sources()?)?;
     if profile.samples.is_empty() {
         return Err(no_samples(&profile).into());
     }
     outputs.write(&profile)?;
-    Ok(())
+    arguments.symbols.check(&profile)
 }
 
 pub fn report(arguments: &Report) -> Result<(), Failure> {
-    let profile = load(&arguments.captures)?;
+    let profile = load(&arguments.captures, &arguments.symbols.sources()?)?;
     if profile.samples.is_empty() {
         return Err(no_samples(&profile).into());
     }
@@ -43,7 +43,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     }
 }
 
-fn load(captures: &[PathBuf]) -> anyhow::Result<Profile> {
+fn load(captures: &[PathBuf], sources: &Sources) -> anyhow::Result<Profile> {
     let mut assembler = Assembler::default();
     for path in captures {
         let cannot = || format!("cannot read {}", path.display());
@@ -51,7 +51,7 @@ fn load(captures: &[PathBuf]) -> anyhow::Result<Profile> {
         read_into(BufReader::new(file), &mut assembler).with_context(cannot)?;
     }
     let (mut profile, artifacts) = assembler.finish();
-    resolve(&mut profile, &artifacts, &Sources::default());
+    resolve(&mut profile, &artifacts, sources);
     Ok(profile)
 }
 

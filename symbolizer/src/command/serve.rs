@@ -1,5 +1,7 @@
 //! `stackwire serve`: the server until Ctrl-C.
 
+use std::sync::Arc;
+
 use anyhow::Context;
 use stackwire::{ServeConfig, say, serve};
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,6 +20,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         log_max: arguments.log_max.saturating_mul(1 << 20),
         window: arguments.window,
         tags: arguments.tags,
+        sources: Arc::new(arguments.symbols.sources()?),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()

@@ -11,7 +11,7 @@ use super::Failure;
 use crate::cli::Symbolize;
 
 pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
-    let sources = arguments.symbols.sources();
+    let sources = arguments.symbols.sources()?;
     let path = Path::new(&arguments.object);
     // A file of that name first: one may be called `deadbeef`.
     let symbols = match (path.exists(), build_id(&arguments.object)) {

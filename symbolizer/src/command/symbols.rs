@@ -1,15 +1,97 @@
-//! The options every command that looks for symbols has, as sources.
+//! The options of every command that looks for symbols: sources from them, and whether what was asked for came.
 
-use stackwire::Sources;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use crate::cli::SymbolOptions;
+use anyhow::anyhow;
+use stackwire::{Debuginfod, Profile, Scratch, Sources, cache::Cache, say};
+
+use super::Failure;
+use crate::cli::{CacheOptions, SymbolOptions};
+
+impl CacheOptions {
+    /// The cache; `None`, with a word about it, where none can be had.
+    pub fn open(&self) -> Option<Cache> {
+        let Some(directory) = self.directory() else {
+            say(
+                "stackwire: no symbol cache: neither XDG_CACHE_HOME nor HOME is set; name one with --symbol-cache-dir",
+            );
+            return None;
+        };
+        match Cache::open(&directory, self.symbol_cache_max) {
+            Ok(cache) => Some(cache),
+            Err(error) => {
+                say(&format!("stackwire: no symbol cache: {error}"));
+                None
+            }
+        }
+    }
+
+    /// `$XDG_CACHE_HOME/stackwire`, else `~/.cache/stackwire`, unless named.
+    pub fn directory(&self) -> Option<PathBuf> {
+        let absolute = |name: &str| {
+            let path = PathBuf::from(std::env::var_os(name)?);
+            path.is_absolute().then_some(path)
+        };
+        let named = self.symbol_cache_dir.clone();
+        named
+            .or_else(|| Some(absolute("XDG_CACHE_HOME")?.join("stackwire")))
+            .or_else(|| Some(absolute("HOME")?.join(".cache/stackwire")))
+    }
+}
 
 impl SymbolOptions {
     /// Where to look.
-    pub fn sources(&self) -> Sources {
+    pub fn sources(&self) -> Result<Sources, Failure> {
         let mut sources = Sources::default();
         sources.debug_dirs.clone_from(&self.debug_dirs);
         sources.demangle = !self.no_demangle;
-        sources
+        sources.cache = self.cache.open().map(Arc::new);
+        if let Some(cache) = &sources.cache {
+            sources.scratch = Scratch::new(cache.scratch());
+        }
+        let urls = self.urls();
+        if !urls.is_empty() {
+            if sources.cache.is_none() {
+                say("stackwire: without a symbol cache no debuginfod server is asked");
+            }
+            let servers =
+                Debuginfod::new(&urls, self.symbol_fetch_timeout).map_err(Failure::Usage)?;
+            sources.debuginfod = sources.cache.as_ref().map(|_| Arc::new(servers));
+        }
+        Ok(sources)
     }
+
+    /// Servers named, else those of the environment, where elfutils has them separated by spaces.
+    fn urls(&self) -> Vec<String> {
+        if !self.debuginfod_urls.is_empty() {
+            return self.debuginfod_urls.clone();
+        }
+        let urls = std::env::var("DEBUGINFOD_URLS").unwrap_or_default();
+        urls.split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// With `--symbol-fail-closed`, whether everything came that servers were asked for.
+    pub fn check(&self, profile: &Profile) -> Result<(), Failure> {
+        let failed = profile
+            .sources
+            .iter()
+            .zip(&profile.executables)
+            .find(|(source, _)| source.fetch_failed);
+        match failed.filter(|_| self.symbol_fail_closed) {
+            Some((source, executable)) => {
+                let (name, why) = (executable.name(), source.notes.join("; "));
+                Err(anyhow!("symbols of {name} could not be fetched: {why}").into())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// `stackwire cache add`: a file into the cache.
+pub fn add(path: &Path, cache: &Cache) -> Result<(), Failure> {
+    let key = stackwire::add_to_cache(path, cache)
+        .map_err(|reason| anyhow!("cannot add {}: {reason}", path.display()))?;
+    say(&format!("added {} as {} of {}", path.display(), key.kind.name(), key.id));
+    Ok(())
 }

@@ -10,7 +10,7 @@ mod paint;
 mod scopes;
 mod symbols;
 
-use crate::elf::{Elf, ElfError};
+use crate::elf::Elf;
 use crate::table::{Segment, Writer};
 
 /// The files of one executable.
@@ -37,10 +37,7 @@ pub struct Compiled {
 ///
 /// `code`: where the capture saw code mapped, as (offset in the file, bytes); needed when only the debug file is
 /// at hand, whose program headers have lost their offsets.
-///
-/// # Errors
-/// When no file can be read at all.
-pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Result<Compiled, ElfError> {
+pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
     let mut writer = Writer::default();
     let mut notes = Vec::new();
     for segment in segments(files, code) {
@@ -54,7 +51,7 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Result<Compiled, 
         }
     }
     symbols.write(&mut writer);
-    Ok(Compiled { bytes: writer.finish(), notes })
+    Compiled { bytes: writer.finish(), notes }
 }
 
 /// The file to take DWARF from.
@@ -62,8 +59,8 @@ fn with_dwarf<'a>(files: &Files<'a>) -> Option<&'a Elf> {
     [files.debug, files.executable].into_iter().flatten().find(|elf| elf.has(".debug_info"))
 }
 
-/// How offsets become addresses.
-fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
+/// How offsets become addresses; nothing when the files at hand cannot tell.
+pub fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
     if let Some(executable) = files.executable {
         return executable.loads.iter().map(|load| load.segment).collect();
     }

@@ -1,7 +1,7 @@
 //! pprof: gzip of `profile.proto`, leaf first, all inlined functions in one Location, addresses inside
 //! their mappings. Equal profiles give equal bytes.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
 use flate2::{Compression, GzBuilder};
@@ -67,6 +67,28 @@ fn build(profile: &Profile, options: &Options) -> proto::Profile {
     }
 }
 
+/// For each executable, how good its names are and where they are from, or why there are none.
+fn coverage(profile: &Profile) -> Vec<String> {
+    // By locations and not by samples, which a reader can weigh himself.
+    let mut found: Vec<BTreeMap<&str, usize>> = vec![BTreeMap::new(); profile.executables.len()];
+    for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
+        let what = match resolution {
+            Resolution::Found { quality, .. } => quality.text(),
+            Resolution::Missing(reason) => reason,
+        };
+        *found[location.executable.index()].entry(what).or_default() += 1;
+    }
+    let used = found.into_iter().enumerate().filter(|(_, found)| !found.is_empty());
+    used.map(|(index, found)| {
+        let found: Vec<_> = found.iter().map(|(what, count)| format!("{what} {count}")).collect();
+        let mut parts =
+            vec![format!("{}: {}", profile.executables[index].name(), found.join(", "))];
+        parts.extend(super::report::sources(profile, index));
+        plain(&format!("symbols of {}", parts.join("; ")))
+    })
+    .collect()
+}
+
 /// Tags, then what a reader must know to believe the numbers.
 fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     let origin = &profile.origin;
@@ -90,6 +112,7 @@ fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     let lost = profile.lost.iter();
     comments.extend(lost.map(|(reason, (count, _))| format!("lost {count} {}", reason.text())));
     comments.extend(profile.notes.iter().cloned());
+    comments.extend(coverage(profile));
     comments
 }
 

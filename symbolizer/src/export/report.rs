@@ -145,6 +145,9 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
             plain(&executable.name()),
             qualities.join(", ")
         )?;
+        for line in sources(profile, index) {
+            writeln!(out, "                    {}", plain(&line))?;
+        }
         for (reason, frames) in row.missing {
             writeln!(
                 out,
@@ -155,6 +158,23 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Where an executable's names are from, and what was looked for in vain.
+pub(super) fn sources(profile: &Profile, executable: usize) -> Vec<String> {
+    let Some(source) = profile.sources.get(executable) else { return Vec::new() };
+    let mut lines = Vec::new();
+    // Of a file that is its own source there is nothing to say.
+    if !source.origin.is_empty() && source.origin != profile.executables[executable].name() {
+        lines.push(format!("from {}", source.origin));
+    }
+    if let Some(before) = source.upgraded_from {
+        lines.push(format!("better than before: the symbol cache had {}", before.text()));
+    }
+    if !source.origin.is_empty() {
+        lines.extend(source.notes.iter().cloned());
+    }
+    lines
 }
 
 fn ends(profile: &Profile, out: &mut impl Write) -> io::Result<()> {

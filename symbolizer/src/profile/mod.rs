@@ -355,6 +355,19 @@ pub struct Line {
     pub line: u32,
 }
 
+/// Where the names of an executable are from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Source {
+    /// A file or an address; empty when there are no names.
+    pub origin: String,
+    /// What was looked for and not found, or is broken.
+    pub notes: Vec<String>,
+    /// A server was asked and did not give what it was asked for.
+    pub fetch_failed: bool,
+    /// How good the names were that the symbol cache had before.
+    pub upgraded_from: Option<Quality>,
+}
+
 /// A profile.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
@@ -387,7 +400,7 @@ pub struct Profile {
     /// By location; empty before `resolve`.
     pub resolutions: Vec<Resolution>,
     /// By executable: where its names came from or why there are none; filled by `resolve`.
-    pub sources: Vec<String>,
+    pub sources: Vec<Source>,
 }
 
 impl Profile {

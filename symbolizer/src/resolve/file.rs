@@ -96,6 +96,17 @@ pub fn of_image(image: &[u8]) -> Result<Opened, String> {
 /// Largest image of a vDSO taken; real ones have two to four pages.
 const MAX_IMAGE: usize = 1 << 20;
 
+/// A path as its process had it: the same however it was reached.
+#[must_use]
+pub fn shown(path: &str) -> String {
+    let inside = || {
+        let (pid, rest) = path.strip_prefix("/proc/")?.split_once('/')?;
+        pid.parse::<u32>().ok()?;
+        rest.strip_prefix("root").filter(|rest| rest.starts_with('/'))
+    };
+    inside().unwrap_or(path).to_owned()
+}
+
 fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
     let Executable::File { path, build_id, inode, device } = executable else {
         return Err("not a file".to_owned());
@@ -109,7 +120,11 @@ fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
     for candidate in through.chain([path.clone()]) {
         match open_regular(&candidate) {
             Ok(file) => match is_same(&file, build_id, *inode, *device) {
-                Ok(true) => return Ok(Opened { file, path: candidate }),
+                Ok(true) => {
+                    // What /proc/PID/exe is a link to is the path the process had.
+                    let exe = candidate.ends_with("/exe") && candidate.starts_with("/proc/");
+                    return Ok(Opened { file, path: if exe { path.clone() } else { candidate } });
+                }
                 Err(error) => reason = Some(error),
                 Ok(false) if candidate == *path => {
                     reason = Some(match build_id.as_slice() {

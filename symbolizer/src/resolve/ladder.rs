@@ -1,24 +1,27 @@
 //! The resolve ladder: from an executable to the best table of its symbols that can be had.
 //!
-//! Each rung is a function; [`find`] is the order. What a rung could not give is a note for the report, never
-//! an error: a lower rung may have it.
+//! [`find`] is the order of the rungs, each a function below it. What a rung could not give is a note for the report,
+//! never an error: a lower rung may have it.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use stackwire_cache::{Blob, Cache, Id, Key, Kind as CacheKind, Meta};
 
 use super::Sources;
+use super::debuginfod::FetchError;
 use super::file::{self, Opened};
 use crate::compile::{self, Files};
 use crate::elf::{Elf, Scratch};
 use crate::profile::hex;
-use crate::table::{Bytes, Table};
+use crate::table::{self, Bytes, Kind, Table};
 
 /// What is asked for.
 #[derive(Debug)]
 pub struct Wanted {
     /// GNU build-id, empty when unknown.
     pub build_id: Vec<u8>,
-    /// The file itself, or why it is out of reach.
+    /// The file itself, or why it is out of reach (empty: there is none).
     pub executable: Result<Opened, String>,
     /// Where its code was mapped: offset in the file, bytes.
     pub code: Option<(u64, u64)>,
@@ -29,117 +32,325 @@ pub struct Wanted {
 pub struct Found {
     /// The symbols.
     pub table: Table,
-    /// The file they are from.
+    /// Where they are from.
     pub source: String,
-    /// What was looked for and not found, or is broken.
+    /// What was looked for and not found, or is broken; the same for the same files.
     pub notes: Vec<String>,
+    /// A server was asked and did not give what it was asked for.
+    pub fetch_failed: bool,
+    /// What the cache had before something better was found.
+    pub upgraded: Option<Kind>,
+}
+
+/// There is nothing to take a name from.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", notes.join("; "))]
+pub struct Nothing {
+    /// Why, in words for the report.
+    pub notes: Vec<String>,
+    /// A server was asked and did not give what it was asked for.
+    pub fetch_failed: bool,
 }
 
 /// An ELF file and where it was found.
 struct At {
     elf: Elf,
-    path: String,
+    /// Where it lies.
+    path: PathBuf,
+    /// For people: a path or an address.
+    origin: String,
 }
 
-/// Climbs the ladder.
+/// Climbs the ladder. Servers are waited for until `deadline`.
 ///
 /// # Errors
-/// In words for the report, when there is nothing to take a name from.
-pub fn find(wanted: Wanted, sources: &Sources) -> Result<Found, String> {
-    let mut notes = Vec::new();
-    let executable = wanted.executable.and_then(|opened| {
-        let elf = Elf::open(opened.file, &sources.scratch).map_err(|error| error.to_string())?;
-        Ok(At { elf, path: opened.path })
-    });
-    let executable = executable.map_err(|reason| notes.push(reason)).ok();
-    let build_id = match (&executable, wanted.build_id.is_empty()) {
-        (Some(at), true) => at.elf.ids.gnu.clone().unwrap_or_default(),
+/// See [`Nothing`].
+pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
+    let mut climb = Climb { sources, deadline, notes: Vec::new(), fetch_failed: false };
+    // Not opened when its table is there: what names need is all in that.
+    let known = climb.cached_table(&wanted.build_id);
+    if has_dwarf(known.as_ref()) {
+        return climb.with_table(known, None);
+    }
+    let mut executable = climb.executable(&wanted);
+    let build_id = match &executable {
+        Some(at) if wanted.build_id.is_empty() => at.elf.ids.gnu.clone().unwrap_or_default(),
         _ => wanted.build_id,
     };
-    let has_dwarf = executable.as_ref().is_some_and(|at| at.elf.has(".debug_info"));
-    let debug = match has_dwarf {
-        true => None,
-        false => debug_file(executable.as_ref(), &build_id, sources),
-    };
-    let with_dwarf = debug.as_ref().or(executable.as_ref());
-    let alt = with_dwarf.and_then(|at| alt_file(at, sources, &mut notes));
-    if executable.is_none() && debug.is_none() {
-        return Err(notes.pop().unwrap_or_else(|| "no file found".to_owned()));
+    let key = climb.table_key(&build_id, executable.as_ref());
+    // Of a file whose id only it knows, now.
+    let known = known.or_else(|| climb.cached(key.as_ref()?));
+    if has_dwarf(known.as_ref()) {
+        return climb.with_table(known, None);
     }
+    let in_itself = executable.as_ref().is_some_and(|at| at.elf.has(".debug_info"));
+    let debug = if in_itself { None } else { climb.debug_file(executable.as_ref(), &build_id) };
+    if executable.is_none()
+        && (debug.is_none() || climb.needs_executable(debug.as_ref(), &wanted.code))
+    {
+        executable = climb.fetch(&build_id, CacheKind::Executable);
+    }
+    // Nothing the table in the cache does not have.
+    if known.is_some() && !in_itself && debug.is_none() {
+        return climb.with_table(known, None);
+    }
+    if executable.is_none() && debug.is_none() {
+        return Err(climb.nothing());
+    }
+    let alt = debug.as_ref().or(executable.as_ref()).and_then(|at| climb.alt_file(at));
     let files = Files {
         executable: executable.as_ref().map(|at| &at.elf),
         debug: debug.as_ref().map(|at| &at.elf),
         alt: alt.as_ref().map(|at| &at.elf),
     };
-    let compiled = compile::compile(&files, wanted.code).map_err(|error| error.to_string())?;
-    notes.extend(compiled.notes);
-    let table = Table::open(Bytes::from(compiled.bytes)).map_err(|error| error.to_string())?;
-    let source = with_dwarf.map_or(String::new(), |at| at.path.clone());
-    Ok(Found { table, source, notes })
-}
-
-/// The separate debug file: by build-id, else by the executable's link to it.
-fn debug_file(executable: Option<&At>, build_id: &[u8], sources: &Sources) -> Option<At> {
-    by_build_id(build_id, sources).or_else(|| by_debug_link(executable?, sources))
-}
-
-/// `DIR/.build-id/NN/REST.debug`.
-fn by_build_id(build_id: &[u8], sources: &Sources) -> Option<At> {
-    let hex = hex(build_id);
-    let (first, rest) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty())?;
-    let paths = sources
-        .debug_dirs
-        .iter()
-        .map(|dir| dir.join(".build-id").join(first).join(format!("{rest}.debug")));
-    paths.into_iter().find_map(|path| {
-        open(&path, &sources.scratch).filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
-    })
-}
-
-/// The places gdb looks in, with the checksum the link demands.
-fn by_debug_link(executable: &At, sources: &Sources) -> Option<At> {
-    let link = executable.elf.debug_link()?;
-    let path = Path::new(&executable.path);
-    let directory = path.parent()?;
-    // Of a file seen through /proc/PID/root, the path it has in there.
-    let inside: PathBuf = match directory.strip_prefix("/proc") {
-        Ok(rest) => rest.components().skip(2).collect(),
-        Err(_) => directory.strip_prefix("/").unwrap_or(directory).to_owned(),
+    let compiled = {
+        // One at a time: it has threads of its own, and memory is what there is least of.
+        let _turn = sources.compiling.lock();
+        compile::compile(&files, wanted.code)
     };
-    let beside = [directory.join(&link.name), directory.join(".debug").join(&link.name)];
-    let below = sources.debug_dirs.iter().map(|dir| dir.join(&inside).join(&link.name));
-    beside.into_iter().chain(below).find_map(|path| {
-        open(&path, &sources.scratch).filter(|at| at.elf.crc().is_ok_and(|crc| crc == link.crc))
-    })
+    climb.notes.extend(compiled.notes);
+    let origin = debug.or(executable).map_or(String::new(), |at| at.origin);
+    let origin = [&[origin], &climb.notes[..]].concat().join("\n");
+    let upgraded = known.as_ref().and_then(|(table, _)| table.best());
+    let Some(table) = climb.keep(key.as_ref(), compiled.bytes, &origin) else {
+        return Err(climb.nothing());
+    };
+    let better = upgraded.filter(|before| table.best().is_some_and(|now| now < *before));
+    climb.with_table(Some((table, origin)), better)
 }
 
-/// The file `dwz` moved common parts to.
-fn alt_file(at: &At, sources: &Sources, notes: &mut Vec<String>) -> Option<At> {
-    let link = at.elf.alt_link()?;
-    let written = Path::new(&link.path);
-    let beside = Path::new(&at.path).parent().map(|directory| directory.join(written));
-    // Debian's path is absolute below /usr/lib/debug; with --debug-dir it is below that.
-    let below = sources.debug_dirs.iter().filter_map(|dir| {
-        let tail = written.strip_prefix("/usr/lib/debug").ok()?;
-        Some(dir.join(tail))
-    });
-    let found = by_build_id(&link.build_id, sources).or_else(|| {
-        beside.into_iter().chain(below).find_map(|path| {
-            let same = |at: &At| at.elf.ids.gnu.as_deref() == Some(link.build_id.as_slice());
-            open(&path, &sources.scratch).filter(same)
-        })
-    });
-    if found.is_none() {
-        notes.push(format!(
-            "its common debug information, build-id {}, is missing",
-            hex(&link.build_id)
-        ));
+struct Climb<'s> {
+    sources: &'s Sources,
+    deadline: Instant,
+    notes: Vec<String>,
+    fetch_failed: bool,
+}
+
+impl Climb<'_> {
+    /// The end of the climb. The origin of a table is the file it was made from and, a line each, the notes of then.
+    fn with_table(
+        self,
+        table: Option<(Table, String)>,
+        upgraded: Option<Kind>,
+    ) -> Result<Found, Nothing> {
+        let Some((table, origin)) = table else { return Err(self.nothing()) };
+        let mut lines = origin.lines().map(str::to_owned);
+        let source = lines.next().unwrap_or_default();
+        let mut notes: Vec<String> = lines.collect();
+        for note in self.notes {
+            if !notes.contains(&note) {
+                notes.push(note);
+            }
+        }
+        Ok(Found { table, source, notes, fetch_failed: self.fetch_failed, upgraded })
     }
-    found
+
+    fn note(&mut self, note: String) {
+        if !note.is_empty() && !self.notes.contains(&note) {
+            self.notes.push(note);
+        }
+    }
+
+    fn nothing(self) -> Nothing {
+        Nothing { notes: self.notes, fetch_failed: self.fetch_failed }
+    }
+
+    // The cache's table.
+
+    fn cached_table(&self, build_id: &[u8]) -> Option<(Table, String)> {
+        self.cached(&key(build_id, CacheKind::Table(table::VERSION))?)
+    }
+
+    fn cached(&self, key: &Key) -> Option<(Table, String)> {
+        // A cache that cannot be used is said once, where it is opened.
+        let blob = self.sources.cache.as_ref()?.get(key).ok()??;
+        let table = Table::open(Bytes::map(&blob.file).ok()?).ok()?;
+        Some((table, blob.meta.origin))
+    }
+
+    /// What the table is kept under: the build-id, else a hash of the file.
+    fn table_key(&self, build_id: &[u8], executable: Option<&At>) -> Option<Key> {
+        let kind = CacheKind::Table(table::VERSION);
+        key(build_id, kind).or_else(|| key(&executable?.elf.htlhash().ok()?, kind))
+    }
+
+    /// Into the cache, and from there.
+    fn keep(&self, key: Option<&Key>, bytes: Vec<u8>, origin: &str) -> Option<Table> {
+        if let (Some(cache), Some(key)) = (&self.sources.cache, key) {
+            let meta = Meta { quality: 0, origin: origin.to_owned() };
+            let kept =
+                cache.put(key, &bytes, meta).ok().and_then(|blob| Bytes::map(&blob.file).ok());
+            if let Some(table) = kept.and_then(|bytes| Table::open(bytes).ok()) {
+                return Some(table);
+            }
+        }
+        Table::open(Bytes::from(bytes)).ok()
+    }
+
+    // The executable: as it was mapped, else the cache's copy.
+
+    fn executable(&mut self, wanted: &Wanted) -> Option<At> {
+        let opened = match &wanted.executable {
+            Ok(opened) => opened
+                .file
+                .try_clone()
+                .map_err(|error| error.to_string())
+                .map(|file| (file, opened)),
+            Err(reason) => Err(reason.clone()),
+        };
+        let found = opened.and_then(|(file, opened)| {
+            let elf = Elf::open(file, &self.sources.scratch).map_err(|error| error.to_string())?;
+            Ok(At { elf, path: opened.path.clone().into(), origin: file::shown(&opened.path) })
+        });
+        match found {
+            Ok(at) => Some(at),
+            Err(reason) => {
+                let cached = self.from_cache(&wanted.build_id, CacheKind::Executable);
+                if cached.is_none() {
+                    self.note(reason);
+                }
+                cached
+            }
+        }
+    }
+
+    // The debug file: by build-id, by link, from the cache, from servers.
+
+    fn debug_file(&mut self, executable: Option<&At>, build_id: &[u8]) -> Option<At> {
+        self.local_by_build_id(build_id)
+            .or_else(|| self.local_by_link(executable?))
+            .or_else(|| self.from_cache(build_id, CacheKind::Debuginfo))
+            .or_else(|| self.fetch(build_id, CacheKind::Debuginfo))
+    }
+
+    /// `DIR/.build-id/NN/REST.debug`.
+    fn local_by_build_id(&self, build_id: &[u8]) -> Option<At> {
+        let hex = hex(build_id);
+        let (first, rest) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty())?;
+        self.sources.debug_dirs.iter().find_map(|dir| {
+            let path = dir.join(".build-id").join(first).join(format!("{rest}.debug"));
+            open(&path, &self.sources.scratch)
+                .filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
+        })
+    }
+
+    /// The places gdb looks in, with the checksum the link demands.
+    fn local_by_link(&self, executable: &At) -> Option<At> {
+        let link = executable.elf.debug_link()?;
+        let directory = executable.path.parent()?;
+        // Of a file seen through /proc/PID/root, the path it has in there.
+        let inside: PathBuf = match directory.strip_prefix("/proc") {
+            Ok(rest) => rest.components().skip(2).collect(),
+            Err(_) => directory.strip_prefix("/").unwrap_or(directory).to_owned(),
+        };
+        let beside = [directory.join(&link.name), directory.join(".debug").join(&link.name)];
+        let below = self.sources.debug_dirs.iter().map(|dir| dir.join(&inside).join(&link.name));
+        beside.into_iter().chain(below).find_map(|path| {
+            open(&path, &self.sources.scratch)
+                .filter(|at| at.elf.crc().is_ok_and(|crc| crc == link.crc))
+        })
+    }
+
+    /// The file `dwz` moved common parts to.
+    fn alt_file(&mut self, at: &At) -> Option<At> {
+        let link = at.elf.alt_link()?;
+        let written = Path::new(&link.path);
+        let beside = at.path.parent().map(|directory| directory.join(written));
+        // Debian's path is absolute below /usr/lib/debug; with --debug-dir it is below that.
+        let below = self.sources.debug_dirs.iter().filter_map(|dir| {
+            let tail = written.strip_prefix(super::DEBUG_DIR).ok()?;
+            Some(dir.join(tail))
+        });
+        let same = |at: &At| at.elf.ids.gnu.as_deref() == Some(link.build_id.as_slice());
+        let found = self
+            .local_by_build_id(&link.build_id)
+            .or_else(|| {
+                let mut paths = beside.into_iter().chain(below);
+                paths.find_map(|path| open(&path, &self.sources.scratch).filter(same))
+            })
+            .or_else(|| self.from_cache(&link.build_id, CacheKind::Debuginfo))
+            .or_else(|| self.fetch(&link.build_id, CacheKind::Debuginfo));
+        if found.is_none() {
+            let id = hex(&link.build_id);
+            self.note(format!("its common debug information, build-id {id}, is missing"));
+        }
+        found
+    }
+
+    /// Whether offsets cannot become addresses with the debug file alone.
+    fn needs_executable(&self, debug: Option<&At>, code: &Option<(u64, u64)>) -> bool {
+        let files = Files { debug: debug.map(|at| &at.elf), ..Files::default() };
+        code.is_some() && compile::segments(&files, *code).is_empty()
+    }
+
+    // What was fetched before, and what servers have.
+
+    fn from_cache(&self, build_id: &[u8], kind: CacheKind) -> Option<At> {
+        let blob = self.sources.cache.as_ref()?.get(&key(build_id, kind)?).ok()??;
+        self.of_blob(blob)
+    }
+
+    fn fetch(&mut self, build_id: &[u8], kind: CacheKind) -> Option<At> {
+        let (debuginfod, cache) = (self.sources.debuginfod.as_ref()?, self.sources.cache.as_ref()?);
+        if build_id.is_empty() {
+            self.note("it has no build-id to ask servers for".to_owned());
+            return None;
+        }
+        match debuginfod.fetch(build_id, kind, cache, self.deadline) {
+            Ok(blob) => self.of_blob(blob),
+            Err(error) => {
+                self.fetch_failed = true;
+                let what = if kind == CacheKind::Executable { "executable" } else { "debuginfo" };
+                self.note(match error {
+                    FetchError::Missing(_) => error.to_string(),
+                    _ => format!("{what}: {error}"),
+                });
+                None
+            }
+        }
+    }
+
+    fn of_blob(&self, blob: Blob) -> Option<At> {
+        let bytes = blob.file.metadata().ok()?.len();
+        let elf = Elf::open(blob.file, &self.sources.scratch).ok()?;
+        let origin = match blob.meta.origin.is_empty() {
+            true => "the symbol cache".to_owned(),
+            false => format!("{} ({bytes} bytes)", blob.meta.origin),
+        };
+        Some(At { elf, path: blob.path, origin })
+    }
+}
+
+fn has_dwarf(table: Option<&(Table, String)>) -> bool {
+    table.is_some_and(|(table, _)| table.best() == Some(Kind::Dwarf))
+}
+
+fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {
+    Some(Key::new(Id::of_bytes(build_id).ok()?, kind))
 }
 
 fn open(path: &Path, scratch: &Scratch) -> Option<At> {
-    let path = path.to_str()?.to_owned();
-    let file: File = file::open_regular(&path).ok()?;
-    Some(At { elf: Elf::open(file, scratch).ok()?, path })
+    let file = file::open_regular(path.to_str()?).ok()?;
+    let origin = file::shown(path.to_str()?);
+    Some(At { elf: Elf::open(file, scratch).ok()?, path: path.to_owned(), origin })
+}
+
+/// Adds an ELF file to a cache, as the kind it is.
+///
+/// # Errors
+/// In words, when it is no ELF file or has no build-id.
+pub fn add(path: &Path, cache: &Cache) -> Result<Key, String> {
+    let name = path.to_str().ok_or("its path is not UTF-8")?;
+    let mut file = file::open_regular(name)?;
+    let copy = file.try_clone().map_err(|error| error.to_string())?;
+    let elf = Elf::open(copy, &Scratch::default()).map_err(|error| error.to_string())?;
+    let id = elf.ids.gnu.as_deref().ok_or("it has no build-id, so nothing could find it again")?;
+    // In a debug file what is loaded has no content.
+    let kind = if elf.has(".text") { CacheKind::Executable } else { CacheKind::Debuginfo };
+    let key = key(id, kind).ok_or("its build-id has an impossible length")?;
+    let mut pending = cache.begin().map_err(|error| error.to_string())?;
+    std::io::copy(&mut file, &mut pending).map_err(|error| error.to_string())?;
+    let meta = Meta { quality: 0, origin: name.to_owned() };
+    pending.keep(&key, meta).map_err(|error| error.to_string())?;
+    Ok(key)
 }

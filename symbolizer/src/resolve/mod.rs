@@ -3,6 +3,7 @@
 //! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails ends in
 //! `Missing` with the reason, never in an error: a profile without some names is still a profile.
 
+mod debuginfod;
 mod demangle;
 mod file;
 mod kallsyms;
@@ -12,15 +13,20 @@ mod perf_map;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
+use stackwire_cache::Cache;
+
+pub use self::debuginfod::Debuginfod;
 pub use self::file::Pinned;
 use self::ladder::Wanted;
+pub use self::ladder::add as add_to_cache;
 pub use self::one::{Answer, Symbols};
 use crate::capture::Artifacts;
 use crate::elf::Scratch;
 use crate::profile::{
-    ArtifactHash, Executable, ExecutableId, LocationId, Profile, Quality, Resolution,
+    ArtifactHash, Executable, ExecutableId, LocationId, Profile, Quality, Resolution, Source,
 };
 use crate::table::{Kind, Table};
 
@@ -36,6 +42,27 @@ pub struct Sources {
     pub demangle: bool,
     /// Where large sections are kept while they are read.
     pub scratch: Scratch,
+    /// What was fetched and compiled before.
+    pub cache: Option<Arc<Cache>>,
+    /// Servers to ask for what is nowhere else. Needs a cache.
+    pub debuginfod: Option<Arc<Debuginfod>>,
+    compiling: Arc<Mutex<()>>,
+}
+
+impl Sources {
+    /// The same, with files opened while their processes ran.
+    #[must_use]
+    pub fn with_pinned(&self, pinned: Pinned) -> Self {
+        Self {
+            pinned,
+            debug_dirs: self.debug_dirs.clone(),
+            demangle: self.demangle,
+            scratch: self.scratch.clone(),
+            cache: self.cache.clone(),
+            debuginfod: self.debuginfod.clone(),
+            compiling: Arc::clone(&self.compiling),
+        }
+    }
 }
 
 /// Where distributions put debug files.
@@ -48,6 +75,9 @@ impl Default for Sources {
             debug_dirs: vec![DEBUG_DIR.into()],
             demangle: true,
             scratch: Scratch::default(),
+            cache: None,
+            debuginfod: None,
+            compiling: Arc::default(),
         }
     }
 }
@@ -55,11 +85,14 @@ impl Default for Sources {
 /// Threads that parse: symbolization is bound by them, and more than four want memory, not time.
 const MAX_WORKERS: usize = 4;
 
+/// Threads that climb when servers may be asked: most of them wait.
+const MAX_FETCHES: usize = 8;
+
 /// Names every location of the profile, or says why not.
 pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) {
     let unresolved = Resolution::Missing("not looked up".to_owned());
     profile.resolutions = vec![unresolved; profile.locations.len()];
-    profile.sources = vec![String::new(); profile.executables.len()];
+    profile.sources = vec![Source::default(); profile.executables.len()];
 
     let mut by_executable: BTreeMap<ExecutableId, Vec<LocationId>> = BTreeMap::new();
     for (index, location) in profile.locations.iter().enumerate() {
@@ -80,8 +113,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
                 kernel(profile, id, &locations, &module, symbols);
             }
             Executable::Unmapped => {
-                let reason = "no mapping known at this address".to_owned();
-                miss(profile, id, &locations, reason);
+                miss(profile, id, &locations, "no mapping known at this address");
             }
         }
     }
@@ -96,7 +128,15 @@ fn run_elf_jobs(
     sources: &Sources,
     jobs: Vec<(ExecutableId, Vec<LocationId>)>,
 ) {
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
+    let (workers, timeout) = match &sources.debuginfod {
+        Some(debuginfod) => (MAX_FETCHES, debuginfod.timeout()),
+        None => {
+            let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+            (cpus.min(MAX_WORKERS), Duration::ZERO)
+        }
+    };
+    // One for all: a profile waits no longer for many files than for one.
+    let deadline = Instant::now() + timeout;
     let jobs = Mutex::new(jobs);
     let done = Mutex::new(Vec::new());
     let reader: &Profile = profile;
@@ -106,7 +146,7 @@ fn run_elf_jobs(
                 loop {
                     let job = jobs.lock().ok().and_then(|mut jobs| jobs.pop());
                     let Some((id, locations)) = job else { break };
-                    let result = elf_job(reader, artifacts, sources, id, &locations);
+                    let result = elf_job(reader, artifacts, sources, id, &locations, deadline);
                     if let Ok(mut done) = done.lock() {
                         done.push((id, locations, result));
                     }
@@ -122,7 +162,10 @@ fn run_elf_jobs(
                     profile.resolutions[location.index()] = resolution;
                 }
             }
-            Err(reason) => miss(profile, id, &locations, reason),
+            Err(source) => {
+                miss(profile, id, &locations, &source.notes.join("; "));
+                profile.sources[id.index()] = source;
+            }
         }
     }
 }
@@ -134,13 +177,15 @@ fn elf_job(
     sources: &Sources,
     id: ExecutableId,
     locations: &[LocationId],
-) -> Result<(String, Vec<Resolution>), String> {
+    deadline: Instant,
+) -> Result<(Source, Vec<Resolution>), Source> {
     let executable = &profile.executables[id.index()];
     let wanted = match executable {
         Executable::Vdso { image } => {
-            let image =
-                image.and_then(|hash| artifacts.get(&hash)).ok_or("its image was not sent")?;
-            let executable = Ok(file::of_image(image)?);
+            let image = image
+                .and_then(|hash| artifacts.get(&hash))
+                .ok_or_else(|| without("its image was not sent"))?;
+            let executable = file::of_image(image);
             Wanted { build_id: Vec::new(), executable, code: None }
         }
         _ => Wanted {
@@ -149,12 +194,27 @@ fn elf_job(
             code: code(profile, id),
         },
     };
-    let found = ladder::find(wanted, sources)?;
+    let found = ladder::find(wanted, sources, deadline).map_err(|missing| Source {
+        notes: missing.notes,
+        fetch_failed: missing.fetch_failed,
+        ..Source::default()
+    })?;
     let resolutions = locations.iter().map(|location| {
         let offset = profile.locations[location.index()].offset;
         resolution(&found.table, offset, sources.demangle)
     });
-    Ok((found.source, resolutions.collect()))
+    let resolutions = resolutions.collect();
+    let source = Source {
+        origin: found.source,
+        notes: found.notes,
+        fetch_failed: found.fetch_failed,
+        upgraded_from: found.upgraded.map(quality),
+    };
+    Ok((source, resolutions))
+}
+
+fn without(reason: &str) -> Source {
+    Source { notes: vec![reason.to_owned()], ..Source::default() }
 }
 
 /// The mapping of an executable's code with the lowest offset: as (offset in the file, bytes).
@@ -249,7 +309,7 @@ fn anonymous(
             Err(reason) => Resolution::Missing(reason),
         };
     }
-    profile.sources[id.index()] = if found > 0 { "perf-map" } else { "" }.to_owned();
+    profile.sources[id.index()].origin = if found > 0 { "perf-map" } else { "" }.to_owned();
 }
 
 fn kernel(
@@ -263,13 +323,13 @@ fn kernel(
         let named =
             matches!(profile.executables[id.index()], Executable::Kernel { kallsyms: Some(_), .. });
         if named {
-            return miss(profile, id, locations, "its kallsyms snapshot was not sent".to_owned());
+            return miss(profile, id, locations, "its kallsyms snapshot was not sent");
         }
         let reason =
             "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
-        return miss(profile, id, locations, reason.to_owned());
+        return miss(profile, id, locations, reason);
     };
-    profile.sources[id.index()] = "kallsyms".to_owned();
+    profile.sources[id.index()].origin = "kallsyms".to_owned();
     for &location in locations {
         let offset = profile.locations[location.index()].offset;
         profile.resolutions[location.index()] = match symbols.find(module, offset) {
@@ -279,11 +339,11 @@ fn kernel(
     }
 }
 
-fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: String) {
+fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: &str) {
     for location in locations {
-        profile.resolutions[location.index()] = Resolution::Missing(reason.clone());
+        profile.resolutions[location.index()] = Resolution::Missing(reason.to_owned());
     }
-    profile.sources[id.index()] = reason;
+    profile.sources[id.index()] = without(reason);
 }
 
 /// Parses a perf-map and looks around in it.

@@ -1,6 +1,7 @@
 //! The symbols of one executable, asked for by path or build-id: what `stackwire symbolize` and embedders use.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use super::ladder::{self, Found, Wanted};
 use super::{Sources, demangle, file};
@@ -32,7 +33,11 @@ impl Symbols {
         let file = file::open_regular(path)?;
         let executable = Ok(file::Opened { file, path: path.to_owned() });
         let wanted = Wanted { build_id: Vec::new(), executable, code: None };
-        Ok(Self { found: ladder::find(wanted, sources)?, demangle: sources.demangle })
+        Ok(Self {
+            found: ladder::find(wanted, sources, deadline(sources))
+                .map_err(|nothing| nothing.to_string())?,
+            demangle: sources.demangle,
+        })
     }
 
     /// Of whatever has this GNU build-id.
@@ -40,9 +45,13 @@ impl Symbols {
     /// # Errors
     /// In words, when nothing was found.
     pub fn of_build_id(build_id: &[u8], sources: &Sources) -> Result<Self, String> {
-        let executable = Err("no file is named".to_owned());
+        let executable = Err(String::new());
         let wanted = Wanted { build_id: build_id.to_vec(), executable, code: None };
-        Ok(Self { found: ladder::find(wanted, sources)?, demangle: sources.demangle })
+        Ok(Self {
+            found: ladder::find(wanted, sources, deadline(sources))
+                .map_err(|nothing| nothing.to_string())?,
+            demangle: sources.demangle,
+        })
     }
 
     /// What an address is, as the ELF file counts them (`llvm-symbolizer --obj` does the same).
@@ -66,4 +75,8 @@ impl Symbols {
     pub fn notes(&self) -> &[String] {
         &self.found.notes
     }
+}
+
+fn deadline(sources: &Sources) -> Instant {
+    Instant::now() + sources.debuginfod.as_ref().map_or(Duration::ZERO, |servers| servers.timeout())
 }

@@ -17,6 +17,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 
 use self::keeper::Keepers;
+use crate::resolve::Sources;
 use crate::server::service;
 
 /// How to serve.
@@ -34,6 +35,8 @@ pub struct Config {
     pub window: Duration,
     /// `key=value` comments for every profile.
     pub tags: Vec<String>,
+    /// Where names are looked for.
+    pub sources: Arc<Sources>,
 }
 
 /// A server that could not start or go on.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::Config;
 use crate::capture;
 use crate::export::{self, PprofOptions};
-use crate::resolve::{Pinned, Sources, resolve};
+use crate::resolve::{Pinned, resolve};
 use crate::say::say;
 
 /// Resolves a window, writes its profile, and keeps its log as a capture like any other.
@@ -42,7 +42,7 @@ fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result
         }
         return Ok(None);
     }
-    resolve(&mut profile, &artifacts, &Sources { pinned, ..Sources::default() });
+    resolve(&mut profile, &artifacts, &config.sources.with_pinned(pinned));
     let start = jiff::Timestamp::from_nanosecond(i128::from(profile.start_ns))?;
     let host: String = profile
         .origin

@@ -30,9 +30,9 @@ struct Range {
 pub struct Writer {
     text: Vec<u8>,
     places: FxHashMap<Box<str>, (u32, u32)>,
-    functions: FxHashMap<(u32, Kind), u32>,
+    functions: FxHashMap<((u32, u32), Kind), u32>,
     function_words: Vec<[u32; 3]>,
-    files: FxHashMap<u32, u32>,
+    files: FxHashMap<(u32, u32), u32>,
     file_words: Vec<[u32; 2]>,
     nodes: FxHashMap<NodeKey, u32>,
     node_words: Vec<[u32; 4]>,
@@ -49,7 +49,7 @@ impl Writer {
     pub fn function(&mut self, name: &str, kind: Kind) -> u32 {
         let (at, length) = self.place(name);
         let words = &mut self.function_words;
-        *self.functions.entry((at, kind)).or_insert_with(|| {
+        *self.functions.entry(((at, length), kind)).or_insert_with(|| {
             words.push([at, length, kind as u32]);
             (words.len() - 1) as u32
         })
@@ -59,7 +59,7 @@ impl Writer {
     pub fn file(&mut self, path: &str) -> u32 {
         let (at, length) = self.place(path);
         let words = &mut self.file_words;
-        *self.files.entry(at).or_insert_with(|| {
+        *self.files.entry((at, length)).or_insert_with(|| {
             words.push([at, length]);
             (words.len() - 1) as u32
         })
@@ -298,6 +298,19 @@ mod tests {
         );
         assert_eq!(table.lookup(0x1010).count() + table.lookup(0xfff).count(), 0);
         assert_eq!((table.address_of(0x410), table.address_of(0x500)), (Some(0x1010), None));
+    }
+
+    #[test]
+    fn a_function_without_a_name_is_not_the_next_one() {
+        let mut writer = Writer::default();
+        for (at, name) in [(0, ""), (8, "named"), (16, "")] {
+            let function = writer.function(name, Kind::Dwarf);
+            let leaf = writer.node(NodeKey { function, file: None, line: 0, parent: 0 });
+            writer.range(at, at + 8, leaf);
+        }
+        let table = Table::open(Bytes::from(writer.finish())).unwrap();
+        let names = [0, 8, 16].map(|at| table.lookup(at).next().unwrap().function);
+        assert_eq!(names, ["", "named", ""]);
     }
 
     #[test]

@@ -1,0 +1,349 @@
+//! The debuginfod client: files by build-id from servers, in order, into the cache. One fetch a file however many ask.
+//!
+//! A server that stalls, dies or lies costs a bounded time once and is then left alone; what it could not give is a
+//! reason for the report. The protocol is elfutils' (debuginfod(8)): `GET /buildid/HEX/{debuginfo,executable}`, hex in
+//! lower case. Used by `ladder.rs`, from threads that may wait.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use reqwest::{Client, Response, StatusCode};
+use stackwire_cache::{Blob, Cache, CacheError, Id, Key, Kind, Meta, Negative, Pending};
+use tokio::runtime::Runtime;
+
+use crate::elf::{Elf, Scratch};
+use crate::profile::hex;
+
+/// Why a file did not come.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FetchError {
+    /// No server has it; remembered.
+    #[error("no server had build-id {0}")]
+    Missing(String),
+    /// What the servers sent cannot be used; remembered.
+    #[error("{0}")]
+    Malformed(String),
+    /// It might come another time.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl From<CacheError> for FetchError {
+    fn from(error: CacheError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// Servers, and how long and how much may be waited for.
+#[derive(Debug)]
+pub struct Debuginfod {
+    servers: Vec<Server>,
+    client: Client,
+    timeout: Duration,
+    fetched: AtomicU64,
+    /// Taken when dropped.
+    runtime: Option<Runtime>,
+}
+
+#[derive(Debug)]
+struct Server {
+    url: String,
+    /// Failures in a row, and when it may be asked again.
+    breaker: Mutex<(u32, Option<Instant>)>,
+}
+
+/// Largest file taken; debug information of a browser has 5 GB.
+const MAX_BYTES: u64 = 8 << 30;
+/// Tries of a server that answers with 5xx or is cut off.
+const TRIES: u32 = 3;
+/// Before the second try; four times as long before the third.
+const BACK_OFF: Duration = Duration::from_millis(100);
+/// Failures in a row after which a server is left alone for a while.
+const MAX_FAILURES: u32 = 2;
+/// How long.
+const COOL_DOWN: Duration = Duration::from_secs(60);
+/// How long an answer that there is nothing holds: debug packages are published hours after their binaries.
+const MISSING_FOR: Duration = Duration::from_secs(3600);
+/// How long an answer that cannot be used holds.
+const MALFORMED_FOR: Duration = Duration::from_secs(24 * 3600);
+
+impl Debuginfod {
+    /// A client of these servers. `timeout`: for all files of a profile together; a server that is silent for a third of
+    /// it is given up.
+    ///
+    /// # Errors
+    /// In words, when an address is none or TLS cannot be set up.
+    pub fn new(urls: &[String], timeout: Duration) -> Result<Self, String> {
+        let servers = urls.iter().map(|url| {
+            let good =
+                reqwest::Url::parse(url).is_ok_and(|url| matches!(url.scheme(), "http" | "https"));
+            if !good {
+                return Err(format!("{url:?} is no debuginfod server: http://HOST[:PORT] is one"));
+            }
+            Ok(Server { url: url.trim_end_matches('/').to_owned(), breaker: Mutex::default() })
+        });
+        let servers = servers.collect::<Result<_, _>>()?;
+        // Fails when it was done before, which is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let client = Client::builder()
+            .user_agent(concat!("stackwire/", env!("CARGO_PKG_VERSION")))
+            .connect_timeout(timeout / 3)
+            .build()
+            .map_err(|error| chain(&error))?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("fetch")
+            .enable_all()
+            .build()
+            .map_err(|error| error.to_string())?;
+        Ok(Self { servers, client, timeout, fetched: AtomicU64::new(0), runtime: Some(runtime) })
+    }
+
+    /// How long all files of a profile may take together.
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Bytes that came so far.
+    #[must_use]
+    pub fn fetched(&self) -> u64 {
+        self.fetched.load(Ordering::Relaxed)
+    }
+
+    /// A file: from the cache, else from the first server that has it. Waits until `deadline` at most.
+    ///
+    /// # Errors
+    /// See [`FetchError`].
+    pub fn fetch(
+        &self,
+        build_id: &[u8],
+        kind: Kind,
+        cache: &Cache,
+        deadline: Instant,
+    ) -> Result<Blob, FetchError> {
+        let id = Id::of_bytes(build_id).map_err(|error| FetchError::Failed(error.to_string()))?;
+        let key = Key::new(id, kind);
+        if let Some(blob) = cache.get(&key)? {
+            return Ok(blob);
+        }
+        remembered(cache, &key)?;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let Some(_lock) = cache.lock(&key, left())? else {
+            return Err(FetchError::Failed("another process is still fetching it".to_owned()));
+        };
+        // Whoever had the lock before may have fetched it.
+        if let Some(blob) = cache.get(&key)? {
+            return Ok(blob);
+        }
+        remembered(cache, &key)?;
+        let Some(runtime) = &self.runtime else {
+            return Err(FetchError::Failed("the client is closed".to_owned()));
+        };
+        let fetched = runtime.block_on(async {
+            let all = self.ask_servers(&key, cache);
+            tokio::time::timeout(left(), all).await.unwrap_or_else(|_elapsed| {
+                let seconds = self.timeout.as_secs_f32();
+                Err(FetchError::Failed(format!(
+                    "not there within the {seconds} s of --symbol-fetch-timeout"
+                )))
+            })
+        });
+        match &fetched {
+            Err(FetchError::Missing(id)) => {
+                cache.put_negative(&key, &Negative::Missing(id.clone()), MISSING_FOR)?;
+            }
+            Err(FetchError::Malformed(why)) => {
+                cache.put_negative(&key, &Negative::Malformed(why.clone()), MALFORMED_FOR)?;
+            }
+            _ => {}
+        }
+        fetched
+    }
+
+    async fn ask_servers(&self, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
+        let mut failures = Vec::new();
+        let mut malformed = Vec::new();
+        for server in &self.servers {
+            if let Some(why) = server.is_left_alone() {
+                failures.push(format!("{}: {why}", server.url));
+                continue;
+            }
+            match self.ask(server, key, cache).await {
+                Ok(blob) => {
+                    server.answered();
+                    return Ok(blob);
+                }
+                Err(FetchError::Missing(_)) => server.answered(),
+                Err(FetchError::Malformed(why)) => {
+                    server.answered();
+                    malformed.push(format!("{}: {why}", server.url));
+                }
+                Err(FetchError::Failed(why)) => {
+                    server.failed();
+                    failures.push(format!("{}: {why}", server.url));
+                }
+            }
+        }
+        // A server that could not be asked may have it: nothing to remember.
+        match (failures.is_empty(), malformed.is_empty()) {
+            (false, _) => Err(FetchError::Failed(failures.join("; "))),
+            (true, false) => Err(FetchError::Malformed(malformed.join("; "))),
+            (true, true) => Err(FetchError::Missing(key.id.to_string())),
+        }
+    }
+
+    async fn ask(&self, server: &Server, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
+        let what = if key.kind == Kind::Executable { "executable" } else { "debuginfo" };
+        let url = format!("{}/buildid/{}/{what}", server.url, key.id);
+        let mut tries = 1;
+        loop {
+            match self.ask_once(&url, key, cache).await {
+                Err(Try::Again(why)) if tries == TRIES => {
+                    return Err(FetchError::Failed(format!("{why}, {TRIES} times")));
+                }
+                Err(Try::Again(_)) => {
+                    tokio::time::sleep(BACK_OFF * 4u32.pow(tries - 1)).await;
+                    tries += 1;
+                }
+                Err(Try::No(error)) => return Err(error),
+                Ok(blob) => return Ok(blob),
+            }
+        }
+    }
+
+    async fn ask_once(&self, url: &str, key: &Key, cache: &Cache) -> Result<Blob, Try> {
+        let stalled = || {
+            let seconds = (self.timeout / 3).as_secs_f32();
+            Try::No(FetchError::Failed(format!("silent for {seconds:.1} s")))
+        };
+        let answer = tokio::time::timeout(self.timeout / 3, self.client.get(url).send()).await;
+        let answer = answer.map_err(|_elapsed| stalled())?.map_err(|error| cut(&error))?;
+        let status = answer.status();
+        match status {
+            StatusCode::OK => {}
+            StatusCode::NOT_FOUND => return Err(Try::No(FetchError::Missing(key.id.to_string()))),
+            _ if status.is_server_error() => return Err(Try::Again(status.to_string())),
+            _ => return Err(Try::No(FetchError::Failed(status.to_string()))),
+        }
+        let declared = answer.content_length();
+        if let Some(bytes) = declared.filter(|&bytes| bytes > MAX_BYTES) {
+            return Err(Try::No(FetchError::Malformed(format!(
+                "sends {bytes} bytes, more than any debug file has"
+            ))));
+        }
+        let mut pending = cache.begin().map_err(|error| Try::No(error.into()))?;
+        self.take_body(answer, &mut pending, stalled).await?;
+        verify(&pending, key).map_err(Try::No)?;
+        let meta = Meta { quality: 0, origin: url.to_owned() };
+        pending.keep(key, meta).map_err(|error| Try::No(error.into()))
+    }
+
+    /// Writes the body as it comes: never more than a piece of it is in memory.
+    async fn take_body(
+        &self,
+        mut answer: Response,
+        to: &mut Pending<'_>,
+        stalled: impl Fn() -> Try,
+    ) -> Result<(), Try> {
+        let mut taken = 0;
+        loop {
+            let piece = tokio::time::timeout(self.timeout / 3, answer.chunk()).await;
+            let piece = piece.map_err(|_elapsed| stalled())?.map_err(|error| cut(&error))?;
+            let Some(piece) = piece else { return Ok(()) };
+            taken += piece.len() as u64;
+            if taken > MAX_BYTES {
+                let why = format!("sends more than {MAX_BYTES} bytes");
+                return Err(Try::No(FetchError::Malformed(why)));
+            }
+            self.fetched.fetch_add(piece.len() as u64, Ordering::Relaxed);
+            // A full disk is no fault of the server.
+            to.write_all(&piece).map_err(|error| {
+                Try::No(FetchError::Failed(format!("cannot write to the cache: {error}")))
+            })?;
+        }
+    }
+}
+
+impl Drop for Debuginfod {
+    fn drop(&mut self) {
+        // Dropped as it is, a runtime waits for its threads, which it must not where the server's runs.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// How a try ended.
+enum Try {
+    /// Worth another.
+    Again(String),
+    /// It would end the same way.
+    No(FetchError),
+}
+
+/// An error of the connection: cut ones are worth another try, others not.
+fn cut(error: &reqwest::Error) -> Try {
+    let text = chain(error);
+    let again = !error.is_redirect() && !error.is_builder() && !error.is_connect();
+    if again { Try::Again(text) } else { Try::No(FetchError::Failed(text)) }
+}
+
+/// An error with its causes, and without the address it repeats.
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = String::new();
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        let part = error.to_string();
+        let part = part.split(" for url").next().unwrap_or_default();
+        if !text.contains(part) {
+            text += if text.is_empty() { "" } else { ": " };
+            text += part;
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Whether what came is what was asked for.
+fn verify(pending: &Pending<'_>, key: &Key) -> Result<(), FetchError> {
+    let file = pending.reader().map_err(|error| FetchError::Failed(error.to_string()))?;
+    let elf = Elf::open(file, &Scratch::default())
+        .map_err(|error| FetchError::Malformed(format!("sends what is {error}")))?;
+    match elf.ids.gnu {
+        Some(id) if hex(&id) == key.id.as_str() => Ok(()),
+        Some(id) => Err(FetchError::Malformed(format!("sends a file with build-id {}", hex(&id)))),
+        None => Err(FetchError::Malformed("sends a file without a build-id".to_owned())),
+    }
+}
+
+/// An answer from before that still holds.
+fn remembered(cache: &Cache, key: &Key) -> Result<(), FetchError> {
+    match cache.negative(key)? {
+        Some(Negative::Missing(id)) => Err(FetchError::Missing(id)),
+        Some(Negative::Malformed(why)) => Err(FetchError::Malformed(why)),
+        None => Ok(()),
+    }
+}
+
+impl Server {
+    fn is_left_alone(&self) -> Option<&'static str> {
+        let (_, until) = *self.breaker.lock().unwrap_or_else(PoisonError::into_inner);
+        until.filter(|&until| Instant::now() < until).map(|_| "not asked again after it failed")
+    }
+
+    fn answered(&self) {
+        *self.breaker.lock().unwrap_or_else(PoisonError::into_inner) = (0, None);
+    }
+
+    fn failed(&self) {
+        let mut breaker = self.breaker.lock().unwrap_or_else(PoisonError::into_inner);
+        breaker.0 += 1;
+        if breaker.0 >= MAX_FAILURES {
+            *breaker = (0, Some(Instant::now() + COOL_DOWN));
+        }
+    }
+}
