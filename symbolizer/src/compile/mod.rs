@@ -4,6 +4,7 @@
 //! names: what does not parse is left out and said in [`Compiled::notes`].
 
 mod dwarf;
+mod gopclntab;
 mod lines;
 mod overlay;
 mod paint;
@@ -48,6 +49,11 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
         match dwarf::Sections::load(elf, files.alt) {
             Ok(sections) => sections.compile(&symbols, &mut writer, &mut notes),
             Err(error) => notes.push(format!("its debug information: {error}")),
+        }
+    } else if let Some(elf) = files.executable.or(files.debug) {
+        // Go's table is loaded, so that no stripping takes it away.
+        if let Err(error) = gopclntab::compile(elf, &mut writer) {
+            notes.push(format!("its Go table: {error}"));
         }
     }
     symbols.write(&mut writer);

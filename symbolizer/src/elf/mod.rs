@@ -223,6 +223,28 @@ impl Elf {
             .then_some(AltLink { path, build_id })
     }
 
+    /// What is loaded at an address, as far as it is in the file.
+    ///
+    /// # Errors
+    /// When not all of it is.
+    pub fn loaded(&self, address: u64, size: u64) -> Result<Vec<u8>, ElfError> {
+        let outside = || ElfError::Broken(format!("{size} bytes at {address:#x} are not in it"));
+        let segment = self.loads.iter().map(|load| load.segment).find(|segment| {
+            let inside = address.checked_sub(segment.address);
+            inside
+                .and_then(|inside| inside.checked_add(size))
+                .is_some_and(|end| end <= segment.size)
+        });
+        let segment = segment.ok_or_else(outside)?;
+        let offset = segment.offset.checked_add(address - segment.address).ok_or_else(outside)?;
+        if offset.checked_add(size).is_none_or(|end| end > self.length) {
+            return Err(outside());
+        }
+        let mut bytes = vec![0; usize::try_from(size).map_err(|_size| outside())?];
+        self.file.read_exact_at(&mut bytes, offset)?;
+        Ok(bytes)
+    }
+
     /// CRC-32 of the whole file, as `.gnu_debuglink` has it.
     ///
     /// # Errors
