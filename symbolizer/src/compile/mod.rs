@@ -15,7 +15,7 @@ use crate::elf::Elf;
 use crate::table::{Segment, Writer};
 
 /// The files of one executable.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Default)]
 pub struct Files<'a> {
     /// What is mapped and run.
     pub executable: Option<&'a Elf>,
@@ -23,6 +23,23 @@ pub struct Files<'a> {
     pub debug: Option<&'a Elf>,
     /// What `dwz` moved common parts to.
     pub alt: Option<&'a Elf>,
+    /// The package of what `-gsplit-dwarf` kept out of it (`.dwp`).
+    pub package: Option<&'a Elf>,
+    /// Finds a file of one unit (`.dwo`) by directory of the compilation and name.
+    pub split: Option<&'a (dyn Fn(&str, &str) -> Option<Elf> + Sync)>,
+}
+
+impl std::fmt::Debug for Files<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { executable, debug, alt, package, split } = self;
+        f.debug_struct("Files")
+            .field("executable", executable)
+            .field("debug", debug)
+            .field("alt", alt)
+            .field("package", package)
+            .field("split", &split.is_some())
+            .finish()
+    }
 }
 
 /// A table with what it was not possible to take into it.
@@ -46,8 +63,8 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
     }
     let symbols = symbols::read(files, &mut notes);
     if let Some(elf) = with_dwarf(files) {
-        match dwarf::Sections::load(elf, files.alt) {
-            Ok(sections) => sections.compile(&symbols, &mut writer, &mut notes),
+        match dwarf::Sections::load(elf, files) {
+            Ok(sections) => sections.compile(files, &symbols, &mut writer, &mut notes),
             Err(error) => notes.push(format!("its debug information: {error}")),
         }
     } else if let Some(elf) = files.executable.or(files.debug) {

@@ -3,7 +3,7 @@
 use gimli::{AttributeValue, DebuggingInformationEntry as Entry};
 use rustc_hash::FxHashMap;
 
-use super::dwarf::{Debug, DwarfError, Place, Slice, Units};
+use super::dwarf::{Debug, DwarfError, PartOf, Place, Slice, Units};
 use super::paint::Span;
 
 /// A function, or a call inlined into one.
@@ -44,7 +44,7 @@ pub fn read<'a>(
 ) -> Result<Scopes<'a>, DwarfError> {
     let (dwarf, unit) = (&*place.dwarf, &*place.unit);
     let mut found = Scopes::default();
-    let mut functions: FxHashMap<(bool, usize), u32> = FxHashMap::default();
+    let mut functions: FxHashMap<(PartOf, usize), u32> = FxHashMap::default();
     // The scope in force at each depth of the tree.
     let mut stack: Vec<(isize, Option<u32>)> = Vec::new();
     let mut entries = unit.entries_raw(None)?;
@@ -93,7 +93,7 @@ fn scope<'a>(
     place: &Place<'a>,
     entry: &Entry<Slice<'a>>,
     parent: Option<u32>,
-    functions: &mut FxHashMap<(bool, usize), u32>,
+    functions: &mut FxHashMap<(PartOf, usize), u32>,
     found: &mut Scopes<'a>,
 ) -> Option<u32> {
     if !entry.has_attr(gimli::DW_AT_low_pc) && !entry.has_attr(gimli::DW_AT_ranges) {
@@ -117,10 +117,15 @@ fn function<'a>(
     units: &mut Units<'a>,
     place: &Place<'a>,
     entry: &Entry<Slice<'a>>,
-    functions: &mut FxHashMap<(bool, usize), u32>,
+    functions: &mut FxHashMap<(PartOf, usize), u32>,
     found: &mut Scopes<'a>,
 ) -> u32 {
-    let origin = entry.attr_value(gimli::DW_AT_abstract_origin).and_then(|value| place.key(&value));
+    // Not of an instance with a name of its own, as GCC gives to clones and constructors.
+    let own = [gimli::DW_AT_linkage_name, gimli::DW_AT_MIPS_linkage_name, gimli::DW_AT_name];
+    let origin = entry
+        .attr_value(gimli::DW_AT_abstract_origin)
+        .filter(|_| !own.iter().any(|&name| entry.has_attr(name)))
+        .and_then(|value| place.key(&value));
     if let Some(&function) = origin.as_ref().and_then(|key| functions.get(key)) {
         return function;
     }
@@ -160,8 +165,7 @@ fn names<'a>(
             break;
         }
         let Some(value) = entry.attr_value(reference) else { continue };
-        let found = place.key(&value).and_then(|key| units.find(debug, key));
-        let Some((place, offset)) = found else { continue };
+        let Some((place, offset)) = units.follow(debug, place, &value) else { continue };
         let Ok(entry) = place.unit.entry(offset) else { continue };
         let more = self::names(debug, units, &place, &entry, hops - 1);
         names.linkage = more.linkage;

@@ -19,6 +19,7 @@ pub struct Symbols {
 pub fn read(files: &Files<'_>, notes: &mut Vec<String>) -> Symbols {
     let elfs = || [files.debug, files.executable].into_iter().flatten();
     let mut found = Vec::new();
+    let mut unreadable = Vec::new();
     let mut take = |elf: &Elf, name: &str, kind: Kind, found: &mut Vec<Symbol>| {
         if let Err(error) = functions(elf, name, kind, found) {
             notes.push(format!("its {name}: {error}"));
@@ -28,10 +29,17 @@ pub fn read(files: &Files<'_>, notes: &mut Vec<String>) -> Symbols {
         take(elf, ".symtab", Kind::Symtab, &mut found);
     }
     if found.is_empty() {
+        // The two complete each other: the first has no function the second exports.
         for elf in elfs() {
+            match elf.mini_debug_info() {
+                Ok(Some(mini)) => take(&mini, ".symtab", Kind::MiniDebugInfo, &mut found),
+                Ok(None) => {}
+                Err(error) => unreadable.push(format!("its .gnu_debugdata: {error}")),
+            }
             take(elf, ".dynsym", Kind::Dynsym, &mut found);
         }
     }
+    notes.extend(unreadable);
     arrange(found)
 }
 

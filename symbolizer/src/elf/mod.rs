@@ -196,6 +196,16 @@ impl Elf {
         section::read(&self.file, section, self.is_64, self.endian, &self.scratch)
     }
 
+    /// The file inside this one that holds the symbols stripped from it (`.gnu_debugdata`, as Fedora has it).
+    ///
+    /// # Errors
+    /// See [`ElfError`].
+    pub fn mini_debug_info(&self) -> Result<Option<Self>, ElfError> {
+        let Some(compressed) = self.section(".gnu_debugdata")? else { return Ok(None) };
+        let file = section::unxz(&compressed, &self.scratch)?;
+        Self::open(file, &self.scratch).map(Some)
+    }
+
     /// The link to its debug file.
     #[must_use]
     pub fn debug_link(&self) -> Option<DebugLink> {

@@ -86,6 +86,25 @@ pub(super) fn read(
     keep(raw, section.size, scratch)
 }
 
+/// Largest file taken out of another; those of Fedora have some hundred kilobytes.
+const MAX_INNER: u64 = 256 << 20;
+/// Memory xz may use; its highest level wants 65 MiB.
+const XZ_MEMORY: u64 = 128 << 20;
+
+/// An xz-compressed file as one of its own.
+pub(super) fn unxz(compressed: &[u8], scratch: &Scratch) -> Result<File, ElfError> {
+    let stream = liblzma::stream::Stream::new_stream_decoder(XZ_MEMORY, 0)
+        .map_err(|error| ElfError::Broken(format!("xz: {error}")))?;
+    let mut decoder = liblzma::read::XzDecoder::new_stream(compressed, stream).take(MAX_INNER + 1);
+    let mut file = scratch.file()?;
+    let taken = io::copy(&mut decoder, &mut file)
+        .map_err(|error| ElfError::Broken(format!("xz: {error}")))?;
+    if taken > MAX_INNER {
+        return Err(ElfError::TooLarge(format!("it holds more than {MAX_INNER} bytes")));
+    }
+    Ok(file)
+}
+
 /// Kind, size once decompressed, and what follows the header.
 fn compression_header(
     mut raw: Window<'_>,

@@ -98,10 +98,16 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
         return Err(climb.nothing());
     }
     let alt = debug.as_ref().or(executable.as_ref()).and_then(|at| climb.alt_file(at));
+    let beside =
+        debug.as_ref().or(executable.as_ref()).map(|at| at.path.clone()).unwrap_or_default();
+    let package = climb.package(&beside);
+    let split = |directory: &str, name: &str| climb.split(&beside, directory, name);
     let files = Files {
         executable: executable.as_ref().map(|at| &at.elf),
         debug: debug.as_ref().map(|at| &at.elf),
         alt: alt.as_ref().map(|at| &at.elf),
+        package: package.as_ref().map(|at| &at.elf),
+        split: Some(&split),
     };
     let compiled = {
         // One at a time: it has threads of its own, and memory is what there is least of.
@@ -275,6 +281,22 @@ impl Climb<'_> {
             self.note(format!("its common debug information, build-id {id}, is missing"));
         }
         found
+    }
+
+    /// `PROGRAM.dwp` beside the program.
+    fn package(&self, program: &Path) -> Option<At> {
+        let mut path = program.as_os_str().to_owned();
+        path.push(".dwp");
+        open(Path::new(&path), &self.sources.scratch)
+    }
+
+    /// A `.dwo` where it was written, or beside the program. That it is the right one its id tells.
+    fn split(&self, program: &Path, directory: &str, name: &str) -> Option<Elf> {
+        let written = Path::new(directory).join(name);
+        let moved =
+            program.parent().and_then(|parent| Some(parent.join(Path::new(name).file_name()?)));
+        let paths = [Some(written), moved].into_iter().flatten();
+        paths.into_iter().find_map(|path| open(&path, &self.sources.scratch)).map(|at| at.elf)
     }
 
     /// Whether offsets cannot become addresses with the debug file alone.
