@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+/// Names, files, lines and inlined calls against llvm-symbolizer, in many real binaries.
+mod agreement;
 /// What cannot work says so: processes, options, outputs, captures, perf-maps, permissions.
 mod bad_input;
 /// The checkout: eBPF object and sources, help, version, doctor.

@@ -6,11 +6,13 @@ set -uo pipefail
 declare -A packages=(
   [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
+  [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod
 )
 wanted=()
 for command in "${!packages[@]}"; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "$command" >/dev/null || wanted+=("${packages[$command]}")
 done
+compgen -G '/usr/lib/debug/.build-id/*' >/dev/null || wanted+=(libc6-dbg)
 if [ "${1:-}" = ebpf ]; then
   [ -d /usr/lib/rustlib/src/rust/library ] || wanted+=(rustc-web rust-web-src cargo-web)
   [ -x /usr/lib/llvm-22/bin/llvm-config ] || wanted+=(llvm-22-dev)

@@ -85,6 +85,8 @@ struct Symbol {
     limit: u64,
     /// Global, weak, local: 0, 1, 2.
     binding: u8,
+    /// Kept for programs linked long ago.
+    old_version: bool,
     name: String,
     kind: Kind,
 }
@@ -120,7 +122,10 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
         if name.is_empty() || raw.kind == elf::STT_NOTYPE && name.starts_with('$') {
             continue;
         }
+        // `name@@VERSION` is what the linker takes, `name@VERSION` what it took.
+        let (name, version) = name.split_once('@').unwrap_or((name, "@"));
         out.push(Symbol {
+            old_version: !version.starts_with('@'),
             address: raw.address,
             size: raw.size,
             limit: code.range().end,
@@ -180,7 +185,7 @@ fn arrange(mut found: Vec<Symbol>) -> Symbols {
     found.sort_by(|a, b| {
         let rank = |s: &Symbol| {
             let underscores = s.name.bytes().take_while(|&byte| byte == b'_').count();
-            (s.size == 0, s.binding, underscores, s.name.len())
+            (s.size == 0, s.old_version, s.binding, underscores, s.name.len())
         };
         a.address
             .cmp(&b.address)
