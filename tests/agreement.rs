@@ -17,7 +17,8 @@ use crate::support::binary;
 const MAX_DIFFERENT: usize = 20;
 
 /// Frames, innermost first: function, file, line.
-type Chain = Vec<(String, String, u64)>;
+type Chain = Vec<Frame>;
+type Frame = (String, String, u64);
 
 fn corpus() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -166,14 +167,13 @@ fn compare(object: &Object) {
         let ours = chain(ours, "frames", ["function", "file", "line"]);
         let mut theirs = chain(theirs, "Symbol", ["FunctionName", "FileName", "Line"]);
         theirs.retain(|frame| *frame != Default::default());
-        let is_same =
-            |(index, (our, their)): (usize, (&(String, String, u64), &(String, String, u64)))| {
-                let outermost = index + 1 == ours.len();
-                // Of names dwz moved to the common file it knows none, or the unmangled one.
-                let unknown = object.kind == "alt" && our.0.contains(their.0.as_str());
-                let name = our.0 == their.0 || unknown || outermost && covers(address, &our.0);
-                name && (&our.1, our.2) == (&their.1, their.2)
-            };
+        let is_same = |(index, (our, their)): (usize, (&Frame, &Frame))| {
+            let outermost = index + 1 == ours.len();
+            // Of names dwz moved to the common file it knows none, or the unmangled one.
+            let unknown = object.kind == "alt" && our.0.contains(their.0.as_str());
+            let name = our.0 == their.0 || unknown || outermost && covers(address, &our.0);
+            name && (&our.1, our.2) == (&their.1, their.2)
+        };
         let only_symbol = theirs.is_empty()
             && matches!(ours.as_slice(), [] | [_])
             && ours.iter().all(|f| (f.1.as_str(), f.2) == ("", 0) && covers(address, &f.0));

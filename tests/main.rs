@@ -11,6 +11,8 @@ mod agreement;
 mod bad_input;
 /// The checkout: eBPF object and sources, help, version, doctor.
 mod checkout;
+/// Servers of debug files, good and bad, and the cache.
+mod debuginfod;
 /// Shares of time in programs whose answer is known.
 mod ground_truth;
 /// Live, resolved and served profiles of one stream are the same bytes.

@@ -75,13 +75,15 @@ impl<'c> Pending<'c> {
         let parent = path.parent().unwrap_or(Path::new("."));
         DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(failed)?;
         let checksum = self.hasher.digest();
-        // The row first: a file without one is taken in with what it has, so that a row of the blob
-        // before would condemn the new one if we were killed in between. Without a row, nothing can.
+        // A file without a row is taken in with what it has: killed in between, the row of the blob before must
+        // not be there to condemn the new one.
         self.cache.index().forget(key)?;
-        fs::rename(&self.path, &path).map_err(failed)?;
+        // In one transaction with the row: who meets the file without it waits here, and finds it.
+        self.cache.index().insert_with(key, (self.size, checksum), &meta, || {
+            fs::rename(&self.path, &path).map_err(failed)?;
+            File::open(parent).and_then(|directory| directory.sync_all()).map_err(failed)
+        })?;
         self.path.clear();
-        File::open(parent).and_then(|directory| directory.sync_all()).map_err(failed)?;
-        self.cache.index().insert(key, (self.size, checksum), &meta)?;
         let file = File::open(&path).map_err(failed)?;
         // Beyond the limit the blob itself may go at once; it is open, and serves this time.
         self.cache.prune(self.cache.max_bytes)?;

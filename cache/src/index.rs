@@ -3,9 +3,9 @@
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, ErrorCode, OptionalExtension, params};
+use rusqlite::{Connection, ErrorCode, OptionalExtension, TransactionBehavior, params};
 
 use crate::{CacheError, Key, Kind, Meta, Stats};
 
@@ -39,6 +39,9 @@ pub(crate) struct Index {
     is_new: bool,
 }
 
+/// How long one process waits for another to finish its statement.
+const PATIENCE: Duration = Duration::from_secs(20);
+
 /// Version of the schema.
 const VERSION: i32 = 1;
 const SCHEMA: &str = "
@@ -58,7 +61,14 @@ impl Index {
     /// Opens the index of a directory; one that is damaged is put aside and begun anew.
     pub fn open(directory: &Path) -> Result<Self, CacheError> {
         let path = directory.join("index.db");
-        match Self::try_open(&path) {
+        let mut opened = Self::try_open(&path);
+        // Going over to a write-ahead log does not wait for others who are at the same.
+        let deadline = Instant::now() + PATIENCE;
+        while is_busy(&opened) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+            opened = Self::try_open(&path);
+        }
+        match opened {
             Err(CacheError::Index(error)) if is_damage(&error) => {
                 for name in ["index.db", "index.db-wal", "index.db-shm"] {
                     let _ = std::fs::rename(
@@ -78,10 +88,12 @@ impl Index {
         let made = make.write(true).create(true).truncate(false).mode(0o600).open(path);
         made.map_err(|error| CacheError::File { path: path.to_owned(), error })?;
         let connection = Connection::open(path)?;
-        connection.busy_timeout(Duration::from_secs(20))?;
+        connection.busy_timeout(PATIENCE)?;
         // A row lost with the power is made again from its file.
         connection.execute_batch("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;")?;
-        let transaction = connection.unchecked_transaction()?;
+        // Immediate: one that begins by reading cannot wait for its turn to write.
+        let transaction =
+            rusqlite::Transaction::new_unchecked(&connection, TransactionBehavior::Immediate)?;
         let version: i32 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
         if version > VERSION {
             return Err(CacheError::Newer(path.to_owned()));
@@ -136,11 +148,35 @@ impl Index {
         Ok(())
     }
 
-    /// Adds a row for a file that has none.
-    pub fn take_in(&self, key: &Key, found: (u64, u64)) -> rusqlite::Result<Row> {
+    /// Adds a row together with what `place` does: nobody sees the one without the other but after a kill.
+    pub fn insert_with(
+        &self,
+        key: &Key,
+        found: (u64, u64),
+        meta: &Meta,
+        place: impl FnOnce() -> Result<(), CacheError>,
+    ) -> Result<(), CacheError> {
+        self.connection.execute_batch("BEGIN IMMEDIATE")?;
+        let done = self.insert(key, found, meta).map_err(CacheError::from).and_then(|()| place());
+        match done {
+            Ok(()) => Ok(self.connection.execute_batch("COMMIT")?),
+            Err(error) => {
+                // The error that came first is the one to tell.
+                let _ = self.connection.execute_batch("ROLLBACK");
+                Err(error)
+            }
+        }
+    }
+
+    /// Adds a row for a file that has none; one that another process was just adding stays.
+    pub fn take_in(&self, key: &Key, (size, checksum): (u64, u64)) -> rusqlite::Result<Row> {
+        let sql = "INSERT OR IGNORE INTO blobs VALUES (?1, ?2, ?3, ?4, 0, '', ?5)";
+        let (id, kind) = (key.id.as_str(), key.kind.name());
+        let row = params![id, kind, size as i64, checksum as i64, now() as i64];
+        self.connection.prepare_cached(sql)?.execute(row)?;
         let meta = Meta::default();
-        self.insert(key, found, &meta)?;
-        Ok(Row { key: key.clone(), size: found.0, checksum: found.1, meta, last_use: now() })
+        let taken = Row { key: key.clone(), size, checksum, meta, last_use: now() };
+        Ok(self.row(key)?.unwrap_or(taken))
     }
 
     pub fn touch(&self, key: &Key) -> rusqlite::Result<()> {
@@ -222,6 +258,16 @@ fn row(row: &rusqlite::Row<'_>) -> rusqlite::Result<Option<Row>> {
         meta: Meta { quality: row.get(4)?, origin: row.get(5)? },
         last_use: last_use as u64,
     }))
+}
+
+fn is_busy(opened: &Result<Index, CacheError>) -> bool {
+    let busy = |error: &rusqlite::Error| {
+        matches!(
+            error.sqlite_error_code(),
+            Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
+        )
+    };
+    matches!(opened, Err(CacheError::Index(error)) if busy(error))
 }
 
 fn is_damage(error: &rusqlite::Error) -> bool {

@@ -14,6 +14,9 @@ mod symbols;
 use crate::elf::Elf;
 use crate::table::{Segment, Writer};
 
+/// Finds a `.dwo` by directory of the compilation and name.
+pub type FindSplit<'a> = dyn Fn(&str, &str) -> Option<Elf> + Sync + 'a;
+
 /// The files of one executable.
 #[derive(Clone, Copy, Default)]
 pub struct Files<'a> {
@@ -26,7 +29,7 @@ pub struct Files<'a> {
     /// The package of what `-gsplit-dwarf` kept out of it (`.dwp`).
     pub package: Option<&'a Elf>,
     /// Finds a file of one unit (`.dwo`) by directory of the compilation and name.
-    pub split: Option<&'a (dyn Fn(&str, &str) -> Option<Elf> + Sync)>,
+    pub split: Option<&'a FindSplit<'a>>,
 }
 
 impl std::fmt::Debug for Files<'_> {

@@ -6,6 +6,7 @@
 mod section;
 
 use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 
 use object::elf::{self, FileHeader32, FileHeader64};
@@ -146,7 +147,7 @@ impl Elf {
     /// See [`ElfError`].
     pub fn open(file: File, scratch: &Scratch) -> Result<Self, ElfError> {
         let length = file.metadata()?.len();
-        let cache = ReadCache::new(&file);
+        let cache = ReadCache::new(Positioned { file: &file, at: 0, length });
         let (is_64, endian, sections, loads, ids) = match FileKind::parse(&cache) {
             Ok(FileKind::Elf64) => headers::<FileHeader64<Endianness>, _>(&cache, length)?,
             Ok(FileKind::Elf32) => headers::<FileHeader32<Endianness>, _>(&cache, length)?,
@@ -277,6 +278,34 @@ impl Elf {
         self.sections.iter().find(|section| {
             section.name == name && section.kind != elf::SHT_NOBITS && section.size > 0
         })
+    }
+}
+
+/// A file read from a position of its own: descriptors that were duplicated share one.
+struct Positioned<'a> {
+    file: &'a File,
+    at: u64,
+    length: u64,
+}
+
+impl Read for Positioned<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read_at(into, self.at)?;
+        self.at += read as u64;
+        Ok(read)
+    }
+}
+
+impl Seek for Positioned<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let (from, offset) = match to {
+            SeekFrom::Start(at) => (at, 0),
+            SeekFrom::Current(offset) => (self.at, offset),
+            SeekFrom::End(offset) => (self.length, offset),
+        };
+        let at = from.checked_add_signed(offset);
+        self.at = at.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(self.at)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Write};
 
 use super::plain::plain;
-use crate::profile::{EndReason, Profile, Resolution, StackId};
+use crate::profile::{EndReason, Profile, Quality, Resolution, StackId};
 
 /// Functions listed.
 const TOP: usize = 25;
@@ -169,7 +169,10 @@ pub(super) fn sources(profile: &Profile, executable: usize) -> Vec<String> {
         lines.push(format!("from {}", source.origin));
     }
     if let Some(before) = source.upgraded_from {
-        lines.push(format!("better than before: the symbol cache had {}", before.text()));
+        lines.push(format!(
+            "better than before: the symbol cache had {}",
+            before.map_or("none", Quality::text)
+        ));
     }
     if !source.origin.is_empty() {
         lines.extend(source.notes.iter().cloned());

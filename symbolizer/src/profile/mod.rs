@@ -364,8 +364,8 @@ pub struct Source {
     pub notes: Vec<String>,
     /// A server was asked and did not give what it was asked for.
     pub fetch_failed: bool,
-    /// How good the names were that the symbol cache had before.
-    pub upgraded_from: Option<Quality>,
+    /// How good the names were that the symbol cache had before (`Some(None)`: it had none).
+    pub upgraded_from: Option<Option<Quality>>,
 }
 
 /// A profile.

@@ -38,8 +38,8 @@ pub struct Found {
     pub notes: Vec<String>,
     /// A server was asked and did not give what it was asked for.
     pub fetch_failed: bool,
-    /// What the cache had before something better was found.
-    pub upgraded: Option<Kind>,
+    /// What the cache had before something better was found (`Some(None)`: no names at all).
+    pub upgraded: Option<Option<Kind>>,
 }
 
 /// There is nothing to take a name from.
@@ -117,11 +117,12 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
     climb.notes.extend(compiled.notes);
     let origin = debug.or(executable).map_or(String::new(), |at| at.origin);
     let origin = [&[origin], &climb.notes[..]].concat().join("\n");
-    let upgraded = known.as_ref().and_then(|(table, _)| table.best());
+    let before = known.as_ref().map(|(table, _)| table.best());
     let Some(table) = climb.keep(key.as_ref(), compiled.bytes, &origin) else {
         return Err(climb.nothing());
     };
-    let better = upgraded.filter(|before| table.best().is_some_and(|now| now < *before));
+    let better = before
+        .filter(|before| table.best().is_some_and(|now| before.is_none_or(|before| now < before)));
     climb.with_table(Some((table, origin)), better)
 }
 
@@ -137,7 +138,7 @@ impl Climb<'_> {
     fn with_table(
         self,
         table: Option<(Table, String)>,
-        upgraded: Option<Kind>,
+        upgraded: Option<Option<Kind>>,
     ) -> Result<Found, Nothing> {
         let Some((table, origin)) = table else { return Err(self.nothing()) };
         let mut lines = origin.lines().map(str::to_owned);
@@ -211,7 +212,7 @@ impl Climb<'_> {
         match found {
             Ok(at) => Some(at),
             Err(reason) => {
-                let cached = self.from_cache(&wanted.build_id, CacheKind::Executable);
+                let cached = self.cached_file(&wanted.build_id, CacheKind::Executable);
                 if cached.is_none() {
                     self.note(reason);
                 }
@@ -225,7 +226,7 @@ impl Climb<'_> {
     fn debug_file(&mut self, executable: Option<&At>, build_id: &[u8]) -> Option<At> {
         self.local_by_build_id(build_id)
             .or_else(|| self.local_by_link(executable?))
-            .or_else(|| self.from_cache(build_id, CacheKind::Debuginfo))
+            .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo))
             .or_else(|| self.fetch(build_id, CacheKind::Debuginfo))
     }
 
@@ -274,7 +275,7 @@ impl Climb<'_> {
                 let mut paths = beside.into_iter().chain(below);
                 paths.find_map(|path| open(&path, &self.sources.scratch).filter(same))
             })
-            .or_else(|| self.from_cache(&link.build_id, CacheKind::Debuginfo))
+            .or_else(|| self.cached_file(&link.build_id, CacheKind::Debuginfo))
             .or_else(|| self.fetch(&link.build_id, CacheKind::Debuginfo));
         if found.is_none() {
             let id = hex(&link.build_id);
@@ -307,7 +308,7 @@ impl Climb<'_> {
 
     // What was fetched before, and what servers have.
 
-    fn from_cache(&self, build_id: &[u8], kind: CacheKind) -> Option<At> {
+    fn cached_file(&self, build_id: &[u8], kind: CacheKind) -> Option<At> {
         let blob = self.sources.cache.as_ref()?.get(&key(build_id, kind)?).ok()??;
         self.of_blob(blob)
     }

@@ -208,7 +208,7 @@ fn elf_job(
         origin: found.source,
         notes: found.notes,
         fetch_failed: found.fetch_failed,
-        upgraded_from: found.upgraded.map(quality),
+        upgraded_from: found.upgraded.map(|before| before.map(quality)),
     };
     Ok((source, resolutions))
 }

@@ -1,0 +1,415 @@
+//! Names from debuginfod servers: a real one, and servers that stall, fail, lie and loop; the cache they fill, used by many
+//! at once, killed in the middle, and better the second time.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::support::build::{inlined_cc, inlined_rs};
+use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
+
+/// A program without its symbols, and the debug file with them.
+struct Stripped {
+    directory: tempfile::TempDir,
+    program: PathBuf,
+    debug: PathBuf,
+    build_id: String,
+}
+
+impl Stripped {
+    fn of(program: &Path) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let [stripped, debug] =
+            ["program", "served/program.debug"].map(|name| directory.path().join(name));
+        std::fs::create_dir(directory.path().join("served")).unwrap();
+        let run =
+            |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
+        run(Command::new("objcopy").arg("--only-keep-debug").arg(program).arg(&debug));
+        run(Command::new("strip").arg(program).arg("-o").arg(&stripped));
+        let notes = Command::new("readelf").arg("-n").arg(program).output().unwrap();
+        let notes = String::from_utf8_lossy(&notes.stdout).into_owned();
+        let build_id =
+            notes.split("Build ID: ").nth(1).unwrap().split_whitespace().next().unwrap().to_owned();
+        Self { directory, program: stripped, debug, build_id }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// A capture of the program, which nothing names yet.
+    fn capture(&self) -> PathBuf {
+        let path = self.at("stripped.stackwire");
+        let program = Running::start(Command::new(&self.program).args(["30"]));
+        Ran::of(Command::new(binary("stackwire-collector")).args([
+            &format!("--pid={}", program.pid()),
+            "--duration=2s",
+            "--sample-rate=199",
+            "--kernel-stacks=false",
+            &format!("--output={}", path.display()),
+        ]))
+        .succeeded();
+        path
+    }
+
+    fn resolve(&self, capture: &Path, cache: &str, more: &[&str]) -> (Ran, PathBuf) {
+        let output = self.at("out.pb.gz");
+        let _ = std::fs::remove_file(&output);
+        let mut command = Command::new(binary("stackwire"));
+        command
+            .arg("resolve")
+            .arg(capture)
+            .arg(format!("--output={}", output.display()))
+            .arg(format!("--symbol-cache-dir={}", self.at(cache).display()))
+            .args(more);
+        (Ran::of(&mut command), output)
+    }
+
+    fn verify(&self, cache: &str) {
+        let cache = format!("--symbol-cache-dir={}", self.at(cache).display());
+        stackwire(["cache", &cache, "verify"]).succeeded();
+    }
+}
+
+/// Elfutils' own server, on a directory.
+struct RealServer {
+    child: Child,
+    url: String,
+}
+
+impl RealServer {
+    fn start(files: &Path, state: &Path) -> Self {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let child = Command::new("debuginfod")
+            .args(["-F", "-t", "0", "-g", "0", "-p", &port.to_string(), "-d"])
+            .arg(state)
+            .arg(files)
+            .env("DEBUGINFOD_URLS", "")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("debuginfod is installed by tests/setup.sh");
+        Self { child, url: format!("http://127.0.0.1:{port}") }
+    }
+
+    /// Waits until it has found a file.
+    fn wait_for(&self, build_id: &str) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let address = self.url.trim_start_matches("http://");
+        while Instant::now() < deadline {
+            let mut answer = String::new();
+            if let Ok(mut stream) = TcpStream::connect(address) {
+                let ask = format!("GET /buildid/{build_id}/section/.debug_line HTTP/1.0\r\n\r\n");
+                let _ = stream.write_all(ask.as_bytes());
+                let _ = stream.take(12).read_to_string(&mut answer);
+            }
+            if answer.ends_with(" 200") {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        panic!("debuginfod did not find {build_id}");
+    }
+}
+
+impl Drop for RealServer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How a server answers.
+#[derive(Clone, Copy, Debug)]
+enum Mode {
+    Good,
+    Stall,
+    Error,
+    Half,
+    OtherFile,
+    TenGib,
+    Redirect,
+    Garbage,
+}
+
+/// A server of ours on the loopback, with a count of what was asked. Threads end with the test.
+fn serve(mode: Mode, file: Vec<u8>, build_id: &str) -> (String, Arc<Mutex<HashMap<String, u32>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let asked: Arc<Mutex<HashMap<String, u32>>> = Arc::default();
+    let (count, wanted) = (Arc::clone(&asked), format!("/buildid/{build_id}/debuginfo"));
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let (count, file, wanted) = (Arc::clone(&count), file.clone(), wanted.clone());
+            std::thread::spawn(move || answer(stream, mode, &file, &wanted, &count));
+        }
+    });
+    (url, asked)
+}
+
+fn answer(
+    mut stream: TcpStream,
+    mode: Mode,
+    file: &[u8],
+    wanted: &str,
+    count: &Mutex<HashMap<String, u32>>,
+) {
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    let mut line = String::new();
+    while reader.read_line(&mut line).is_ok_and(|read| read > 0) {
+        let path = line.split(' ').nth(1).unwrap_or("").to_owned();
+        let mut header = String::new();
+        while reader.read_line(&mut header).is_ok_and(|read| read > 2) {
+            header.clear();
+        }
+        *count.lock().unwrap().entry(path.clone()).or_default() += 1;
+        let body = |length: usize, body: &[u8]| {
+            [format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n").as_bytes(), body]
+                .concat()
+        };
+        let empty =
+            |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n").into_bytes();
+        let bytes = match mode {
+            Mode::Good if path == wanted => body(file.len(), file),
+            Mode::Good => empty("404 Not Found"),
+            Mode::Stall => {
+                std::thread::sleep(Duration::from_secs(60));
+                return;
+            }
+            Mode::Error => empty("500 Internal Server Error"),
+            Mode::Half => body(file.len(), &file[..file.len() / 2]),
+            Mode::OtherFile => {
+                let other = std::fs::read("/bin/true").unwrap();
+                body(other.len(), &other)
+            }
+            Mode::TenGib => body(10 << 30, b"\x7fELF"),
+            Mode::Redirect => {
+                b"HTTP/1.1 302 Found\r\nLocation: /again\r\nContent-Length: 0\r\n\r\n".to_vec()
+            }
+            Mode::Garbage => body(5, b"hello"),
+        };
+        let _ = stream.write_all(&bytes);
+        if matches!(mode, Mode::Half | Mode::TenGib) {
+            return;
+        }
+        line.clear();
+    }
+}
+
+fn names(profile: &Pprof) -> Vec<String> {
+    profile.locations.values().flat_map(|l| l.lines.iter().map(|(name, ..)| name.clone())).collect()
+}
+
+fn has_inlined(profile: &Pprof) -> bool {
+    let names = names(profile);
+    ["inner", "middle", "outer"].iter().all(|name| names.iter().any(|found| found.contains(name)))
+}
+
+#[test]
+fn stripped_programs_out_of_sight_are_named_through_debuginfod() {
+    if !privileged() {
+        return;
+    }
+    for program in [inlined_cc(), inlined_rs()] {
+        let stripped = Stripped::of(program);
+        let server = RealServer::start(&stripped.at("served"), &stripped.at("index.sqlite"));
+        server.wait_for(&stripped.build_id);
+        // In a mount namespace of its own, and deleted there.
+        let hide = "mount -t tmpfs none /mnt && cp \"$0\" /mnt/p && exec /mnt/p 30";
+        let running = Running::start(
+            Command::new("unshare").args(["-m", "sh", "-c", hide]).arg(&stripped.program),
+        );
+        std::fs::remove_file(format!("/proc/{}/root/mnt/p", running.pid())).unwrap();
+        let output = stripped.at("live.pb.gz");
+        stackwire([
+            "record",
+            "--profile",
+            "--sample-rate=499",
+            "--duration=3s",
+            "--kernel-stacks=false",
+            &format!("--pid={}", running.pid()),
+            &format!("--debuginfod-url={}", server.url),
+            &format!("--symbol-cache-dir={}", stripped.at("cache").display()),
+            &format!("--profile-output={}", output.display()),
+        ])
+        .succeeded();
+        let profile = Pprof::read(&output);
+        assert!(has_inlined(&profile), "{:?}", names(&profile));
+        let is_named = |id: &u64| !profile.locations[id].lines.is_empty();
+        let named = profile.samples.iter().filter(|sample| sample.locations.iter().all(is_named));
+        let named: u64 = named.map(|sample| sample.count).sum();
+        let share = named as f64 / profile.count() as f64;
+        assert!(share > 0.99, "{share} of {} samples are named", profile.count());
+
+        stripped.verify("cache");
+    }
+}
+
+#[test]
+fn servers_that_fail_cost_names_and_never_the_profile() {
+    if !privileged() {
+        return;
+    }
+    let stripped = Stripped::of(inlined_cc());
+    let capture = stripped.capture();
+    let file = std::fs::read(&stripped.debug).unwrap();
+    let (good, _) = serve(Mode::Good, file.clone(), &stripped.build_id);
+    let modes = [
+        (Mode::Stall, "silent for"),
+        (Mode::Error, "500 Internal Server Error, 3 times"),
+        (Mode::Half, "3 times"),
+        (Mode::OtherFile, "sends a file with build-id"),
+        (Mode::TenGib, "10737418240 bytes"),
+        (Mode::Redirect, "redirect"),
+        (Mode::Garbage, "not an ELF file"),
+    ];
+    for (mode, said) in modes {
+        let (bad, _) = serve(mode, file.clone(), &stripped.build_id);
+        let cache = format!("{mode:?}");
+        let options = [format!("--debuginfod-url={bad}"), "--symbol-fetch-timeout=3s".to_owned()];
+        let options = options.each_ref().map(String::as_str);
+        let started = Instant::now();
+        let (ran, output) = stripped.resolve(&capture, &cache, &options);
+        ran.succeeded();
+        // Three seconds and what a busy machine adds; a stalled server would hold for sixty.
+        assert!(started.elapsed() < Duration::from_secs(20), "{mode:?}: {:?}", started.elapsed());
+        assert!(!has_inlined(&Pprof::read(&output)), "{mode:?}");
+        let comments = crate::support::pprof::go(&["-comments"], &[&output]);
+        assert!(comments.contains(said), "{mode:?}: expected {said:?} in {comments}");
+        let (ran, _) =
+            stripped.resolve(&capture, &cache, &[&options[..], &["--symbol-fail-closed"]].concat());
+        ran.failed(1, &format!("symbols of {} could not be fetched", stripped.program.display()));
+        stripped.verify(&cache);
+        // What was malformed is remembered for a day: a run with a good server then needs to hear of the file anew.
+        if matches!(mode, Mode::OtherFile | Mode::TenGib | Mode::Garbage) {
+            continue;
+        }
+        let (ran, output) =
+            stripped.resolve(&capture, &cache, &[&format!("--debuginfod-url={good}")]);
+        ran.succeeded();
+        assert!(has_inlined(&Pprof::read(&output)), "{mode:?}, then a good server");
+    }
+    // One that fails before one that has it.
+    let (bad, _) = serve(Mode::OtherFile, file, &stripped.build_id);
+    let both = [format!("--debuginfod-url={bad}"), format!("--debuginfod-url={good}")];
+    let (ran, output) = stripped.resolve(&capture, "both", &both.each_ref().map(String::as_str));
+    ran.succeeded();
+    assert!(has_inlined(&Pprof::read(&output)));
+}
+
+#[test]
+fn ten_at_once_fetch_each_file_once() {
+    if !privileged() {
+        return;
+    }
+    let stripped = Stripped::of(inlined_cc());
+    let capture = stripped.capture();
+    let file = std::fs::read(&stripped.debug).unwrap();
+    let (url, asked) = serve(Mode::Good, file, &stripped.build_id);
+    let children: Vec<_> = (0..10)
+        .map(|number| {
+            Command::new(binary("stackwire"))
+                .arg("resolve")
+                .arg(&capture)
+                .arg(format!("--output={}", stripped.at(&format!("{number}.pb.gz")).display()))
+                .arg(format!("--symbol-cache-dir={}", stripped.at("cache").display()))
+                .arg(format!("--debuginfod-url={url}"))
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    for mut child in children {
+        assert!(child.wait().unwrap().success());
+    }
+    let first = std::fs::read(stripped.at("0.pb.gz")).unwrap();
+    assert!(has_inlined(&Pprof::read(&stripped.at("0.pb.gz"))));
+    for number in 1..10 {
+        let other = stripped.at(&format!("{number}.pb.gz"));
+        let comments = |path: &Path| crate::support::pprof::go(&["-comments"], &[path]);
+        assert_eq!(comments(&other), comments(&stripped.at("0.pb.gz")), "number {number}");
+        assert!(std::fs::read(other).unwrap() == first, "number {number} differs");
+    }
+    let asked = asked.lock().unwrap();
+    assert!(asked.values().all(|&times| times == 1), "{asked:?}");
+    stripped.verify("cache");
+}
+
+#[test]
+fn a_better_source_later_gives_better_frames_and_the_same_source_the_same_bytes() {
+    if !privileged() {
+        return;
+    }
+    let stripped = Stripped::of(inlined_cc());
+    let capture = stripped.capture();
+    let bytes = || {
+        let (ran, output) = stripped.resolve(&capture, "cache", &[]);
+        ran.succeeded();
+        (has_inlined(&Pprof::read(&output)), std::fs::read(output).unwrap())
+    };
+    let (named, before) = bytes();
+    assert!(!named && bytes().1 == before, "nothing was added");
+    let cache = format!("--symbol-cache-dir={}", stripped.at("cache").display());
+    stackwire(["cache", &cache, "add", stripped.debug.to_str().unwrap()]).succeeded();
+    let report = stackwire(["report", capture.to_str().unwrap(), &cache]).succeeded().stdout;
+    assert!(report.contains("better than before"), "{report}");
+    let (named, after) = bytes();
+    assert!(named && after != before);
+    assert!(bytes().1 == after, "nothing was added");
+    // Kept under its build-id, as gdb and perf look for it.
+    let (first, rest) = stripped.build_id.split_at(2);
+    assert!(
+        stripped.at("cache").join(".build-id").join(first).join(format!("{rest}.debug")).is_file()
+    );
+    stackwire(["cache", &cache, "rm", &stripped.build_id]).succeeded();
+    assert!(
+        stackwire(["cache", &cache, "stats"]).succeeded().stdout.contains("known to be missing")
+    );
+    assert!(bytes().1 == before, "what was added is gone");
+}
+
+#[test]
+fn killed_at_any_moment_the_cache_is_whole() {
+    let stripped = Stripped::of(inlined_cc());
+    let file = std::fs::read(&stripped.debug).unwrap();
+    let (url, _) = serve(Mode::Good, file, &stripped.build_id);
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut finished = 0;
+    for round in 0..200 {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        // Every other time from an empty cache, else evicting what is there.
+        if round % 2 == 0 {
+            let _ = std::fs::remove_dir_all(stripped.at("cache"));
+        }
+        let mut child = Command::new(binary("stackwire"))
+            .args(["symbolize", "--symbol-cache-max=20kB"])
+            .arg(format!("--symbol-cache-dir={}", stripped.at("cache").display()))
+            .arg(format!("--debuginfod-url={url}"))
+            .arg(&stripped.program)
+            .arg("0x1200")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(state % 25_000));
+        let _ = child.kill();
+        finished += u32::from(child.wait().unwrap().success());
+        stripped.verify("cache");
+    }
+    assert!((1..200).contains(&finished), "{finished} of 200 ended before they were killed");
+    let unread = stackwire([
+        "symbolize",
+        "--json",
+        &format!("--symbol-cache-dir={}", stripped.at("cache").display()),
+        &format!("--debuginfod-url={url}"),
+        stripped.program.to_str().unwrap(),
+        "0x1200",
+    ]);
+    assert!(unread.succeeded().stdout.contains("\"quality\":\"dwarf\""));
+}
