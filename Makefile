@@ -31,6 +31,8 @@ lint:
 bench: build
 	tests/setup.sh
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
+	tests/corpus.sh target/corpus
+	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-symbols -- $(OUT)
 
 # Rebuild the eBPF object that is checked in.
 ebpf:

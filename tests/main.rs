@@ -33,6 +33,8 @@ mod privileges;
 mod programs;
 /// Servers: many collectors, windows, kills in the middle.
 mod serving;
+/// `symbolize` and `cache` as they are typed.
+mod symbolize;
 /// The whole host: short processes, labels, accounting, a full ring.
 mod system_wide;
 

@@ -2,7 +2,7 @@
 
 use rustc_hash::FxHashMap;
 
-use super::{HEADER, Kind, MAGIC, NONE, Segment};
+use super::{HEADER, KIND_BITS, Kind, MAGIC, NODE, Segment};
 
 /// A frame in a table being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,11 +31,11 @@ pub struct Writer {
     text: Vec<u8>,
     places: FxHashMap<Box<str>, (u32, u32)>,
     functions: FxHashMap<((u32, u32), Kind), u32>,
-    function_words: Vec<[u32; 3]>,
+    function_words: Vec<[u32; 2]>,
     files: FxHashMap<(u32, u32), u32>,
     file_words: Vec<[u32; 2]>,
     nodes: FxHashMap<NodeKey, u32>,
-    node_words: Vec<[u32; 4]>,
+    node_words: Vec<NodeKey>,
     ranges: Vec<Range>,
     fallback: Vec<Range>,
     segments: Vec<Segment>,
@@ -50,7 +50,7 @@ impl Writer {
         let (at, length) = self.place(name);
         let words = &mut self.function_words;
         *self.functions.entry(((at, length), kind)).or_insert_with(|| {
-            words.push([at, length, kind as u32]);
+            words.push([at, length << KIND_BITS | kind as u32]);
             (words.len() - 1) as u32
         })
     }
@@ -72,7 +72,7 @@ impl Writer {
         }
         let words = &mut self.node_words;
         *self.nodes.entry(key).or_insert_with(|| {
-            words.push([key.function, key.file.unwrap_or(NONE), key.line, key.parent]);
+            words.push(key);
             words.len() as u32
         })
     }
@@ -128,7 +128,7 @@ impl Writer {
             HEADER
                 + starts.len() * 8
                 + buckets.len() * 4
-                + self.node_words.len() * 16
+                + self.node_words.len() * NODE * 4
                 + self.text.len(),
         );
         out.extend(MAGIC);
@@ -139,9 +139,9 @@ impl Writer {
             starts.len(),
             buckets.len(),
             self.node_words.len(),
-            self.function_words.len(),
-            self.file_words.len(),
             shift as usize,
+            // Beyond all kinds when there is none.
+            self.functions.keys().map(|&(_, kind)| kind as usize).min().unwrap_or(usize::MAX),
         ];
         out.extend(counts.iter().flat_map(|&count| (count as u32).to_le_bytes()));
         out.resize(HEADER, 0);
@@ -152,9 +152,13 @@ impl Writer {
         out.extend(starts.iter().flat_map(|(start, _)| start.to_le_bytes()));
         out.extend(starts.iter().flat_map(|(_, leaf)| leaf.to_le_bytes()));
         out.extend(buckets.iter().flat_map(|word| word.to_le_bytes()));
-        out.extend(self.node_words.iter().flatten().flat_map(|word| word.to_le_bytes()));
-        out.extend(self.function_words.iter().flatten().flat_map(|word| word.to_le_bytes()));
-        out.extend(self.file_words.iter().flatten().flat_map(|word| word.to_le_bytes()));
+        for node in &self.node_words {
+            let [name, name_length] = self.function_words[node.function as usize];
+            let [file, file_length] =
+                node.file.map_or([0, 0], |file| self.file_words[file as usize]);
+            let words: [u32; NODE] = [name, name_length, file, file_length, node.line, node.parent];
+            out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        }
         out.extend(&self.text);
         let checksum = xxhash_rust::xxh3::xxh3_64(&out[16..]);
         out[8..16].copy_from_slice(&checksum.to_le_bytes());
@@ -165,7 +169,9 @@ impl Writer {
         if let Some(&place) = self.places.get(text) {
             return place;
         }
-        let text = if self.text.len() + text.len() > u32::MAX as usize { "" } else { text };
+        let fits =
+            text.len() < 1 << (32 - KIND_BITS) && self.text.len() + text.len() <= u32::MAX as usize;
+        let text = if fits { text } else { "" };
         let place = (self.text.len() as u32, text.len() as u32);
         self.text.extend(text.as_bytes());
         self.places.insert(text.into(), place);

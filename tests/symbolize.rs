@@ -1,0 +1,95 @@
+//! `stackwire symbolize` and `stackwire cache` as they are typed.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use crate::support::build::{inlined_cc, work};
+use crate::support::{Ran, binary, stackwire};
+
+/// First address of a function of a program, as `nm` prints it.
+fn address(program: &std::path::Path, function: &str) -> String {
+    let output = Command::new("nm").arg(program).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = text.lines().find(|line| line.ends_with(&format!(" {function}"))).unwrap();
+    line.split(' ').next().unwrap().to_owned()
+}
+
+#[test]
+fn text_is_as_addr2line_prints_it_and_json_has_every_field() {
+    let alpha = address(work(), "alpha");
+    let program = work().to_str().unwrap();
+    let text = stackwire(["symbolize", program, &alpha, "0x1"]).succeeded().stdout;
+    let theirs =
+        Command::new("addr2line").args(["-f", "-i", "-e", program, &alpha]).output().unwrap();
+    let theirs = String::from_utf8(theirs.stdout).unwrap();
+    assert_eq!(text, format!("{theirs}??\n??:0\n"));
+    let json = stackwire(["symbolize", "--json", program, &alpha]).succeeded().stdout;
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["address"], format!("0x{}", alpha.trim_start_matches('0')));
+    assert_eq!(json["frames"][0]["function"], "alpha");
+    assert!(json["frames"][0]["file"].as_str().unwrap().ends_with("/work.c"));
+    assert_eq!((&json["quality"], &json["source"]), (&"dwarf".into(), &program.into()));
+}
+
+#[test]
+fn addresses_come_from_standard_input_too() {
+    let work_address = address(inlined_cc(), "_Z4workm");
+    for (demangle, expected) in [(true, "work(unsigned long)"), (false, "_Z4workm")] {
+        let mut command = Command::new(binary("stackwire"));
+        command.arg("symbolize").args((!demangle).then_some("--no-demangle")).arg(inlined_cc());
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let input = format!("0x{work_address} {work_address}\n\n{work_address}\n");
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        let output = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
+        assert_eq!(output.lines().filter(|line| *line == expected).count(), 3, "{output}");
+    }
+}
+
+#[test]
+fn what_cannot_be_read_says_so() {
+    let program = work().to_str().unwrap();
+    stackwire(["symbolize", program, "main"]).failed(2, "is not an address");
+    stackwire(["symbolize", "/nonexistent", "0x1"])
+        .failed(1, "cannot read symbols of /nonexistent");
+    stackwire(["symbolize", "/etc/passwd", "0x1"]).failed(1, "not an ELF file");
+    stackwire(["symbolize", "/dev/zero", "0x1"]).failed(1, "not a regular file");
+    stackwire(["symbolize", "deadbeefdeadbeef", "0x1"]).failed(1, "deadbeefdeadbeef");
+    stackwire(["symbolize", "--debuginfod-url=", program, "0x1"]).failed(2, "--debuginfod-url");
+    stackwire(["symbolize", "--debuginfod-url=ftp://x", program, "0x1"])
+        .failed(2, "no debuginfod server");
+    stackwire(["symbolize", "--symbol-cache-max=much", program, "0x1"]).failed(2, "2GiB");
+    stackwire(["cache", "rm", "../../etc"]).failed(2, "hex of 8 to 64 digits");
+    stackwire(["cache", "add", "/etc/passwd"]).failed(1, "not an ELF file");
+}
+
+/// A cache that cannot be used costs the cache, and nothing else.
+#[test]
+fn without_a_cache_names_are_found_all_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let taken = directory.path().join("taken");
+    std::fs::write(&taken, "a file where a directory should be").unwrap();
+    let program = work().to_str().unwrap();
+    let alpha = address(work(), "alpha");
+    let cache = format!("--symbol-cache-dir={}", taken.display());
+    let ran = stackwire(["symbolize", &cache, program, &alpha]).succeeded();
+    assert!(
+        ran.stdout.starts_with("alpha\n") && ran.stderr.contains("no symbol cache"),
+        "{}",
+        ran.stderr
+    );
+    let mut command = Command::new(binary("stackwire"));
+    command.env_remove("HOME").env_remove("XDG_CACHE_HOME").args(["symbolize", program, &alpha]);
+    let ran = Ran::of(&mut command).succeeded();
+    assert!(
+        ran.stdout.starts_with("alpha\n") && ran.stderr.contains("no symbol cache"),
+        "{}",
+        ran.stderr
+    );
+    let open = directory.path().join("open");
+    std::fs::create_dir(&open).unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    std::fs::set_permissions(&open, mode).unwrap();
+    let cache = format!("--symbol-cache-dir={}", open.display());
+    let ran = stackwire(["symbolize", &cache, program, &alpha]).succeeded();
+    assert!(ran.stderr.contains("can be written by others"), "{}", ran.stderr);
+}
