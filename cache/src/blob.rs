@@ -1,10 +1,11 @@
 //! Blobs: written aside, moved into place when whole, read with their checksum.
 
+use std::collections::hash_map::RandomState;
 use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::hash::BuildHasher;
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::Xxh3;
@@ -42,17 +43,15 @@ pub struct Pending<'c> {
 
 impl<'c> Pending<'c> {
     pub(crate) fn new(cache: &'c Cache) -> Result<Self, CacheError> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = cache.scratch().join(format!("{}-{number}", std::process::id()));
+        // Process ids repeat, in other pid namespaces at the same time: the name is random, and new.
+        let number = RandomState::new().hash_one(std::process::id());
+        let path = cache.scratch().join(format!("{number:016x}"));
         let failed = |error| CacheError::File { path: path.clone(), error };
         let mut open = OpenOptions::new();
-        // One left by a killed process of this number is overwritten.
-        open.read(true).write(true).create(true).truncate(true).mode(0o600);
+        open.read(true).write(true).create_new(true).mode(0o600);
         let file = open.open(&path).map_err(failed)?;
         // Held until it is moved or we die: how a sweep knows that it is in use.
-        flock(&file, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|error| failed(error.into()))?;
+        flock(&file, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
         Ok(Self { cache, file, path, hasher: Box::new(Xxh3::new()), size: 0 })
     }
 
@@ -84,9 +83,10 @@ impl<'c> Pending<'c> {
             File::open(parent).and_then(|directory| directory.sync_all()).map_err(failed)
         })?;
         self.path.clear();
-        let file = File::open(&path).map_err(failed)?;
-        // Beyond the limit the blob itself may go at once; it is open, and serves this time.
-        self.cache.prune(self.cache.max_bytes)?;
+        let file = self.file.try_clone().map_err(failed)?;
+        // Beyond the limit the blob itself may go at once; it is open, and serves this time. What cannot be
+        // removed now will be next time.
+        let _ = self.cache.prune(self.cache.max_bytes);
         Ok(Blob { file, path, meta })
     }
 }

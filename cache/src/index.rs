@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rusqlite::{Connection, ErrorCode, OptionalExtension, TransactionBehavior, params};
 
-use crate::{CacheError, Key, Kind, Meta, Stats};
+use crate::{CacheError, Id, Key, Kind, Meta, Stats};
 
 /// What is in the index about a blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,7 +103,10 @@ impl Index {
         }
         transaction.commit()?;
         // The tables are read, so that damage shows now.
-        connection.query_row("SELECT count(*) FROM blobs, negatives", [], |_| Ok(()))?;
+        for table in ["blobs", "negatives"] {
+            let sql = format!("SELECT 1 FROM {table} LIMIT 1");
+            connection.query_row(&sql, [], |_| Ok(())).optional()?;
+        }
         Ok(Self { connection, is_new: version == 0 })
     }
 
@@ -196,6 +199,12 @@ impl Index {
         Ok(())
     }
 
+    /// Forgets that anything of an id is missing or malformed; whether something was.
+    pub fn forget_negatives(&self, id: &Id) -> rusqlite::Result<bool> {
+        let sql = "DELETE FROM negatives WHERE id = ?1";
+        Ok(self.connection.prepare_cached(sql)?.execute(params![id.as_str()])? > 0)
+    }
+
     pub fn negative(&self, key: &Key) -> rusqlite::Result<Option<Negative>> {
         let sql =
             "SELECT malformed, reason FROM negatives WHERE id = ?1 AND kind = ?2 AND expires > ?3";
@@ -272,7 +281,7 @@ fn is_busy(opened: &Result<Index, CacheError>) -> bool {
 
 fn is_damage(error: &rusqlite::Error) -> bool {
     let code = error.sqlite_error_code();
-    matches!(code, Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt | ErrorCode::SystemIoFailure))
+    matches!(code, Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt))
         // A table that should be there is not.
         || matches!(code, Some(ErrorCode::Unknown))
 }

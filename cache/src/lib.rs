@@ -142,9 +142,13 @@ impl Cache {
         let path = key.path(&self.directory);
         // Twice: between a look at the file and one at its row another process may replace both.
         for last in [false, true] {
-            let Ok(file) = File::open(&path) else {
-                self.index().forget(key)?;
-                return Ok(None);
+            let file = match File::open(&path) {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    self.index().forget(key)?;
+                    return Ok(None);
+                }
+                Err(error) => return Err(CacheError::File { path, error }),
             };
             let found = blob::checksum(&file);
             let found = found.map_err(|error| CacheError::File { path: path.clone(), error })?;
@@ -228,6 +232,14 @@ impl Cache {
         };
         self.index().forget(key)?;
         Ok(removed)
+    }
+
+    /// Forgets that anything of an id is missing or malformed; whether something was.
+    ///
+    /// # Errors
+    /// When the index cannot be used.
+    pub fn forget_negatives(&self, id: &Id) -> Result<bool, CacheError> {
+        Ok(self.index().forget_negatives(id)?)
     }
 
     /// Removes the least recently used until at most `max_bytes` are left; returns what was removed.

@@ -42,7 +42,9 @@ pub mod table;
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into};
 pub use elf::Scratch;
 pub use profile::Profile;
-pub use resolve::{Answer, DEBUG_DIR, Debuginfod, Sources, Symbols, add_to_cache, resolve};
+pub use resolve::{
+    Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, resolve,
+};
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Session, SessionError, find_collector};
@@ -83,7 +85,7 @@ pub mod fuzz {
         let Ok(mut file) = tempfile::tempfile() else { return };
         let Ok(()) = file.write_all(bytes) else { return };
         let Ok(elf) = crate::elf::Elf::open(file, &Default::default()) else { return };
-        let _ = (elf.debug_link(), elf.alt_link(), elf.htlhash(), elf.crc());
+        let _ = (elf.debug_link(), elf.alt_link(), elf.sha256(), elf.crc());
         let files = crate::compile::Files { executable: Some(&elf), ..Default::default() };
         table(&crate::compile::compile(&files, None).bytes);
     }

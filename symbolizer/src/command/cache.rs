@@ -89,7 +89,7 @@ fn verify(cache: &Cache) -> Result<(), Failure> {
 fn remove(cache: &Cache, id: &str) -> Result<(), Failure> {
     let id: Id = id.parse().map_err(|error| Failure::Usage(format!("{id:?}: {error}")))?;
     let rows = cache.rows()?;
-    let mut found = false;
+    let mut found = cache.forget_negatives(&id)?;
     for row in rows.iter().filter(|row| row.key.id == id) {
         found |= cache.remove(&row.key)?;
     }

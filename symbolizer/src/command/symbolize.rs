@@ -1,7 +1,7 @@
 //! `stackwire symbolize`: addresses of one executable from the command line or standard input.
 
 use std::fmt::Write as _;
-use std::io::{BufRead, ErrorKind, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
@@ -24,36 +24,54 @@ pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
         say(&format!("stackwire: {}: {note}", arguments.object));
     }
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
-    let mut print = |text: &str| -> Result<(), Failure> {
-        let Some(address) = address(text) else {
-            return Err(Failure::Usage(format!(
-                "{text:?} is not an address: give it in hex, as 0x1234"
-            )));
-        };
-        let answer = symbols.lookup(address);
-        let text = if arguments.json { json(address, &answer, &symbols) } else { plain(&answer) };
-        match out.write_all(text.as_bytes()) {
-            // `symbolize | head` has seen enough.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
-            other => Ok(other.context("cannot print")?),
-        }
-    };
     for text in &arguments.addresses {
-        print(text)?;
+        print(arguments, &symbols, text, &mut out)?;
     }
     if arguments.addresses.is_empty() {
-        for line in std::io::stdin().lock().lines() {
-            let line = line.context("cannot read standard input")?;
-            line.split_whitespace().try_for_each(&mut print)?;
+        let mut input = BufReader::new(std::io::stdin());
+        let mut line = String::new();
+        while input.read_line(&mut line).context("cannot read standard input")? > 0 {
+            for text in line.split_whitespace() {
+                print(arguments, &symbols, text, &mut out)?;
+            }
+            line.clear();
+            // Whoever writes one address and waits for its answer gets it.
+            if input.buffer().is_empty() {
+                out.flush().context("cannot print")?;
+            }
         }
     }
     out.flush().context("cannot print")?;
     Ok(())
 }
 
+fn print(
+    arguments: &Symbolize,
+    symbols: &Symbols,
+    text: &str,
+    out: &mut impl Write,
+) -> Result<(), Failure> {
+    let Some(address) = address(text) else {
+        return Err(Failure::Usage(format!(
+            "{text:?} is not an address: give it in hex, as 0x1234"
+        )));
+    };
+    let answer = symbols.lookup(address);
+    let text = if arguments.json { json(address, &answer, symbols) } else { plain(&answer) };
+    match out.write_all(text.as_bytes()) {
+        // `symbolize | head` has seen enough.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        other => Ok(other.context("cannot print")?),
+    }
+}
+
 /// Hex with or without `0x`, as addr2line takes it.
 fn address(text: &str) -> Option<u64> {
-    u64::from_str_radix(text.strip_prefix("0x").unwrap_or(text), 16).ok()
+    if text.starts_with('+') {
+        return None;
+    }
+    u64::from_str_radix(text.strip_prefix("0x").or(text.strip_prefix("0X")).unwrap_or(text), 16)
+        .ok()
 }
 
 /// Hex of 8 to 64 digits.

@@ -68,7 +68,9 @@ impl SymbolOptions {
             return self.debuginfod_urls.clone();
         }
         let urls = std::env::var("DEBUGINFOD_URLS").unwrap_or_default();
-        urls.split_whitespace().map(str::to_owned).collect()
+        // elfutils knows words there that are no servers: `ima:enforcing`, `file:///directory`.
+        let is_server = |url: &&str| url.starts_with("http://") || url.starts_with("https://");
+        urls.split_whitespace().filter(is_server).map(str::to_owned).collect()
     }
 
     /// With `--symbol-fail-closed`, whether everything came that servers were asked for.
@@ -92,6 +94,12 @@ impl SymbolOptions {
 pub fn add(path: &Path, cache: &Cache) -> Result<(), Failure> {
     let key = stackwire::add_to_cache(path, cache)
         .map_err(|reason| anyhow!("cannot add {}: {reason}", path.display()))?;
+    if cache.get(&key)?.is_none() {
+        let path = path.display();
+        return Err(
+            anyhow!("{path} is larger than --symbol-cache-max, and was removed at once").into()
+        );
+    }
     say(&format!("added {} as {} of {}", path.display(), key.kind.name(), key.id));
     Ok(())
 }

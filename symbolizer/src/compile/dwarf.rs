@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gimli::{
     AbbreviationsCacheStrategy, AttributeValue, DebugInfoOffset, Dwarf, DwarfPackage,
-    DwarfPackageSections, DwarfSections, EndianSlice, IncompleteLineProgram, RunTimeEndian,
-    SectionId, Unit, UnitHeader, UnitOffset,
+    DwarfPackageSections, DwarfSections, EndianSlice, RunTimeEndian, SectionId, Unit, UnitHeader,
+    UnitOffset,
 };
 use object::Endianness;
 use rustc_hash::FxHashMap;
@@ -40,13 +40,16 @@ pub enum DwarfError {
 pub struct Budget(AtomicUsize);
 
 impl Budget {
-    /// Spends one.
+    /// Spends some.
     ///
     /// # Errors
-    /// When there is nothing left.
-    pub fn spend(&self) -> Result<(), DwarfError> {
-        let left = self.0.fetch_sub(1, Ordering::Relaxed);
-        if left == 0 || left > usize::MAX / 2 { Err(DwarfError::TooMuch) } else { Ok(()) }
+    /// When there is not as much left.
+    pub fn spend(&self, some: usize) -> Result<(), DwarfError> {
+        let spend = |left: usize| left.checked_sub(some);
+        match self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(DwarfError::TooMuch),
+        }
     }
 }
 
@@ -160,7 +163,7 @@ fn section(elf: &Elf, name: &str) -> Result<Bytes, ElfError> {
 }
 
 /// What even a file with hardly a byte may describe: its other halves are not counted into its length.
-const MIN_BUDGET: usize = 64 << 20;
+const MIN_BUDGET: usize = 8 << 20;
 
 /// Units of a batch have this many bytes of entries together: what is worked out at once fits in memory.
 const BATCH: usize = 16 << 20;
@@ -183,6 +186,7 @@ pub struct Debug<'a> {
     code: &'a [Range<u64>],
     ranges: Budget,
     rows: Budget,
+    names: Budget,
     package: Option<DwarfPackage<Slice<'a>>>,
     sections: &'a Sections,
     files: &'a Files<'a>,
@@ -234,12 +238,15 @@ impl<'a> Debug<'a> {
     ) -> Self {
         // A range costs two bytes at least, a row one.
         let budget = || Budget(AtomicUsize::new(sections.lengths.max(MIN_BUDGET)));
+        // Each unit names the functions inlined into it anew: an entry of some ten bytes, a name of some hundred.
+        let names = Budget(AtomicUsize::new(sections.lengths.saturating_mul(16).max(MIN_BUDGET)));
         Self {
             main,
             sup,
             code: &sections.code,
             ranges: budget(),
             rows: budget(),
+            names,
             package: None,
             sections,
             files,
@@ -257,6 +264,12 @@ impl<'a> Debug<'a> {
     #[must_use]
     pub fn ranges(&self) -> &Budget {
         &self.ranges
+    }
+
+    /// What bytes of names may be spent from.
+    #[must_use]
+    pub fn names(&self) -> &Budget {
+        &self.names
     }
 
     /// What rows of line programs may be spent from.
@@ -417,12 +430,6 @@ fn split_unit<'b>(
 }
 
 impl<'a> Place<'a> {
-    /// Its line program.
-    #[must_use]
-    pub fn line_program(&self) -> Option<IncompleteLineProgram<Slice<'a>>> {
-        self.unit.line_program.clone()
-    }
-
     /// What a reference leads to, as a key: the file, and the offset there.
     #[must_use]
     pub fn key(&self, reference: &AttributeValue<Slice<'a>>) -> Option<(PartOf, usize)> {
@@ -445,7 +452,7 @@ pub struct Units<'a> {
 }
 
 /// Units kept by each thread; each holds the file table of its line program.
-const MAX_KNOWN: usize = 256;
+const MAX_KNOWN: usize = 16;
 
 impl<'a> Units<'a> {
     /// The unit and entry a reference of `from` leads to.

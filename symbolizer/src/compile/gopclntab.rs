@@ -9,6 +9,8 @@
 //! | `fffffff0` | 1.18, 1.19 | offsets from the text | 20 bytes |
 //! | `fffffff1` | 1.20 on | offsets from the text | 16 bytes |
 
+use std::cell::Cell;
+
 use object::Endianness;
 use rustc_hash::FxHashMap;
 
@@ -24,7 +26,7 @@ const FUNCDATA_INL_TREE: u64 = 3;
 /// Most tables of values a function has; real ones have 5.
 const MAX_PCDATA: u64 = 64;
 /// Longest name taken. The longest seen has 373 bytes.
-const MAX_NAME: usize = 1 << 16;
+const MAX_NAME: usize = 1 << 12;
 /// Deepest chain of inlined calls; the deepest seen has 6.
 const MAX_INLINED: usize = 256;
 /// Most of a data segment searched for the module's description.
@@ -98,6 +100,8 @@ struct Table<'e> {
     /// Where data of functions begins, which offsets of trees are relative to.
     function_data: Option<u64>,
     relocated: FxHashMap<u64, u64>,
+    /// Values that may still be decoded: functions share tables, and a hostile file shares one with all.
+    values_left: Cell<usize>,
 }
 
 impl<'e> Table<'e> {
@@ -142,6 +146,7 @@ impl<'e> Table<'e> {
             text: 0,
             function_data: None,
             relocated,
+            values_left: Cell::new(bytes.len().saturating_mul(8)),
             bytes: bytes.clone(),
         };
         let field = if family == Family::Go116 { pointer as u64 } else { 4 };
@@ -280,7 +285,7 @@ impl<'e> Table<'e> {
             let ends = [function.files.get(f), function.lines.get(l), function.inlined.get(i)];
             let to = ends.into_iter().flatten().map(|span| span.end).min().unwrap_or(end);
             let leaf = self.chain(&function, at, name, writer);
-            writer.range(at, to, leaf);
+            writer.fallback(0, at, to, leaf);
             at = to;
         }
         Some(())
@@ -414,6 +419,8 @@ impl<'e> Table<'e> {
             value = value.wrapping_add(delta as i32);
             let Some(length) = self.varint(&mut at).filter(|&length| length > 0) else { break };
             let to = from.saturating_add(u64::from(length) * self.quantum).min(end);
+            let Some(left) = self.values_left.get().checked_sub(1) else { break };
+            self.values_left.set(left);
             spans.push(Span { start: from, end: to, what: value as u32 });
             from = to;
         }

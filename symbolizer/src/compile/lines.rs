@@ -14,17 +14,23 @@ pub struct Rows {
     pub places: Vec<(u64, u32)>,
 }
 
+/// Most rows of a unit; the largest seen have some hundred thousand.
+const MAX_ROWS: usize = 4 << 20;
+
 /// Reads the rows of a unit; none when it has no line program.
 ///
 /// # Errors
 /// See [`DwarfError`].
 pub fn read<'a>(debug: &Debug<'a>, place: &Place<'a>) -> Result<Rows, DwarfError> {
     let mut found = Rows::default();
-    let Some(program) = place.line_program() else { return Ok(found) };
+    let Some(program) = place.unit.line_program.clone() else { return Ok(found) };
     let mut rows = program.rows();
     let mut before: Option<(u64, u64, u32)> = None;
     while let Some((_, row)) = rows.next_row()? {
-        debug.rows().spend()?;
+        debug.rows().spend(1)?;
+        if found.spans.len() >= MAX_ROWS {
+            return Err(DwarfError::TooMuch);
+        }
         let address = row.address();
         // Of several rows at one address the last holds: only it has bytes.
         if let Some((start, file, line)) = before.take()

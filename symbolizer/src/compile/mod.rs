@@ -70,7 +70,8 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
             Ok(sections) => sections.compile(files, &symbols, &mut writer, &mut notes),
             Err(error) => notes.push(format!("its debug information: {error}")),
         }
-    } else if let Some(elf) = files.executable.or(files.debug) {
+    }
+    if let Some(elf) = files.executable {
         // Go's table is loaded, so that no stripping takes it away.
         if let Err(error) = gopclntab::compile(elf, &mut writer) {
             notes.push(format!("its Go table: {error}"));

@@ -21,6 +21,9 @@ pub struct UnitTable {
     known: FxHashMap<NodeKey, u32>,
 }
 
+/// Most frames of a unit; the largest seen have some hundred thousand. What is beyond has no names.
+const MAX_NODES: usize = 4 << 20;
+
 impl UnitTable {
     /// Adds it to a table.
     pub fn write(&self, writer: &mut Writer) {
@@ -41,7 +44,14 @@ impl UnitTable {
         }
     }
 
+    fn is_full(&self) -> bool {
+        self.nodes.len() >= MAX_NODES
+    }
+
     fn node(&mut self, key: NodeKey) -> u32 {
+        if self.is_full() {
+            return 0;
+        }
         let nodes = &mut self.nodes;
         *self.known.entry(key).or_insert_with(|| {
             nodes.push(key);
@@ -130,6 +140,9 @@ impl Overlay<'_, '_> {
 
     /// The node a scope is called from, 0 for one that is not inlined.
     fn caller(&mut self, scope: u32, symbol: Option<u32>) -> u32 {
+        if self.table.is_full() {
+            return 0;
+        }
         let mut chain = Vec::new();
         let mut at = scope;
         let mut caller = loop {
@@ -174,7 +187,7 @@ impl Overlay<'_, '_> {
     fn file(&mut self, file: u64) -> Option<u32> {
         let (place, files) = (self.place, &mut self.table.files);
         *self.files.entry(file).or_insert_with(|| {
-            let program = place.line_program()?;
+            let program = place.unit.line_program.as_ref()?;
             files.push(lines::path(place, program.header(), file)?);
             Some((files.len() - 1) as u32)
         })

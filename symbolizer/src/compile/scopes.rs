@@ -26,12 +26,17 @@ pub struct Scopes<'a> {
     pub scopes: Vec<Scope>,
     /// Addresses of the scopes, what is inlined behind what it is inlined into.
     pub spans: Vec<Span>,
+    by_place: FxHashMap<(usize, usize), u32>,
 }
 
-/// Deepest chain of references followed for a name; compilers make two or three.
+/// References followed for a name, all together; compilers make two or three.
 const MAX_HOPS: usize = 16;
 /// Deepest tree of entries looked at.
-const MAX_DEPTH: usize = 4096;
+const MAX_DEPTH: usize = 1024;
+/// Longest name taken; C++ has some of many kilobytes.
+const MAX_NAME: usize = 1 << 16;
+/// Most ranges a unit has; the largest seen have a hundred thousand.
+const MAX_SPANS: usize = 4 << 20;
 
 /// Reads the scopes of a unit.
 ///
@@ -73,7 +78,10 @@ pub fn read<'a>(
         if let (true, Some(scope)) = (is_function, scope.filter(|_| scope != parent)) {
             let mut ranges = dwarf.die_ranges(unit, &entry)?;
             while let Some(range) = ranges.next()? {
-                debug.ranges().spend()?;
+                debug.ranges().spend(1)?;
+                if found.spans.len() >= MAX_SPANS {
+                    return Err(DwarfError::TooMuch);
+                }
                 if debug.is_code(range.begin) {
                     found.spans.push(Span { start: range.begin, end: range.end, what: scope });
                 }
@@ -129,9 +137,18 @@ fn function<'a>(
     if let Some(&function) = origin.as_ref().and_then(|key| functions.get(key)) {
         return function;
     }
-    let names = names(debug, units, place, entry, MAX_HOPS);
-    found.names.push(names.linkage.or(names.plain).unwrap_or_default());
-    let function = (found.names.len() - 1) as u32;
+    let names = names(debug, units, place, entry, &mut MAX_HOPS.clone());
+    let name = names.linkage.or(names.plain).unwrap_or_default();
+    let name = &name[..name.len().min(MAX_NAME)];
+    let known = found.by_place.contains_key(&(name.as_ptr() as usize, name.len()));
+    // What no file has bytes for stays without a name.
+    let name = if known || debug.names().spend(name.len()).is_ok() { name } else { &[] };
+    // By where it lies: many entries may name one string.
+    let function =
+        *found.by_place.entry((name.as_ptr() as usize, name.len())).or_insert_with(|| {
+            found.names.push(name);
+            (found.names.len() - 1) as u32
+        });
     if let Some(key) = origin {
         functions.insert(key, function);
     }
@@ -150,7 +167,7 @@ fn names<'a>(
     units: &mut Units<'a>,
     place: &Place<'a>,
     entry: &Entry<Slice<'a>>,
-    hops: usize,
+    hops: &mut usize,
 ) -> Names<'a> {
     let text = |name| {
         let value = entry.attr_value(name)?;
@@ -161,13 +178,14 @@ fn names<'a>(
         plain: text(gimli::DW_AT_name),
     };
     for reference in [gimli::DW_AT_abstract_origin, gimli::DW_AT_specification] {
-        if names.linkage.is_some() || hops == 0 {
+        if names.linkage.is_some() || *hops == 0 {
             break;
         }
         let Some(value) = entry.attr_value(reference) else { continue };
         let Some((place, offset)) = units.follow(debug, place, &value) else { continue };
         let Ok(entry) = place.unit.entry(offset) else { continue };
-        let more = self::names(debug, units, &place, &entry, hops - 1);
+        *hops -= 1;
+        let more = self::names(debug, units, &place, &entry, hops);
         names.linkage = more.linkage;
         names.plain = names.plain.or(more.plain);
     }

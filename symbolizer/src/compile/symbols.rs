@@ -71,7 +71,7 @@ impl Symbols {
             let (name, kind) = &self.names[span.what as usize];
             let function = writer.function(name, *kind);
             let leaf = writer.node(NodeKey { function, file: None, line: 0, parent: 0 });
-            writer.fallback(span.start, span.end, leaf);
+            writer.fallback(1, span.start, span.end, leaf);
         }
     }
 }
@@ -107,6 +107,8 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     };
     let strings = elf.content(strings)?;
     let size = if elf.is_64 { 24 } else { 16 };
+    // Names may share their ends; all together they are not much longer than the table they are in.
+    let mut text_left = strings.len().saturating_mul(2);
     for entry in content.chunks_exact(size) {
         let Some(raw) = decode(entry, elf.is_64, elf.endian) else { continue };
         let code = elf.sections.get(usize::from(raw.section)).filter(|section| section.is_code());
@@ -118,6 +120,12 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
             continue;
         }
         let Some(name) = name(&strings, raw.name) else { continue };
+        let Some(left) = text_left.checked_sub(name.len()) else {
+            return Err(ElfError::TooLarge(
+                "its names are longer than its string table".to_owned(),
+            ));
+        };
+        text_left = left;
         // Mapping symbols of ARM and RISC-V are marks, not functions.
         if name.is_empty() || raw.kind == elf::STT_NOTYPE && name.starts_with('$') {
             continue;

@@ -47,7 +47,7 @@ impl From<object::Error> for ElfError {
     }
 }
 
-/// What a file is known by. The best there is: GNU build-id, else Go build-id, else the OpenTelemetry hash.
+/// What a file says it is known by.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ids {
     /// `NT_GNU_BUILD_ID`.
@@ -130,6 +130,8 @@ pub struct Elf {
     pub loads: Vec<Load>,
     /// Identity.
     pub ids: Ids,
+    /// An object file, which no linker has given addresses; as are `.dwo` files and those `dwz` moves common parts to.
+    pub relocatable: bool,
     scratch: Scratch,
 }
 
@@ -148,31 +150,14 @@ impl Elf {
     pub fn open(file: File, scratch: &Scratch) -> Result<Self, ElfError> {
         let length = file.metadata()?.len();
         let cache = ReadCache::new(Positioned { file: &file, at: 0, length });
-        let (is_64, endian, sections, loads, ids) = match FileKind::parse(&cache) {
+        let (is_64, endian, sections, loads, ids, relocatable) = match FileKind::parse(&cache) {
             Ok(FileKind::Elf64) => headers::<FileHeader64<Endianness>, _>(&cache, length)?,
             Ok(FileKind::Elf32) => headers::<FileHeader32<Endianness>, _>(&cache, length)?,
             _ => return Err(ElfError::NotElf),
         };
         drop(cache);
-        Ok(Self { file, length, is_64, endian, sections, loads, ids, scratch: scratch.clone() })
-    }
-
-    /// The OpenTelemetry id: SHA-256 of the first and the last 4,096 bytes and the length, its first 16 bytes.
-    ///
-    /// # Errors
-    /// When the file cannot be read.
-    pub fn htlhash(&self) -> Result<[u8; 16], ElfError> {
-        let part = |offset: u64| -> Result<Vec<u8>, ElfError> {
-            let mut bytes = vec![0; 4096.min(self.length - offset.min(self.length)) as usize];
-            self.file.read_exact_at(&mut bytes, offset)?;
-            Ok(bytes)
-        };
-        let mut hasher = Sha256::new();
-        hasher.update(part(0)?);
-        hasher.update(part(self.length.saturating_sub(4096))?);
-        hasher.update(self.length.to_be_bytes());
-        let digest: [u8; 32] = hasher.finalize().into();
-        Ok(digest.first_chunk().copied().unwrap_or_default())
+        let scratch = scratch.clone();
+        Ok(Self { file, length, is_64, endian, sections, loads, ids, relocatable, scratch })
     }
 
     /// Whether there is a section of this name that has content.
@@ -256,6 +241,24 @@ impl Elf {
         Ok(bytes)
     }
 
+    /// Whether its code was left out, as in a debug file: its program headers then say nothing of offsets.
+    #[must_use]
+    pub fn is_without_code(&self) -> bool {
+        let mut code = self.sections.iter().filter(|section| section.is_code()).peekable();
+        code.peek().is_some() && code.all(|section| section.kind == elf::SHT_NOBITS)
+    }
+
+    /// SHA-256 of the whole file.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn sha256(&self) -> Result<[u8; 32], ElfError> {
+        let mut hasher = Sha256::new();
+        let mut reader = Positioned { file: &self.file, at: 0, length: self.length };
+        io::copy(&mut reader, &mut hasher)?;
+        Ok(hasher.finalize().into())
+    }
+
     /// CRC-32 of the whole file, as `.gnu_debuglink` has it.
     ///
     /// # Errors
@@ -309,7 +312,7 @@ impl Seek for Positioned<'_> {
     }
 }
 
-type Headers = (bool, Endianness, Vec<Section>, Vec<Load>, Ids);
+type Headers = (bool, Endianness, Vec<Section>, Vec<Load>, Ids, bool);
 
 fn headers<'a, E, R>(data: R, length: u64) -> Result<Headers, ElfError>
 where
@@ -318,10 +321,17 @@ where
 {
     let header = E::parse(data)?;
     let endian = header.endian()?;
-    let table = header.sections(endian, data)?;
-    if table.len() > MAX_SECTIONS {
-        return Err(ElfError::TooLarge(format!("it declares {} sections", table.len())));
+    let relocatable = header.e_type(endian) == elf::ET_REL;
+    // Before the tables are read: the counts may be of 32 bits.
+    let (sections, segments) = (header.shnum(endian, data)?, header.phnum(endian, data)?);
+    if sections > MAX_SECTIONS {
+        return Err(ElfError::TooLarge(format!("it declares {sections} sections")));
     }
+    if segments > MAX_SEGMENTS {
+        return Err(ElfError::TooLarge(format!("it declares {segments} segments")));
+    }
+    let mut notes_left = MAX_NOTES;
+    let table = header.sections(endian, data)?;
     let mut sections = Vec::with_capacity(table.len());
     let mut ids = Ids::default();
     for section in table.iter() {
@@ -332,9 +342,10 @@ where
             return Err(ElfError::Broken("a section of it lies outside the file".to_owned()));
         }
         if section.sh_type(endian) == elf::SHT_NOTE
-            && section.sh_size(endian).into() <= MAX_NOTES
+            && let Some(left) = notes_left.checked_sub(section.sh_size(endian).into())
             && let Ok(Some(mut notes)) = section.notes(endian, data)
         {
+            notes_left = left;
             while let Ok(Some(note)) = notes.next() {
                 ids.take(note.name(), note.n_type(endian), note.desc());
             }
@@ -350,9 +361,6 @@ where
         });
     }
     let segments = header.program_headers(endian, data)?;
-    if segments.len() > MAX_SEGMENTS {
-        return Err(ElfError::TooLarge(format!("it declares {} segments", segments.len())));
-    }
     let mut loads = Vec::new();
     for segment in segments {
         let segment_of_file = Segment {
@@ -367,7 +375,8 @@ where
                 memory: (segment_of_file.address, segment.p_memsz(endian).into()),
             }),
             // Files without section headers still say who they are.
-            elf::PT_NOTE if ids == Ids::default() && segment_of_file.size <= MAX_NOTES => {
+            elf::PT_NOTE if ids == Ids::default() && segment_of_file.size <= notes_left => {
+                notes_left -= segment_of_file.size;
                 if let Ok(Some(mut notes)) = segment.notes(endian, data) {
                     while let Ok(Some(note)) = notes.next() {
                         ids.take(note.name(), note.n_type(endian), note.desc());
@@ -377,7 +386,7 @@ where
             _ => {}
         }
     }
-    Ok((header.is_class_64(), endian, sections, loads, ids))
+    Ok((header.is_class_64(), endian, sections, loads, ids, relocatable))
 }
 
 /// Type of Go's build-id note, of cmd/internal/buildid.

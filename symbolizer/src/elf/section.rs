@@ -87,7 +87,7 @@ pub(super) fn read(
 }
 
 /// Largest file taken out of another; those of Fedora have some hundred kilobytes.
-const MAX_INNER: u64 = 256 << 20;
+const MAX_INNER: u64 = 32 << 20;
 /// Memory xz may use; its highest level wants 65 MiB.
 const XZ_MEMORY: u64 = 128 << 20;
 

@@ -51,6 +51,8 @@ pub struct Debuginfod {
 #[derive(Debug)]
 struct Server {
     url: String,
+    /// Without a password.
+    shown: String,
     /// Failures in a row, and when it may be asked again.
     breaker: Mutex<(u32, Option<Instant>)>,
 }
@@ -68,7 +70,7 @@ const COOL_DOWN: Duration = Duration::from_secs(60);
 /// How long an answer that there is nothing holds: debug packages are published hours after their binaries.
 const MISSING_FOR: Duration = Duration::from_secs(3600);
 /// How long an answer that cannot be used holds.
-const MALFORMED_FOR: Duration = Duration::from_secs(24 * 3600);
+const MALFORMED_FOR: Duration = Duration::from_secs(600);
 
 impl Debuginfod {
     /// A client of these servers. `timeout`: for all files of a profile together; a server that is silent for a third of
@@ -83,7 +85,13 @@ impl Debuginfod {
             if !good {
                 return Err(format!("{url:?} is no debuginfod server: http://HOST[:PORT] is one"));
             }
-            Ok(Server { url: url.trim_end_matches('/').to_owned(), breaker: Mutex::default() })
+            let url = url.trim_end_matches('/').to_owned();
+            let shown =
+                match url.split_once("://").map(|(scheme, rest)| (scheme, rest.rsplit_once('@'))) {
+                    Some((scheme, Some((_, host)))) => format!("{scheme}://{host}"),
+                    _ => url.clone(),
+                };
+            Ok(Server { url, shown, breaker: Mutex::default() })
         });
         let servers = servers.collect::<Result<_, _>>()?;
         // Fails when it was done before, which is as good.
@@ -130,7 +138,7 @@ impl Debuginfod {
         if let Some(blob) = cache.get(&key)? {
             return Ok(blob);
         }
-        remembered(cache, &key)?;
+        self.remembered(cache, &key)?;
         let left = || deadline.saturating_duration_since(Instant::now());
         let Some(_lock) = cache.lock(&key, left())? else {
             return Err(FetchError::Failed("another process is still fetching it".to_owned()));
@@ -139,7 +147,7 @@ impl Debuginfod {
         if let Some(blob) = cache.get(&key)? {
             return Ok(blob);
         }
-        remembered(cache, &key)?;
+        self.remembered(cache, &key)?;
         let Some(runtime) = &self.runtime else {
             return Err(FetchError::Failed("the client is closed".to_owned()));
         };
@@ -154,14 +162,35 @@ impl Debuginfod {
         });
         match &fetched {
             Err(FetchError::Missing(id)) => {
-                cache.put_negative(&key, &Negative::Missing(id.clone()), MISSING_FOR)?;
+                let negative = Negative::Missing(self.with_servers(id));
+                cache.put_negative(&key, &negative, MISSING_FOR)?;
             }
             Err(FetchError::Malformed(why)) => {
-                cache.put_negative(&key, &Negative::Malformed(why.clone()), MALFORMED_FOR)?;
+                let negative = Negative::Malformed(self.with_servers(why));
+                cache.put_negative(&key, &negative, MALFORMED_FOR)?;
             }
             _ => {}
         }
         fetched
+    }
+
+    /// An answer from before that still holds: of these servers and no others.
+    fn remembered(&self, cache: &Cache, key: &Key) -> Result<(), FetchError> {
+        let of_ours = |text: String| text.strip_prefix(&self.with_servers("")).map(str::to_owned);
+        match cache.negative(key)? {
+            Some(Negative::Missing(text)) => {
+                of_ours(text).map_or(Ok(()), |id| Err(FetchError::Missing(id)))
+            }
+            Some(Negative::Malformed(text)) => {
+                of_ours(text).map_or(Ok(()), |why| Err(FetchError::Malformed(why)))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn with_servers(&self, text: &str) -> String {
+        let servers: Vec<&str> = self.servers.iter().map(|server| server.shown.as_str()).collect();
+        format!("{}\n{text}", servers.join(" "))
     }
 
     async fn ask_servers(&self, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
@@ -169,7 +198,7 @@ impl Debuginfod {
         let mut malformed = Vec::new();
         for server in &self.servers {
             if let Some(why) = server.is_left_alone() {
-                failures.push(format!("{}: {why}", server.url));
+                failures.push(format!("{}: {why}", server.shown));
                 continue;
             }
             match self.ask(server, key, cache).await {
@@ -180,11 +209,11 @@ impl Debuginfod {
                 Err(FetchError::Missing(_)) => server.answered(),
                 Err(FetchError::Malformed(why)) => {
                     server.answered();
-                    malformed.push(format!("{}: {why}", server.url));
+                    malformed.push(format!("{}: {why}", server.shown));
                 }
                 Err(FetchError::Failed(why)) => {
                     server.failed();
-                    failures.push(format!("{}: {why}", server.url));
+                    failures.push(format!("{}: {why}", server.shown));
                 }
             }
         }
@@ -198,10 +227,11 @@ impl Debuginfod {
 
     async fn ask(&self, server: &Server, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
         let what = if key.kind == Kind::Executable { "executable" } else { "debuginfo" };
-        let url = format!("{}/buildid/{}/{what}", server.url, key.id);
+        let [url, shown] =
+            [&server.url, &server.shown].map(|url| format!("{url}/buildid/{}/{what}", key.id));
         let mut tries = 1;
         loop {
-            match self.ask_once(&url, key, cache).await {
+            match self.ask_once(&url, &shown, key, cache).await {
                 Err(Try::Again(why)) if tries == TRIES => {
                     return Err(FetchError::Failed(format!("{why}, {TRIES} times")));
                 }
@@ -215,7 +245,13 @@ impl Debuginfod {
         }
     }
 
-    async fn ask_once(&self, url: &str, key: &Key, cache: &Cache) -> Result<Blob, Try> {
+    async fn ask_once(
+        &self,
+        url: &str,
+        shown: &str,
+        key: &Key,
+        cache: &Cache,
+    ) -> Result<Blob, Try> {
         let stalled = || {
             let seconds = (self.timeout / 3).as_secs_f32();
             Try::No(FetchError::Failed(format!("silent for {seconds:.1} s")))
@@ -238,7 +274,7 @@ impl Debuginfod {
         let mut pending = cache.begin().map_err(|error| Try::No(error.into()))?;
         self.take_body(answer, &mut pending, stalled).await?;
         verify(&pending, key).map_err(Try::No)?;
-        let meta = Meta { quality: 0, origin: url.to_owned() };
+        let meta = Meta { quality: 0, origin: shown.to_owned() };
         pending.keep(key, meta).map_err(|error| Try::No(error.into()))
     }
 
@@ -317,15 +353,6 @@ fn verify(pending: &Pending<'_>, key: &Key) -> Result<(), FetchError> {
         Some(id) if hex(&id) == key.id.as_str() => Ok(()),
         Some(id) => Err(FetchError::Malformed(format!("sends a file with build-id {}", hex(&id)))),
         None => Err(FetchError::Malformed("sends a file without a build-id".to_owned())),
-    }
-}
-
-/// An answer from before that still holds.
-fn remembered(cache: &Cache, key: &Key) -> Result<(), FetchError> {
-    match cache.negative(key)? {
-        Some(Negative::Missing(id)) => Err(FetchError::Missing(id)),
-        Some(Negative::Malformed(why)) => Err(FetchError::Malformed(why)),
-        None => Ok(()),
     }
 }
 

@@ -3,6 +3,8 @@
 //! Only names that are mangled: `cpp_demangle` takes any that parses as a type, and would call the C function
 //! `i` "int" and `t` "unsigned short".
 
+use cpp_demangle::DemangleOptions;
+
 use crate::profile::Line;
 use crate::table::Frame;
 
@@ -28,11 +30,30 @@ pub fn demangle(name: &str) -> String {
     }
     if is(&["_Z", "__Z"])
         && let Ok(symbol) = cpp_demangle::Symbol::new(name)
-        && let Ok(readable) = symbol.demangle()
     {
-        return readable;
+        let mut readable = Bounded(String::new());
+        // Substitutions let a kilobyte stand for gigabytes; what is beyond the bound stays mangled.
+        if symbol.structured_demangle(&mut readable, &DemangleOptions::default()).is_ok() {
+            return readable.0;
+        }
     }
     name.to_owned()
+}
+
+/// Longest readable name made of a mangled one.
+const MAX_READABLE: usize = 1 << 16;
+
+/// Text that refuses to grow beyond a bound.
+struct Bounded(String);
+
+impl std::fmt::Write for Bounded {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        if self.0.len() + text.len() > MAX_READABLE {
+            return Err(std::fmt::Error);
+        }
+        self.0.push_str(text);
+        Ok(())
+    }
 }
 
 #[cfg(test)]

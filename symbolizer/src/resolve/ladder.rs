@@ -67,37 +67,50 @@ struct At {
 /// See [`Nothing`].
 pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
     let mut climb = Climb { sources, deadline, notes: Vec::new(), fetch_failed: false };
-    // Not opened when its table is there: what names need is all in that.
-    let known = climb.cached_table(&wanted.build_id);
-    if has_dwarf(known.as_ref()) {
+    // Not opened when its table is there and whole: what names need is all in that.
+    let known = climb.cached_table(&wanted.build_id, wanted.code.is_some());
+    if is_best(known.as_ref()) {
         return climb.with_table(known, None);
     }
     let mut executable = climb.executable(&wanted);
-    let build_id = match &executable {
+    // A debug file, named in the place of its executable: what is loaded was left out of it.
+    let mut named = None;
+    if executable.as_ref().is_some_and(|at| at.elf.is_without_code()) {
+        named = executable.take();
+    }
+    let build_id = match executable.as_ref().or(named.as_ref()) {
         Some(at) if wanted.build_id.is_empty() => at.elf.ids.gnu.clone().unwrap_or_default(),
         _ => wanted.build_id,
     };
-    let key = climb.table_key(&build_id, executable.as_ref());
+    let key = climb.table_key(&build_id, executable.as_ref().or(named.as_ref()));
     // Of a file whose id only it knows, now.
-    let known = known.or_else(|| climb.cached(key.as_ref()?));
-    if has_dwarf(known.as_ref()) {
+    let known = known.or_else(|| climb.cached(key.as_ref()?, wanted.code.is_some()));
+    if is_best(known.as_ref()) {
         return climb.with_table(known, None);
     }
     let in_itself = executable.as_ref().is_some_and(|at| at.elf.has(".debug_info"));
-    let debug = if in_itself { None } else { climb.debug_file(executable.as_ref(), &build_id) };
+    let debug = match in_itself {
+        true => None,
+        false => named.or_else(|| climb.debug_file(executable.as_ref(), &build_id)),
+    };
     if executable.is_none()
         && (debug.is_none() || climb.needs_executable(debug.as_ref(), &wanted.code))
     {
         executable = climb.fetch(&build_id, CacheKind::Executable);
     }
     // Nothing the table in the cache does not have.
-    if known.is_some() && !in_itself && debug.is_none() {
+    let offered = executable.as_ref().and_then(|at| offers(&at.elf));
+    let had = known.as_ref().and_then(|known| known.table.best());
+    let is_better = offered.is_some_and(|offered| had.is_none_or(|had| offered < had));
+    if known.is_some() && !in_itself && debug.is_none() && !is_better {
         return climb.with_table(known, None);
     }
     if executable.is_none() && debug.is_none() {
         return Err(climb.nothing());
     }
-    let alt = debug.as_ref().or(executable.as_ref()).and_then(|at| climb.alt_file(at));
+    let with_dwarf = debug.as_ref().or(executable.as_ref());
+    let wants_alt = with_dwarf.is_some_and(|at| at.elf.alt_link().is_some());
+    let alt = with_dwarf.and_then(|at| climb.alt_file(at));
     let beside =
         debug.as_ref().or(executable.as_ref()).map(|at| at.path.clone()).unwrap_or_default();
     let package = climb.package(&beside);
@@ -114,16 +127,31 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
         let _turn = sources.compiling.lock();
         compile::compile(&files, wanted.code)
     };
-    climb.notes.extend(compiled.notes);
+    let whole = compiled.notes.is_empty() && (alt.is_some() || !wants_alt);
+    let has_segments = executable.is_some();
     let origin = debug.or(executable).map_or(String::new(), |at| at.origin);
-    let origin = [&[origin], &climb.notes[..]].concat().join("\n");
-    let before = known.as_ref().map(|(table, _)| table.best());
-    let Some(table) = climb.keep(key.as_ref(), compiled.bytes, &origin) else {
+    // What the file itself lacks belongs to the table; what servers said today does not. A line each.
+    let line = |text: &String| text.replace('\n', "?");
+    let origin: Vec<String> = [&[origin], &compiled.notes[..]].concat().iter().map(line).collect();
+    let origin = origin.join("\n");
+    let before = known.as_ref().map(|known| known.table.best());
+    // Without the executable it cannot serve who knows offsets only: not kept.
+    let key = key.filter(|_| has_segments);
+    let Some(table) = climb.keep(key.as_ref(), compiled.bytes, &origin, whole) else {
         return Err(climb.nothing());
     };
     let better = before
         .filter(|before| table.best().is_some_and(|now| before.is_none_or(|before| now < before)));
-    climb.with_table(Some((table, origin)), better)
+    climb.with_table(Some(Known { table, origin, whole }), better)
+}
+
+/// A table with where it is from.
+struct Known {
+    table: Table,
+    /// The file it was made from and, a line each, what was wrong with it.
+    origin: String,
+    /// Everything its file refers to was there.
+    whole: bool,
 }
 
 struct Climb<'s> {
@@ -134,13 +162,13 @@ struct Climb<'s> {
 }
 
 impl Climb<'_> {
-    /// The end of the climb. The origin of a table is the file it was made from and, a line each, the notes of then.
+    /// The end of the climb.
     fn with_table(
         self,
-        table: Option<(Table, String)>,
+        known: Option<Known>,
         upgraded: Option<Option<Kind>>,
     ) -> Result<Found, Nothing> {
-        let Some((table, origin)) = table else { return Err(self.nothing()) };
+        let Some(Known { table, origin, .. }) = known else { return Err(self.nothing()) };
         let mut lines = origin.lines().map(str::to_owned);
         let source = lines.next().unwrap_or_default();
         let mut notes: Vec<String> = lines.collect();
@@ -164,29 +192,33 @@ impl Climb<'_> {
 
     // The cache's table.
 
-    fn cached_table(&self, build_id: &[u8]) -> Option<(Table, String)> {
-        self.cached(&key(build_id, CacheKind::Table(table::VERSION))?)
+    fn cached_table(&self, build_id: &[u8], by_offset: bool) -> Option<Known> {
+        self.cached(&key(build_id, CacheKind::Table(table::VERSION))?, by_offset)
     }
 
-    fn cached(&self, key: &Key) -> Option<(Table, String)> {
+    /// `by_offset`: the table must know where offsets in the file are loaded.
+    fn cached(&self, key: &Key, by_offset: bool) -> Option<Known> {
         // A cache that cannot be used is said once, where it is opened.
         let blob = self.sources.cache.as_ref()?.get(key).ok()??;
         let table = Table::open(Bytes::map(&blob.file).ok()?).ok()?;
-        Some((table, blob.meta.origin))
+        let usable = !by_offset || table.segments().next().is_some();
+        let whole = blob.meta.quality == WHOLE;
+        usable.then_some(Known { table, origin: blob.meta.origin, whole })
     }
 
-    /// What the table is kept under: the build-id, else a hash of the file.
+    /// What the table is kept under: the build-id, else a hash of all of the file.
     fn table_key(&self, build_id: &[u8], executable: Option<&At>) -> Option<Key> {
         let kind = CacheKind::Table(table::VERSION);
-        key(build_id, kind).or_else(|| key(&executable?.elf.htlhash().ok()?, kind))
+        key(build_id, kind).or_else(|| key(&executable?.elf.sha256().ok()?, kind))
     }
 
     /// Into the cache, and from there.
-    fn keep(&self, key: Option<&Key>, bytes: Vec<u8>, origin: &str) -> Option<Table> {
+    fn keep(&self, key: Option<&Key>, bytes: Vec<u8>, origin: &str, whole: bool) -> Option<Table> {
         if let (Some(cache), Some(key)) = (&self.sources.cache, key) {
-            let meta = Meta { quality: 0, origin: origin.to_owned() };
-            let kept =
-                cache.put(key, &bytes, meta).ok().and_then(|blob| Bytes::map(&blob.file).ok());
+            let quality = if whole { WHOLE } else { 0 };
+            let meta = Meta { quality, origin: origin.to_owned() };
+            let kept = cache.put(key, &bytes, meta).ok();
+            let kept = kept.and_then(|blob| Bytes::map(&blob.file).ok());
             if let Some(table) = kept.and_then(|bytes| Table::open(bytes).ok()) {
                 return Some(table);
             }
@@ -207,6 +239,9 @@ impl Climb<'_> {
         };
         let found = opened.and_then(|(file, opened)| {
             let elf = Elf::open(file, &self.sources.scratch).map_err(|error| error.to_string())?;
+            if elf.relocatable {
+                return Err("an object file: its functions have no addresses yet".to_owned());
+            }
             Ok(At { elf, path: opened.path.clone().into(), origin: file::shown(&opened.path) })
         });
         match found {
@@ -344,8 +379,25 @@ impl Climb<'_> {
     }
 }
 
-fn has_dwarf(table: Option<&(Table, String)>) -> bool {
-    table.is_some_and(|(table, _)| table.best() == Some(Kind::Dwarf))
+/// Quality of a table from which nothing is missing.
+const WHOLE: u8 = 1;
+
+/// Nothing better can be found.
+fn is_best(known: Option<&Known>) -> bool {
+    known.is_some_and(|known| known.whole && known.table.best() == Some(Kind::Dwarf))
+}
+
+/// The best kind of symbols an executable has of its own, as its sections say.
+fn offers(elf: &Elf) -> Option<Kind> {
+    let sections = [
+        (".debug_info", Kind::Dwarf),
+        (".gopclntab", Kind::Gopclntab),
+        (".data.rel.ro.gopclntab", Kind::Gopclntab),
+        (".symtab", Kind::Symtab),
+        (".gnu_debugdata", Kind::MiniDebugInfo),
+        (".dynsym", Kind::Dynsym),
+    ];
+    sections.into_iter().find(|(name, _)| elf.has(name)).map(|(_, kind)| kind)
 }
 
 fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use stackwire_cache::Cache;
 
-pub use self::debuginfod::Debuginfod;
+pub use self::debuginfod::{Debuginfod, FetchError};
 pub use self::file::Pinned;
 use self::ladder::Wanted;
 pub use self::ladder::add as add_to_cache;

@@ -7,7 +7,7 @@
 //!
 //! | part | words an entry | what |
 //! |---|---|---|
-//! | header | [`HEADER`] bytes | magic with version, checksum (XXH3 of all that follows it), base, counts |
+//! | header | 16 | magic with version, checksum (XXH3 of all that follows it), base, counts |
 //! | segments | 6 | file offset, address, size: how offsets in the file become addresses |
 //! | starts | 1 | first address of each range, less the base, ascending |
 //! | leaves | 1 | node of each range, 0 for none |

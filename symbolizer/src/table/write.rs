@@ -37,12 +37,15 @@ pub struct Writer {
     nodes: FxHashMap<NodeKey, u32>,
     node_words: Vec<NodeKey>,
     ranges: Vec<Range>,
-    fallback: Vec<Range>,
+    fallback: [Vec<Range>; 2],
     segments: Vec<Segment>,
 }
 
 /// Most bytes of names, nodes or ranges: their numbers have 32 bits. What is beyond has no names.
 const MAX: usize = u32::MAX as usize / 16;
+
+/// Most bytes of names; those of a browser have 300 MB. What is beyond has no names.
+const MAX_TEXT: usize = 1 << 30;
 
 impl Writer {
     /// Number of a function.
@@ -84,10 +87,11 @@ impl Writer {
         }
     }
 
-    /// Addresses of a node where no other range is.
-    pub fn fallback(&mut self, start: u64, end: u64, leaf: u32) {
-        if start < end && self.fallback.len() < MAX {
-            self.fallback.push(Range { start, end, leaf });
+    /// Addresses of a node where no other range is, nor one of a lower `level` (0 or 1).
+    pub fn fallback(&mut self, level: usize, start: u64, end: u64, leaf: u32) {
+        let ranges = &mut self.fallback[level.min(1)];
+        if start < end && ranges.len() < MAX {
+            ranges.push(Range { start, end, leaf });
         }
     }
 
@@ -96,20 +100,17 @@ impl Writer {
         self.segments.push(segment);
     }
 
-    /// Whether there is nothing to look up.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty() && self.fallback.is_empty()
-    }
-
     /// The table.
     #[must_use]
     pub fn finish(mut self) -> Vec<u8> {
         self.places = FxHashMap::default();
         self.nodes = FxHashMap::default();
         let ranges = without_overlaps(std::mem::take(&mut self.ranges));
-        let fallback = without_overlaps(std::mem::take(&mut self.fallback));
-        let (base, starts) = starts(&filled(&ranges, &fallback));
+        let ranges = self
+            .fallback
+            .into_iter()
+            .fold(ranges, |ranges, level| filled(&ranges, &without_overlaps(level)));
+        let (base, starts) = starts(&ranges);
 
         let span = starts.last().map_or(0, |&(start, _)| start);
         // Eight ranges a bucket on average: a search of three steps in one or two cache lines.
@@ -169,8 +170,7 @@ impl Writer {
         if let Some(&place) = self.places.get(text) {
             return place;
         }
-        let fits =
-            text.len() < 1 << (32 - KIND_BITS) && self.text.len() + text.len() <= u32::MAX as usize;
+        let fits = text.len() < 1 << (32 - KIND_BITS) && self.text.len() + text.len() <= MAX_TEXT;
         let text = if fits { text } else { "" };
         let place = (self.text.len() as u32, text.len() as u32);
         self.text.extend(text.as_bytes());
@@ -274,7 +274,7 @@ mod tests {
         }
         for &(start, end, line) in fallback {
             let leaf = node(&mut writer, line);
-            writer.fallback(start, end, leaf);
+            writer.fallback(1, start, end, leaf);
         }
         Table::open(Bytes::from(writer.finish())).unwrap()
     }
