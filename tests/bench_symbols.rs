@@ -18,13 +18,14 @@ fn main() -> Result<()> {
     println!(
         "\n| {ADDRESSES} addresses of | with | seconds | addresses a second | peak MiB |\n|---|---|---|---|---|"
     );
-    for object in [Some(stackwire.clone()), libjvm()].into_iter().flatten() {
+    let ours = (stackwire.clone(), stackwire.clone());
+    for (program, object) in [Some(ours), libjvm()].into_iter().flatten() {
         let addresses = addresses(&object)?;
         let cache = tempfile::tempdir()?;
         let own = || {
             let mut command = Command::new(&stackwire);
             command.args(["symbolize", "--no-demangle", "--symbol-cache-dir"]).arg(cache.path());
-            command.arg(&object);
+            command.args(["--debug-dir", "target/corpus/root/usr/lib/debug"]).arg(&program);
             command
         };
         let other = |program: &str, arguments: &[&str]| {
@@ -64,11 +65,12 @@ fn name_of(path: &Path) -> String {
     path.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned())
 }
 
-/// What `tests/corpus.sh` fetched, if it was run.
-fn libjvm() -> Option<PathBuf> {
+/// The pair `tests/corpus.sh` fetched, if it was run.
+fn libjvm() -> Option<(PathBuf, PathBuf)> {
     let list = std::fs::read_to_string("target/corpus/objects.tsv").ok()?;
     let line = list.lines().find(|line| line.starts_with("libjvm\t"))?;
-    line.split('\t').nth(3).map(PathBuf::from)
+    let mut fields = line.split('\t');
+    Some((fields.nth(1)?.into(), fields.nth(1)?.into()))
 }
 
 /// Addresses in functions, spread evenly and taken out of order; the same every time.

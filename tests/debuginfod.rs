@@ -413,3 +413,74 @@ fn killed_at_any_moment_the_cache_is_whole() {
     ]);
     assert!(unread.succeeded().stdout.contains("\"quality\":\"dwarf\""));
 }
+
+/// A debug file alone does not say where offsets are loaded: a table made of it must not be what captures get.
+#[test]
+fn a_table_of_a_debug_file_alone_does_not_serve_captures() {
+    if !privileged() {
+        return;
+    }
+    let stripped = Stripped::of(inlined_cc());
+    let capture = stripped.capture();
+    let (first, rest) = stripped.build_id.split_at(2);
+    let below = stripped.at("dir/.build-id").join(first);
+    std::fs::create_dir_all(&below).unwrap();
+    std::fs::copy(&stripped.debug, below.join(format!("{rest}.debug"))).unwrap();
+    let debug_dir = format!("--debug-dir={}", stripped.at("dir").display());
+    for (cache, asked) in
+        [("by-id", stripped.build_id.as_str()), ("by-path", stripped.debug.to_str().unwrap())]
+    {
+        let cache_dir = format!("--symbol-cache-dir={}", stripped.at(cache).display());
+        let said =
+            stackwire(["symbolize", &cache_dir, &debug_dir, asked, "0x1200"]).succeeded().stdout;
+        assert!(said.contains("inlined.cc"), "{said}");
+        let (ran, output) = stripped.resolve(&capture, cache, &[&debug_dir]);
+        ran.succeeded();
+        assert!(has_inlined(&Pprof::read(&output)), "{cache}");
+    }
+}
+
+/// What one server does not have, another may.
+#[test]
+fn what_is_missing_is_missing_on_the_servers_that_were_asked() {
+    let stripped = Stripped::of(inlined_cc());
+    let file = std::fs::read(&stripped.debug).unwrap();
+    let (without, asked) = serve(Mode::Good, file.clone(), "ffffffffffffffff");
+    let (with, _) = serve(Mode::Good, file, &stripped.build_id);
+    let cache = format!("--symbol-cache-dir={}", stripped.at("cache").display());
+    let ask = |url: &str| {
+        // A password is for the server, not for whoever reads the output.
+        let url = format!("--debuginfod-url={}", url.replace("http://", "http://user:secret@"));
+        let ran = stackwire([
+            "symbolize",
+            "--json",
+            &cache,
+            &url,
+            stripped.program.to_str().unwrap(),
+            "0x1200",
+        ]);
+        let ran = ran.succeeded();
+        assert!(
+            !ran.stdout.contains("secret") && !ran.stderr.contains("secret"),
+            "{}{}",
+            ran.stdout,
+            ran.stderr
+        );
+        ran.stdout
+    };
+    assert!(ask(&without).contains("missing") && ask(&without).contains("missing"));
+    assert_eq!(asked.lock().unwrap().values().sum::<u32>(), 1, "what is missing is remembered");
+    let forget = || stackwire(["cache", &cache, "rm", &stripped.build_id]);
+    forget().succeeded();
+    assert!(ask(&without).contains("missing"));
+    assert_eq!(asked.lock().unwrap().values().sum::<u32>(), 2, "and can be forgotten");
+    assert!(ask(&with).contains("dwarf"));
+    // Words elfutils knows there are no servers, and no mistake.
+    let mut command = Command::new(binary("stackwire"));
+    command.env("DEBUGINFOD_URLS", format!("ima:enforcing {with} file:///usr/lib"));
+    command
+        .args(["symbolize", "--json"])
+        .arg(format!("--symbol-cache-dir={}", stripped.at("other").display()));
+    let ran = Ran::of(command.arg(&stripped.program).arg("0x1200")).succeeded();
+    assert!(ran.stdout.contains("dwarf"), "{}", ran.stdout);
+}

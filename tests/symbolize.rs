@@ -93,3 +93,53 @@ fn without_a_cache_names_are_found_all_the_same() {
     let ran = stackwire(["symbolize", &cache, program, &alpha]).succeeded();
     assert!(ran.stderr.contains("can be written by others"), "{}", ran.stderr);
 }
+
+/// What the cache knows of a file never hides that there is more to know now.
+#[test]
+fn better_files_are_noticed() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let run = |program: &str, arguments: &[&str]| {
+        let status = Command::new(program).args(arguments).current_dir(directory.path()).status();
+        assert!(status.unwrap().success(), "{program} {arguments:?}");
+    };
+    let cache = format!("--symbol-cache-dir={}", at("cache"));
+    let ask = |file: &str, address: &str| {
+        stackwire(["symbolize", "--json", &cache, file, address]).succeeded().stdout
+    };
+    let source = |first: &str, second: &str| {
+        let body = "{ return x * 3 + 1; }\n__attribute__((noinline)) int";
+        let text = format!(
+            "static inline int in(int x) {{ __asm__ volatile(\"nop\"); return x + 7; }}\n__attribute__((noinline)) int {first}(int x) {body} {second}(int x) {{ return in(x) * 5; }}\nint main(int c, char **v) {{ return alpha(c) + bravo(c); }}\n"
+        );
+        std::fs::write(at("x.c"), text).unwrap();
+    };
+    // strip keeps the build-id.
+    source("alpha", "bravo");
+    run("gcc", &["-O2", "-Wl,--build-id", "x.c", "-o", "whole"]);
+    run("strip", &["whole", "-o", "stripped"]);
+    let alpha = address(std::path::Path::new(&at("whole")), "alpha");
+    assert!(ask(&at("stripped"), &alpha).contains("missing"));
+    assert!(ask(&at("whole"), &alpha).contains("\"alpha\""));
+    // Without a build-id all of the content tells files apart.
+    run("gcc", &["-g", "-O2", "-Wl,--build-id=none", "x.c", "-o", "one"]);
+    source("bravo", "alpha");
+    run("gcc", &["-g", "-O2", "-Wl,--build-id=none", "x.c", "-o", "two"]);
+    assert!(
+        ask(&at("one"), &alpha).contains("\"alpha\"")
+            && ask(&at("two"), &alpha).contains("\"bravo\"")
+    );
+    // A .dwo that was away comes back.
+    run("gcc", &["-g", "-gsplit-dwarf", "-O2", "-c", "x.c", "-o", "x.o"]);
+    run("gcc", &["x.o", "-o", "split"]);
+    let alpha = address(std::path::Path::new(&at("split")), "alpha");
+    std::fs::rename(at("x.dwo"), at("away")).unwrap();
+    // Wherever in its first bytes the compiler put the call it inlined.
+    let alpha = u64::from_str_radix(&alpha, 16).unwrap();
+    let is_inlined =
+        || (alpha..alpha + 12).any(|at_| ask(&at("split"), &format!("{at_:x}")).contains("\"in\""));
+    assert!(!is_inlined());
+    std::fs::rename(at("away"), at("x.dwo")).unwrap();
+    assert!(is_inlined());
+    stackwire(["symbolize", &cache, &at("x.o"), "0"]).failed(1, "an object file");
+}
