@@ -194,10 +194,14 @@ fn compare(object: &Object) {
 #[test]
 fn twenty_thousand_addresses_in_each_of_many_binaries() {
     let objects = objects();
-    assert!(objects.len() >= 12, "only {} objects: see what tests/corpus.sh said", objects.len());
     for object in &objects {
         compare(object);
     }
+    // What could not be fetched is said by the script.
+    crate::support::can(
+        "all 19 binaries, eight of them from Debian's archive",
+        objects.len() >= 19,
+    );
 }
 
 /// What is left of a Go program when everything is stripped says the same as its DWARF did.

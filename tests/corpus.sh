@@ -23,6 +23,7 @@ fetch() { # STEP PACKAGE...
   fi
   rm -rf "$to"
 }
+apt-cache show binutils-x86-64-linux-gnu-dbg >/dev/null 2>&1 || apt-get -q update >/dev/null || true
 fetch binutils binutils-x86-64-linux-gnu binutils-x86-64-linux-gnu-dbg libbinutils libbinutils-dbg
 fetch perl perl-base perl-debug libperl5.36
 fetch python python3.11-minimal libpython3.11 python3.11-dbg libpython3.11-dbg

@@ -80,7 +80,9 @@ fn compare(binary: &Path, profile: &Pprof, three: [&str; 3]) {
     let mut deep = 0;
     for ((address, ours), theirs) in ours.iter().zip(&theirs) {
         let theirs: Chain = theirs.iter().map(|(f, line)| (bare(f), *line)).collect();
-        if *ours != theirs {
+        // Of the procedure linkage table no symbol tells; the oracle takes the last one before it.
+        let in_plt = ours.is_empty() && theirs == [("_init".to_owned(), 0)];
+        if *ours != theirs && !in_plt {
             wrong.push(format!("{address:#x}: {ours:?}, llvm-symbolizer: {theirs:?}"));
         }
         let names: Vec<&str> = ours.iter().map(|(function, _)| function.as_str()).collect();
