@@ -108,7 +108,8 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
     if executable.is_none() && debug.is_none() {
         return Err(climb.nothing());
     }
-    let with_dwarf = debug.as_ref().or(executable.as_ref());
+    // Stripped files keep the link: what it leads to completes DWARF, and without any is of no use.
+    let with_dwarf = debug.as_ref().or(executable.as_ref()).filter(|at| at.elf.has(".debug_info"));
     let wants_alt = with_dwarf.is_some_and(|at| at.elf.alt_link().is_some());
     let alt = with_dwarf.and_then(|at| climb.alt_file(at));
     let beside =

@@ -103,7 +103,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     for (id, locations) in by_executable {
         match profile.executables[id.index()].clone() {
             Executable::File { .. } | Executable::Vdso { .. } => elf_jobs.push((id, locations)),
-            Executable::Anonymous => anonymous(profile, artifacts, id, &locations),
+            Executable::Anonymous => anonymous(profile, artifacts, &locations),
             Executable::Kernel { module, kallsyms, .. } => {
                 let symbols =
                     kallsyms.and_then(|hash| artifacts.get(&hash).map(|text| (hash, text)));
@@ -270,15 +270,9 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
     pids
 }
 
-fn anonymous(
-    profile: &mut Profile,
-    artifacts: &Artifacts,
-    id: ExecutableId,
-    locations: &[LocationId],
-) {
+fn anonymous(profile: &mut Profile, artifacts: &Artifacts, locations: &[LocationId]) {
     // By hash, since many processes may have inherited one map.
     let mut maps: HashMap<ArtifactHash, perf_map::Symbols> = HashMap::new();
-    let mut found = 0;
     for &location in locations {
         let at = profile.locations[location.index()];
         let Some(process) = at.process else { continue };
@@ -297,19 +291,15 @@ fn anonymous(
         };
         profile.resolutions[location.index()] = match symbols {
             Ok(symbols) => match symbols.find(at.offset) {
-                Some(name) => {
-                    found += 1;
-                    Resolution::Found {
-                        lines: vec![perf_map::line(name)],
-                        quality: Quality::PerfMap,
-                    }
-                }
+                Some(name) => Resolution::Found {
+                    lines: vec![perf_map::line(name)],
+                    quality: Quality::PerfMap,
+                },
                 None => Resolution::Missing("not in the perf-map".to_owned()),
             },
             Err(reason) => Resolution::Missing(reason),
         };
     }
-    profile.sources[id.index()].origin = if found > 0 { "perf-map" } else { "" }.to_owned();
 }
 
 fn kernel(
@@ -329,7 +319,6 @@ fn kernel(
             "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
         return miss(profile, id, locations, reason);
     };
-    profile.sources[id.index()].origin = "kallsyms".to_owned();
     for &location in locations {
         let offset = profile.locations[location.index()].offset;
         profile.resolutions[location.index()] = match symbols.find(module, offset) {
