@@ -5,7 +5,6 @@
 //! lower case. Used by `ladder.rs`, from threads that may wait.
 
 use std::io::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -43,7 +42,6 @@ pub struct Debuginfod {
     servers: Vec<Server>,
     client: Client,
     timeout: Duration,
-    fetched: AtomicU64,
     /// Taken when dropped.
     runtime: Option<Runtime>,
 }
@@ -107,19 +105,13 @@ impl Debuginfod {
             .enable_all()
             .build()
             .map_err(|error| error.to_string())?;
-        Ok(Self { servers, client, timeout, fetched: AtomicU64::new(0), runtime: Some(runtime) })
+        Ok(Self { servers, client, timeout, runtime: Some(runtime) })
     }
 
     /// How long all files of a profile may take together.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.timeout
-    }
-
-    /// Bytes that came so far.
-    #[must_use]
-    pub fn fetched(&self) -> u64 {
-        self.fetched.load(Ordering::Relaxed)
     }
 
     /// A file: from the cache, else from the first server that has it. Waits until `deadline` at most.
@@ -295,7 +287,6 @@ impl Debuginfod {
                 let why = format!("sends more than {MAX_BYTES} bytes");
                 return Err(Try::No(FetchError::Malformed(why)));
             }
-            self.fetched.fetch_add(piece.len() as u64, Ordering::Relaxed);
             // A full disk is no fault of the server.
             to.write_all(&piece).map_err(|error| {
                 Try::No(FetchError::Failed(format!("cannot write to the cache: {error}")))

@@ -206,12 +206,6 @@ impl Table {
         Frames { table: self, node: self.leaf(address).unwrap_or(0), left: MAX_CHAIN }
     }
 
-    /// How many ranges there are.
-    #[must_use]
-    pub fn ranges(&self) -> usize {
-        self.starts.words
-    }
-
     /// The best kind of names in it; `None` when there are none.
     #[must_use]
     pub fn best(&self) -> Option<Kind> {
