@@ -6,6 +6,7 @@ OUT := target/$(HOST)/release
 PREFIX ?= /usr/local
 DESTDIR ?=
 GROUP ?= stackwire
+CAPS ?= cap_bpf,cap_perfmon,cap_syslog
 
 .PHONY: build demo test lint bench ebpf fuzz install
 
@@ -54,5 +55,5 @@ install: build
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/bash-completion/completions target/manual/*.bash
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/zsh/site-functions target/manual/_*
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d target/manual/*.fish
-	setcap cap_bpf,cap_perfmon,cap_syslog=ep $(DESTDIR)$(PREFIX)/bin/stackwire-collector
+	setcap $(CAPS)=ep $(DESTDIR)$(PREFIX)/bin/stackwire-collector
 	@echo "members of group $(GROUP) may profile: usermod -aG $(GROUP) NAME"

@@ -342,14 +342,14 @@ fn perf_maps_of_every_kind() {
     says(&with_perf_map(|_| {}), "the process wrote no perf-map");
     says(
         &with_perf_map(|path| std::fs::create_dir(path).unwrap()),
-        "its perf-map is not a regular file",
+        "its perf-map cannot be taken: it is not a regular file",
     );
     let fifo = |path: &Path| {
         assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
     };
-    says(&with_perf_map(fifo), "its perf-map is not a regular file");
+    says(&with_perf_map(fifo), "its perf-map cannot be taken: it is not a regular file");
     let large = |path: &Path| std::fs::File::create(path).unwrap().set_len(2 << 30).unwrap();
-    says(&with_perf_map(large), "its perf-map has 2147483648 bytes");
+    says(&with_perf_map(large), "its perf-map cannot be taken: it has 2147483648 bytes");
     // All of memory is one function with a name that is no UTF-8.
     let bytes = |path: &Path| {
         std::fs::write(path, b"1000 7fffffff0000 j\xff\xfeit function\nnonsense\n").unwrap();

@@ -20,13 +20,16 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(output: &Path, listen: &str, more: &[&str]) -> Self {
-        let mut child = Command::new(binary("stackwire"))
-            .args(["serve", "--listen", listen, "--output-dir"])
-            .arg(output)
-            .args(more)
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        Self::of(
+            Command::new(binary("stackwire"))
+                .args(["serve", "--listen", listen, "--output-dir"])
+                .arg(output)
+                .args(more),
+        )
+    }
+
+    pub(crate) fn of(command: &mut Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut address = String::new();
         while address.is_empty() {

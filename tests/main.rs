@@ -15,10 +15,14 @@ mod checkout;
 mod debuginfod;
 /// Shares of time in programs whose answer is known.
 mod ground_truth;
+/// Executables the symbolizer cannot see, handed over by the collector and its broker.
+mod handover;
 /// Live, resolved and served profiles of one stream are the same bytes.
 mod identical;
 /// Inlined chains against llvm-symbolizer, for every sampled address.
 mod inlined;
+/// Code made at run time: Node, Java, containers, maps that grow.
+mod jit;
 /// User stacks under kernel stacks.
 mod kernel_stacks;
 /// Both crates as libraries.

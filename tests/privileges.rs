@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Pprof, Ran, Running, binary, build::work, can, privileged};
 
-const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+pub(crate) const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
 /// Copies of the binaries where everybody may execute them; the collector with capabilities or without.
 pub(crate) fn public_binaries(capabilities: bool) -> tempfile::TempDir {
@@ -145,8 +145,26 @@ fn a_running_collector_holds_at_most_perfmon() {
         threads += 1;
     }
     assert!(threads >= 2);
+    // Its broker may open what others may not, and nothing else.
+    let children = format!("/proc/{0}/task/{0}/children", child.id());
+    let children = std::fs::read_to_string(children).unwrap();
+    let broker: u32 = children.trim().parse().expect("one child, the broker");
+    let status = std::fs::read_to_string(format!("/proc/{broker}/status")).unwrap();
+    let field = |name: &str| {
+        status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned()
+    };
+    assert_eq!(field("Name:"), "sw-broker");
+    let held = u64::from_str_radix(&field("CapPrm:"), 16).unwrap();
+    // CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_CHECKPOINT_RESTORE.
+    assert_eq!(held, 1 << 2 | 1 << 19 | 1 << 40, "{held:x}");
+    assert_eq!((field("CapEff:"), field("NoNewPrivs:")), (field("CapPrm:"), "1".to_owned()));
     let _ = child.kill();
     let _ = child.wait();
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(5);
+    while Path::new(&format!("/proc/{broker}")).exists() {
+        assert!(std::time::Instant::now() < deadline, "the broker outlives its collector");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
 }
 
 #[test]

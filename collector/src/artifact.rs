@@ -16,12 +16,14 @@ impl fmt::Debug for Hash {
 }
 
 /// What an artifact is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// Rebased kernel symbols.
     Kallsyms,
-    /// A perf-map as the process wrote it.
+    /// A perf-map as the process wrote it, or a piece of one.
     PerfMap,
+    /// Likewise, a jitdump.
+    Jitdump,
     /// The vDSO's ELF image.
     Vdso,
 }

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgGroup, Parser, ValueEnum};
-use stackwire_collector::{Config, Destination, Event, Limits, Scope, Target, VERSION};
+use stackwire_collector::{Config, Destination, Event, Limits, Scope, Share, Target, VERSION};
 
 /// Sample stacks with eBPF and stream them unsymbolized.
 ///
 /// The privileged half of Stackwire. Takes on-CPU samples of one process, a cgroup or the whole host and
 /// sends them to a symbolizer, or writes a capture that `stackwire resolve` reads on any host. Nothing it
-/// sends holds a name or a kernel address.
+/// sends of what it samples holds a name or a kernel address.
 ///
 /// Needs CAP_BPF and CAP_PERFMON to start, and CAP_SYSLOG to locate kernel functions; drops all but
 /// CAP_PERFMON before it takes the first sample off the kernel.
@@ -62,6 +62,10 @@ pub struct Args {
     /// Largest size of that file, in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 256, requires = "spool")]
     spool_max: u64,
+    /// Which executables are sent for the names in them: none, those the symbolizer cannot find, or all that
+    /// have samples (into a capture file, too).
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
+    share_executables: ShareExecutables,
     /// End when standard input closes, and do not reconnect. `stackwire record` uses it.
     #[arg(long)]
     until_stdin_closes: bool,
@@ -74,6 +78,13 @@ pub struct Args {
 enum EventName {
     CpuClock,
     Cycles,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ShareExecutables {
+    Never,
+    Missing,
+    Always,
 }
 
 /// What `main` needs.
@@ -110,6 +121,11 @@ impl Args {
             memory: self.buffer << 20,
             spool: self.spool.map(|directory| (directory, self.spool_max << 20)),
             ..Limits::default()
+        };
+        config.share = match self.share_executables {
+            ShareExecutables::Never => Share::Never,
+            ShareExecutables::Missing => Share::Missing,
+            ShareExecutables::Always => Share::Always,
         };
         let destination = match (self.output, self.to) {
             (Some(path), _) => Destination::File(path),

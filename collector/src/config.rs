@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::handover::Share;
 use crate::outbox::Limits;
 use crate::process::has_ended;
 use crate::sampler::{BTF_PATH, Event};
@@ -52,6 +53,8 @@ pub struct Config {
     pub epoch: Duration,
     /// What may wait for the destination.
     pub limits: Limits,
+    /// Which files of processes leave the host.
+    pub share: Share,
 }
 
 /// A configuration that cannot work, with what to do instead.
@@ -120,6 +123,7 @@ impl Config {
             duration: None,
             epoch: Duration::from_secs(10),
             limits: Limits::default(),
+            share: Share::default(),
         }
     }
 

@@ -4,7 +4,8 @@
 //! `pipeline.rs` (merge by time) → `process/` (what was mapped) → `normalize.rs` (address → executable
 //! and offset) → `batch.rs` (epoch) → `wire.rs` (message) → `outbox.rs` (queue) → `sink/` (file or gRPC).
 //!
-//! Parses no ELF, opens no file a target has mapped, listens nowhere.
+//! Parses no ELF, listens nowhere. Files of others are opened by the broker (`broker/`), a process of its own,
+//! and sent unread when the symbolizer asks (`handover.rs`).
 //!
 //! ```no_run
 //! use stackwire_collector::Session;
@@ -19,9 +20,11 @@
 
 mod artifact;
 mod batch;
+mod broker;
 mod clock;
 mod config;
 mod event;
+mod handover;
 mod host;
 mod normalize;
 mod outbox;
@@ -34,7 +37,9 @@ mod session;
 mod sink;
 mod wire;
 
+pub use broker::Broker;
 pub use config::{Config, ConfigError, Destination, Scope};
+pub use handover::Share;
 pub use outbox::Limits;
 pub use pipeline::Summary;
 pub use privilege::drop_all as drop_capabilities;

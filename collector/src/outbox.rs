@@ -31,7 +31,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { memory: 16 << 20, spool: None, artifacts: 32 << 20 }
+        Self { memory: 16 << 20, spool: None, artifacts: 64 << 20 }
     }
 }
 
@@ -144,6 +144,19 @@ impl Outbox {
         }
         inner.artifacts.insert(artifact.hash, artifact);
         true
+    }
+
+    /// Artifacts of earlier epochs that this one refers to as well; false when one is not there any more.
+    pub fn keep_for(&self, hashes: &[Hash], epoch: u64) -> bool {
+        let mut inner = self.lock();
+        for kept in &mut inner.evictable {
+            if hashes.contains(&kept.0) {
+                kept.1 = epoch;
+            }
+        }
+        // The oldest first, as making room expects them.
+        inner.evictable.make_contiguous().sort_by_key(|&(_, epoch)| epoch);
+        hashes.iter().all(|hash| inner.artifacts.contains_key(hash))
     }
 
     /// An artifact, if it is still there.
@@ -365,5 +378,9 @@ mod tests {
         assert!(outbox.add_artifact(make(3), Some(5)), "the same again takes no room");
         assert!(outbox.add_artifact(make(6), Some(5)));
         assert!(!outbox.add_artifact(make(7), Some(5)), "all the others are of this epoch");
+        assert!(outbox.keep_for(&[make(3).hash], 6));
+        assert!(outbox.add_artifact(make(8), Some(6)));
+        assert!(there(3) && !there(6), "what an epoch refers to again stays");
+        assert!(!outbox.keep_for(&[make(6).hash], 6));
     }
 }

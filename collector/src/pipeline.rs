@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::Counter;
 
-use crate::artifact::{Artifact, Hash, Kind};
 use crate::batch::Epoch;
 use crate::clock::now_ns;
 use crate::event::Change;
+use crate::handover::Handover;
+use crate::host::Identity;
+use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
-use crate::host::{Identity, perf_map};
 use crate::outbox::Outbox;
 use crate::process::Processes;
 use crate::sampler::{Batch, Sampler};
@@ -49,6 +50,8 @@ pub struct Pipeline {
     layout: KernelLayout,
     identity: Identity,
     references: References,
+    jit: Snapshots,
+    handover: Arc<Handover>,
     outbox: Arc<Outbox>,
     batch: Batch,
     epoch: Epoch,
@@ -72,7 +75,7 @@ impl Pipeline {
         sampler: Sampler,
         processes: Processes,
         (layout, identity, references): (KernelLayout, Identity, References),
-        outbox: Arc<Outbox>,
+        (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
         (started, epoch_start, epoch_length): (Instant, u64, Duration),
     ) -> Self {
         Self {
@@ -82,6 +85,8 @@ impl Pipeline {
             layout,
             identity,
             references,
+            jit,
+            handover,
             outbox,
             batch: Batch::default(),
             epoch: Epoch::default(),
@@ -164,13 +169,13 @@ impl Pipeline {
         match &event.change {
             Change::Throttle => self.throttled += 1,
             Change::Lost(count) => self.lost_events += count,
-            // The last moment its perf-map can still be found.
+            // The last moment what its JIT wrote can still be found.
             Change::Exit { tid } if *tid == event.pid => {
                 if let Some(image) = self.processes.image(event.pid)
                     && self.epoch.runs_anonymous(image)
                 {
-                    let map = snapshot_perf_map(event.pid, self.epoch_number, &self.outbox);
-                    self.references.perf_maps.insert(image, map);
+                    let jitdump = self.processes.jitdump(event.pid);
+                    self.jit.take(image, event.pid, jitdump, self.epoch_number, &self.outbox);
                 }
             }
             _ => {}
@@ -184,9 +189,10 @@ impl Pipeline {
         for process in self.epoch.processes.iter().filter(|process| process.runs_anonymous) {
             // Those that ended in this epoch have been looked at, and keep what was found then.
             let ended = self.processes.image(process.pid) != Some(process.image);
-            if !(ended && self.references.perf_maps.contains_key(&process.image)) {
-                let map = snapshot_perf_map(process.pid, self.epoch_number, &self.outbox);
-                keep_better(&mut self.references.perf_maps, process.image, map);
+            if !(ended && self.jit.taken().contains_key(&process.image)) {
+                let jitdump = self.processes.jitdump(process.pid).filter(|_| !ended);
+                let (image, pid) = (process.image, process.pid);
+                self.jit.take(image, pid, jitdump, self.epoch_number, &self.outbox);
             }
         }
         let totals = self.totals();
@@ -201,7 +207,9 @@ impl Pipeline {
         lost.extend(self.outbox.take_dropped_losses());
         let samples = self.epoch.samples.len() as u64;
         let span = Span { number: self.epoch_number, times: (self.epoch_start, now), lost: &lost };
-        let sealed = wire::epoch(&self.epoch, &span, &self.references, &self.identity);
+        let sealed =
+            wire::epoch(&self.epoch, &span, &self.references, self.jit.taken(), &self.identity);
+        self.handover.learn(&self.epoch);
         self.outbox.push(sealed, samples, lost);
         self.delivered += samples;
         self.epoch = Epoch::default();
@@ -209,7 +217,7 @@ impl Pipeline {
         self.epoch_start = now;
         self.processes.end_epoch();
         let processes = &self.processes;
-        self.references.perf_maps.retain(|&image, _| processes.has_image(image));
+        self.jit.retain(|image| processes.has_image(image));
     }
 
     fn finish(mut self) -> Summary {
@@ -239,28 +247,5 @@ impl Pipeline {
             (LostReason::TargetsFull, self.sampler.counter(Counter::TargetsFull)),
             (LostReason::CpuRefused, self.refused_cpus),
         ]
-    }
-}
-
-/// Reads a perf-map and leaves it in the outbox for an epoch.
-fn snapshot_perf_map(pid: u32, epoch: u64, outbox: &Outbox) -> Result<Hash, String> {
-    let content = perf_map::read(pid).map_err(|missing| missing.to_string())?;
-    let artifact = Artifact::new(Kind::PerfMap, content);
-    let hash = artifact.hash;
-    match outbox.add_artifact(artifact, Some(epoch)) {
-        true => Ok(hash),
-        false => Err("the perf-maps of this epoch are too many to keep".to_owned()),
-    }
-}
-
-/// A snapshot from before is better than a reason why there is none now.
-fn keep_better(
-    maps: &mut HashMap<u64, Result<Hash, String>>,
-    image: u64,
-    map: Result<Hash, String>,
-) {
-    let had_one = matches!(maps.get(&image), Some(Ok(_)));
-    if map.is_ok() || !had_one {
-        maps.insert(image, map);
     }
 }

@@ -34,7 +34,11 @@ pub fn drop_all() -> io::Result<()> {
     keep(CapabilitySet::empty())
 }
 
-fn keep(wanted: CapabilitySet) -> io::Result<()> {
+/// Drops every capability but these, for good.
+///
+/// # Errors
+/// As above.
+pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
     set_no_new_privs(true)?;
     clear_ambient_capability_set()?;
     let kept = capabilities(None)?.permitted & wanted;

@@ -13,8 +13,11 @@ use stackwire_collector_ebpf as abi;
 use stackwire_proto::v1::CollectorMessage;
 
 use crate::artifact::{Artifact, Kind};
+use crate::broker::Broker;
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Destination, Scope};
+use crate::handover::{Handover, Share};
+use crate::host::jit::Snapshots;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
 use crate::pipeline::{Pipeline, Summary};
@@ -94,7 +97,7 @@ impl Builder {
             let message = "nothing to sample: call profile() on the builder";
             return Err(SessionError::Internal(message.to_owned()));
         }
-        Session::start(self.config, Out::Writer(Box::new(out)))
+        Session::start(self.config, Out::Writer(Box::new(out)), Broker::none())
     }
 }
 
@@ -121,15 +124,19 @@ impl Session {
         Builder { config: Config::new(Scope::All), profile: false, follow: false }
     }
 
-    /// Starts a capture to a destination.
+    /// Starts a capture to a destination; files of other processes are opened through `broker`.
     ///
     /// # Errors
     /// See [`SessionError`]. An output that cannot be written is found out before sampling starts.
-    pub fn to(config: Config, destination: Destination) -> Result<Self, SessionError> {
-        Self::start(config, Out::Destination(destination))
+    pub fn to(
+        config: Config,
+        destination: Destination,
+        broker: Broker,
+    ) -> Result<Self, SessionError> {
+        Self::start(config, Out::Destination(destination), broker)
     }
 
-    fn start(config: Config, out: Out) -> Result<Self, SessionError> {
+    fn start(config: Config, out: Out, broker: Broker) -> Result<Self, SessionError> {
         config.check()?;
         let mut made = None;
         let out = match out {
@@ -146,9 +153,11 @@ impl Session {
         };
         let stop = Arc::new(AtomicBool::new(false));
         let outbox = Arc::new(Outbox::new(config.limits.clone()));
+        let broker = Arc::new(broker);
+        let handover = Arc::new(Handover::new(config.share, Arc::clone(&broker)));
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
-        let queue = Arc::clone(&outbox);
+        let queue = (Snapshots::new(broker), Arc::clone(&handover), Arc::clone(&outbox));
         let pipeline = std::thread::Builder::new()
             .name("collect".to_owned())
             .spawn(move || match prepare(&config, queue) {
@@ -180,7 +189,7 @@ impl Session {
         })?;
         let sink = std::thread::Builder::new()
             .name("deliver".to_owned())
-            .spawn(move || deliver(out, &outbox, hello))
+            .spawn(move || deliver(out, &outbox, &handover, hello))
             .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
         Ok(Self { stop, pipeline, sink, held })
     }
@@ -216,7 +225,12 @@ enum Sink {
     Symbolizer(sink::Target),
 }
 
-fn deliver(out: Sink, outbox: &Arc<Outbox>, hello: CollectorMessage) -> Result<(), SinkError> {
+fn deliver(
+    out: Sink,
+    outbox: &Arc<Outbox>,
+    handover: &Arc<Handover>,
+    hello: CollectorMessage,
+) -> Result<(), SinkError> {
     // Started with the privileges of the caller, of which it needs none.
     let _ = privilege::drop_all();
     let result = tokio::runtime::Builder::new_current_thread()
@@ -225,18 +239,17 @@ fn deliver(out: Sink, outbox: &Arc<Outbox>, hello: CollectorMessage) -> Result<(
         .map_err(|error| SinkError::Write { path: "the runtime".to_owned(), error })
         .and_then(|runtime| {
             runtime.block_on(async {
+                let (outbox, handover) = (Arc::clone(outbox), Arc::clone(handover));
                 match out {
                     Sink::File(file, name) => {
                         // Nothing to cut off what is no regular file.
                         let _ = file.set_len(0);
-                        sink::write_file(Arc::clone(outbox), hello, file, name).await
+                        sink::write_file(outbox, handover, hello, file, name).await
                     }
                     Sink::Writer(writer, name) => {
-                        sink::write_file(Arc::clone(outbox), hello, writer, name).await
+                        sink::write_file(outbox, handover, hello, writer, name).await
                     }
-                    Sink::Symbolizer(target) => {
-                        sink::upload(Arc::clone(outbox), hello, target).await
-                    }
+                    Sink::Symbolizer(target) => sink::upload(outbox, handover, hello, target).await,
                 }
             })
         });
@@ -249,7 +262,7 @@ fn deliver(out: Sink, outbox: &Arc<Outbox>, hello: CollectorMessage) -> Result<(
 /// Everything that needs a capability, then the drop of those not needed any more.
 fn prepare(
     config: &Config,
-    outbox: Arc<Outbox>,
+    (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, wanted, sampling) = describe(config)?;
     let sampler = Sampler::start(&filter, config.event, config.frequency)?;
@@ -282,10 +295,11 @@ fn prepare(
     rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::INSECURE)
         .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
     let identity = Identity::read();
-    let head = Head { capture_id, identity: identity.clone(), clocks, sampling };
+    let share_all = config.share == Share::Always;
+    let head = Head { capture_id, identity: identity.clone(), clocks, sampling, share_all };
     let known = (layout, identity, references);
     let times = (started, clocks.0, config.epoch);
-    let pipeline = Pipeline::new(sampler, processes, known, outbox, times);
+    let pipeline = Pipeline::new(sampler, processes, known, (jit, handover, outbox), times);
     Ok((wire::hello(&head), pipeline))
 }
 

@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 
-use stackwire_proto::{FORMAT, seal_epoch, seal_pieces, v1};
+use stackwire_proto::{FORMAT, seal_epoch, seal_piece, seal_pieces, v1};
 
 use crate::artifact::{self, Artifact, Hash};
 use crate::batch::Epoch;
+use crate::handover::FileId;
+use crate::host::jit::Taken;
 use crate::host::{Identity, module_build_id};
 use crate::normalize::{End, FrameKind};
 use crate::process::executable::Kind;
@@ -21,6 +23,8 @@ pub struct Head {
     pub clocks: (u64, u64),
     /// How samples are taken.
     pub sampling: Sampling,
+    /// The capture is to hold every file that has samples.
+    pub share_all: bool,
 }
 
 /// How samples are taken.
@@ -79,14 +83,12 @@ pub struct References {
     pub kallsyms: Option<Hash>,
     /// vDSO image.
     pub vdso: Option<Hash>,
-    /// By process image: the perf-map, or why there is none.
-    pub perf_maps: HashMap<u64, Result<Hash, String>>,
 }
 
 /// The first message of a stream.
 #[must_use]
 pub fn hello(head: &Head) -> v1::CollectorMessage {
-    let Head { capture_id, identity, clocks, sampling } = head;
+    let Head { capture_id, identity, clocks, sampling, share_all } = head;
     message(v1::collector_message::Body::Hello(v1::Hello {
         format: FORMAT,
         capture_id: capture_id.to_vec(),
@@ -106,6 +108,7 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
             cgroup: sampling.cgroup.clone(),
             follow: sampling.follow,
         }),
+        share_all: *share_all,
     }))
 }
 
@@ -126,6 +129,7 @@ pub fn epoch(
     epoch: &Epoch,
     span: &Span<'_>,
     references: &References,
+    jit: &HashMap<u64, Taken>,
     identity: &Identity,
 ) -> v1::SealedEpoch {
     let mut strings = Strings::default();
@@ -139,18 +143,16 @@ pub fn epoch(
         .processes
         .iter()
         .map(|process| {
-            let perf_map = references.perf_maps.get(&process.image);
+            let jit = jit.get(&process.image).cloned().unwrap_or_default();
+            let wire = |hashes: Vec<Hash>| hashes.iter().map(|hash| hash.0.to_vec()).collect();
             v1::Process {
                 pid: process.pid,
                 start_ns: process.start_ns,
                 comm: strings.index(&process.comm),
                 generation: process.generation,
-                perf_map: perf_map
-                    .and_then(|map| map.as_ref().ok())
-                    .map_or(Vec::new(), |hash| hash.0.to_vec()),
-                perf_map_missing: perf_map
-                    .and_then(|map| map.as_ref().err())
-                    .map_or(0, |reason| strings.index(reason)),
+                perf_map: wire(jit.perf_map),
+                jitdump: wire(jit.jitdump),
+                jit_missing: jit.missing.map_or(0, |reason| strings.index(&reason)),
                 cgroup_id: process.cgroup_id,
             }
         })
@@ -204,10 +206,41 @@ pub fn pieces(artifact: &Artifact) -> impl Iterator<Item = v1::CollectorMessage>
     let kind = match artifact.kind {
         artifact::Kind::Kallsyms => v1::ArtifactKind::Kallsyms,
         artifact::Kind::PerfMap => v1::ArtifactKind::PerfMap,
+        artifact::Kind::Jitdump => v1::ArtifactKind::Jitdump,
         artifact::Kind::Vdso => v1::ArtifactKind::Vdso,
     };
     seal_pieces(&artifact.hash.0, kind, &artifact.content)
         .map(|chunk| message(v1::collector_message::Body::Artifact(chunk)))
+}
+
+/// What a symbolizer asks for when it asks for a file.
+#[must_use]
+pub fn wanted_file(wire: &v1::FileIdentity) -> FileId {
+    FileId {
+        build_id: wire.build_id.clone(),
+        inode: wire.inode,
+        device: (wire.device_major, wire.device_minor),
+    }
+}
+
+/// A piece of a file, or, without content, the reason why there is none.
+#[must_use]
+pub fn file_piece(
+    id: &FileId,
+    whole: (&Hash, u64),
+    piece: Result<(u64, &[u8]), &str>,
+) -> v1::CollectorMessage {
+    let (hash, length) = whole;
+    let (offset, content) = piece.unwrap_or((0, &[]));
+    let mut chunk = seal_piece(&hash.0, v1::ArtifactKind::File, length, (offset, content));
+    chunk.file = Some(v1::FileIdentity {
+        build_id: id.build_id.clone(),
+        inode: id.inode,
+        device_major: id.device.0,
+        device_minor: id.device.1,
+    });
+    chunk.refused = piece.err().unwrap_or_default().to_owned();
+    message(v1::collector_message::Body::Artifact(chunk))
 }
 
 /// Wraps a body.

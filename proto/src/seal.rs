@@ -11,8 +11,10 @@ use crate::v1::{ArtifactChunk, ArtifactKind, Epoch, SealedEpoch};
 pub const MAX_EPOCH_BYTES: u32 = 64 << 20;
 /// Most definitions in an epoch. An empty one takes two bytes on the wire and dozens in memory.
 pub const MAX_EPOCH_ENTRIES: usize = 2 << 20;
-/// Largest artifact.
+/// Largest artifact that is no file.
 pub const MAX_ARTIFACT_BYTES: u64 = 256 << 20;
+/// Largest file that is handed over.
+pub const MAX_FILE_BYTES: u64 = 2 << 30;
 /// Bytes of an artifact in one piece, before compression.
 pub const ARTIFACT_PIECE_BYTES: usize = 1 << 20;
 
@@ -82,15 +84,27 @@ pub fn seal_pieces<'a>(
     (0..pieces).map(move |piece| {
         let offset = piece * ARTIFACT_PIECE_BYTES;
         let end = (offset + ARTIFACT_PIECE_BYTES).min(content.len());
-        ArtifactChunk {
-            hash: hash.to_vec(),
-            kind: kind.into(),
-            length: content.len() as u64,
-            offset: offset as u64,
-            piece_length: (end - offset) as u32,
-            zstd: compress(&content[offset..end]),
-        }
+        seal_piece(hash, kind, content.len() as u64, (offset as u64, &content[offset..end]))
     })
+}
+
+/// A piece of an artifact of `length` bytes: where it starts, and its bytes, [`ARTIFACT_PIECE_BYTES`] at most.
+#[must_use]
+pub fn seal_piece(
+    hash: &[u8; 32],
+    kind: ArtifactKind,
+    length: u64,
+    (offset, piece): (u64, &[u8]),
+) -> ArtifactChunk {
+    ArtifactChunk {
+        hash: hash.to_vec(),
+        kind: kind.into(),
+        length,
+        offset,
+        piece_length: piece.len() as u32,
+        zstd: compress(piece),
+        ..ArtifactChunk::default()
+    }
 }
 
 /// Decompresses one piece of an artifact.
@@ -98,12 +112,12 @@ pub fn seal_pieces<'a>(
 /// # Errors
 /// See [`SealError`].
 pub fn open_piece(chunk: &ArtifactChunk) -> Result<Vec<u8>, SealError> {
-    if chunk.length > MAX_ARTIFACT_BYTES {
-        return Err(SealError::TooLarge {
-            what: "artifact",
-            length: chunk.length,
-            limit: MAX_ARTIFACT_BYTES,
-        });
+    let limit = match chunk.kind() {
+        ArtifactKind::File => MAX_FILE_BYTES,
+        _ => MAX_ARTIFACT_BYTES,
+    };
+    if chunk.length > limit {
+        return Err(SealError::TooLarge { what: "artifact", length: chunk.length, limit });
     }
     let length = u64::from(chunk.piece_length);
     decompress("artifact", &chunk.zstd, length, ARTIFACT_PIECE_BYTES as u64)

@@ -3,11 +3,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
+use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1};
 
+use crate::handed::{FileKey, Handed};
 use crate::ingest::{self, Clock};
 use crate::profile::{ArtifactHash, Builder, Profile};
 
@@ -31,6 +33,7 @@ const MAX_ARTIFACTS: usize = 512 << 20;
 /// Artifacts by hash, verified.
 #[derive(Clone, Debug, Default)]
 pub struct Artifacts {
+    handed: Arc<Handed>,
     whole: HashMap<ArtifactHash, Vec<u8>>,
     partial: HashMap<ArtifactHash, Vec<u8>>,
     bytes: usize,
@@ -41,6 +44,22 @@ impl Artifacts {
     #[must_use]
     pub fn get(&self, hash: &ArtifactHash) -> Option<&[u8]> {
         self.whole.get(hash).map(Vec::as_slice)
+    }
+
+    /// Files that came with the capture.
+    #[must_use]
+    pub fn handed(&self) -> &Handed {
+        &self.handed
+    }
+
+    /// Adds a piece of a file.
+    fn add_file(&self, chunk: &v1::ArtifactChunk) {
+        // In a capture nothing is asked for: what is there was.
+        if let Some(key) = chunk.file.as_ref().map(FileKey::read)
+            && self.handed.ask(&key).is_some()
+        {
+            self.handed.take(chunk);
+        }
     }
 
     /// Adds a piece; true when the artifact is whole now. Pieces that do not fit are ignored, and so
@@ -143,6 +162,9 @@ impl Assembler {
                 });
             }
             Some(Body::Epoch(sealed)) => self.epoch(sealed)?,
+            Some(Body::Artifact(chunk)) if chunk.kind() == v1::ArtifactKind::File => {
+                self.artifacts.add_file(chunk);
+            }
             Some(Body::Artifact(chunk)) => {
                 self.artifacts.add(chunk);
             }

@@ -77,6 +77,10 @@ pub struct Record {
     pub outputs: Outputs,
     #[command(flatten)]
     pub symbols: SymbolOptions,
+    /// Which executables the collector hands over for the names in them: none, those that cannot be found
+    /// from here, or all that have samples.
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
+    pub share_executables: ShareExecutables,
     /// The collector to start, instead of the one beside this program or in PATH.
     #[arg(long, value_name = "FILE")]
     pub collector: Option<PathBuf>,
@@ -89,6 +93,13 @@ pub struct Record {
 pub enum Unwind {
     /// By frame pointers.
     Fp,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum ShareExecutables {
+    Never,
+    Missing,
+    Always,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

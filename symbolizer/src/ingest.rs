@@ -262,7 +262,7 @@ impl Reader<'_> {
     }
 
     fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
-        let perf_map_missing = match wire.perf_map_missing {
+        let jit_missing = match wire.jit_missing {
             0 => None,
             index => Some(self.string(index)?),
         };
@@ -272,9 +272,19 @@ impl Reader<'_> {
             generation: wire.generation,
             comm: self.string(wire.comm)?,
             cgroup_id: wire.cgroup_id,
-            perf_maps: self.hash(&wire.perf_map)?.into_iter().collect(),
-            perf_map_missing,
+            perf_maps: self.snapshot(&wire.perf_map)?,
+            jitdumps: self.snapshot(&wire.jitdump)?,
+            jit_missing,
         })
+    }
+
+    /// The artifacts of one snapshot; none: there is no snapshot.
+    fn snapshot(&self, wire: &[Vec<u8>]) -> Result<Vec<Vec<ArtifactHash>>, IngestError> {
+        let mut pieces = Vec::with_capacity(wire.len());
+        for bytes in wire {
+            pieces.extend(self.hash(bytes)?);
+        }
+        Ok(if pieces.is_empty() { Vec::new() } else { vec![pieces] })
     }
 
     fn hash(&self, bytes: &[u8]) -> Result<Option<ArtifactHash>, IngestError> {

@@ -29,6 +29,7 @@ mod capture;
 pub mod compile;
 pub mod elf;
 pub mod export;
+mod handed;
 mod ingest;
 mod log;
 pub mod profile;
@@ -107,6 +108,11 @@ pub mod fuzz {
 
     /// Parses a perf-map.
     pub fn perf_map(bytes: &[u8]) {
-        crate::resolve::fuzz_perf_map(bytes);
+        crate::resolve::fuzz_jit(crate::resolve::parse_perf_map, bytes);
+    }
+
+    /// Parses a jitdump.
+    pub fn jitdump(bytes: &[u8]) {
+        crate::resolve::fuzz_jit(crate::resolve::parse_jitdump, bytes);
     }
 }

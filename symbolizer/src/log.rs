@@ -8,15 +8,19 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use prost::Message;
+use stackwire_cache::{Cache, Id, Key, Kind};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 
 use crate::capture::Artifacts;
+use crate::handed::{FileKey, Taken};
 use crate::ingest::{self, IngestError};
 use crate::profile::{ArtifactHash, Builder, Executable};
 use crate::resolve::Pinned;
+use crate::table;
 
 /// A log that cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -43,8 +47,24 @@ pub enum LogError {
 pub struct Answer {
     /// Artifacts to ask for, before the acknowledgement.
     pub want: Vec<ArtifactHash>,
+    /// Files to ask for, with what is here of each.
+    pub want_files: Vec<(FileKey, u64)>,
     /// Durable up to this epoch.
     pub ack: Option<u64>,
+}
+
+/// Artifacts and files to ask for.
+type Wants = (Vec<ArtifactHash>, Vec<(FileKey, u64)>);
+
+/// What is here of the files a capture is of.
+#[derive(Debug, Default)]
+pub struct Files {
+    /// The collector is on this host, so files of its processes are worth opening while they live.
+    pub local: bool,
+    /// Held open while their processes live, and handed over by the collector.
+    pub pinned: Pinned,
+    /// Files fetched and tables made before.
+    pub cache: Option<Arc<Cache>>,
 }
 
 /// A log being written.
@@ -54,9 +74,11 @@ pub struct Log {
     out: FrameWriter<File>,
     artifacts: Artifacts,
     asked: HashSet<ArtifactHash>,
-    /// Files held open while their processes live.
-    pub pinned: Pinned,
-    pin: bool,
+    files: Files,
+    /// Every file is asked for.
+    share_all: bool,
+    /// Looked for already.
+    met: HashSet<Executable>,
     /// Number of the epoch expected next.
     pub next_epoch: u64,
     epochs: u64,
@@ -73,15 +95,13 @@ pub struct Log {
 impl Log {
     /// Starts a file with a greeting.
     ///
-    /// `pin`: the collector is on this host, so files of its processes are worth opening while they live.
-    ///
     /// # Errors
     /// When the file cannot be written.
     pub fn create(
         path: PathBuf,
         hello: &v1::CollectorMessage,
         next_epoch: u64,
-        pin: bool,
+        files: Files,
     ) -> Result<Self, LogError> {
         let failed = |error| LogError::Write { path: path.clone(), error };
         let file = OpenOptions::new()
@@ -98,8 +118,9 @@ impl Log {
             out,
             artifacts: Artifacts::default(),
             asked: HashSet::new(),
-            pinned: Pinned::default(),
-            pin,
+            files,
+            share_all: matches!(&hello.body, Some(Body::Hello(hello)) if hello.share_all),
+            met: HashSet::new(),
             next_epoch,
             epochs: 0,
             samples: 0,
@@ -118,11 +139,11 @@ impl Log {
         match &message.body {
             Some(Body::Epoch(sealed)) if sealed.number < self.next_epoch => {
                 // Sent again: durable since before.
-                Ok(Answer { ack: Some(self.next_epoch - 1), want: Vec::new() })
+                Ok(Answer { ack: Some(self.next_epoch - 1), ..Answer::default() })
             }
             Some(Body::Epoch(sealed)) => {
                 let epoch = open_epoch(sealed)?;
-                let want = self.look_at(&epoch)?;
+                let (want, want_files) = self.look_at(&epoch)?;
                 self.write(message)?;
                 self.sync()?;
                 self.next_epoch = sealed.number + 1;
@@ -135,7 +156,10 @@ impl Log {
                         self.lost.entry(lost.reason).or_insert(v1::Lost { count: 0, ..lost });
                     entry.count += lost.count;
                 }
-                Ok(Answer { want, ack: Some(sealed.number) })
+                Ok(Answer { want, want_files, ack: Some(sealed.number) })
+            }
+            Some(Body::Artifact(chunk)) if chunk.kind() == v1::ArtifactKind::File => {
+                self.take_file(chunk)
             }
             Some(Body::Artifact(chunk)) => {
                 let hash = ArtifactHash::try_from(chunk.hash.as_slice()).unwrap_or_default();
@@ -160,6 +184,7 @@ impl Log {
     #[must_use]
     pub fn has_its_artifacts(&self) -> bool {
         self.asked.iter().all(|hash| self.artifacts.get(hash).is_some())
+            && self.files.pinned.handed().is_complete()
     }
 
     /// The stream has ended as it should.
@@ -197,32 +222,76 @@ impl Log {
         self.add(&v1::CollectorMessage { body: Some(Body::End(end)) }).map(|_| ())
     }
 
+    /// What it holds open, a second time.
+    #[must_use]
+    pub fn pinned(&self) -> Pinned {
+        self.files.pinned.try_clone()
+    }
+
     /// Gives up the file and hands out its path and what is pinned.
     #[must_use]
     pub fn close(self) -> (PathBuf, Pinned) {
-        (self.path, self.pinned)
+        (self.path, self.files.pinned)
     }
 
-    /// Checks an epoch, pins its files, and tells which artifacts to ask for.
-    fn look_at(&mut self, epoch: &v1::Epoch) -> Result<Vec<ArtifactHash>, LogError> {
+    /// A piece of a file. Kept outside until it is whole, so that a transfer may go on in another log; then here,
+    /// for who resolves this one again.
+    fn take_file(&mut self, chunk: &v1::ArtifactChunk) -> Result<Answer, LogError> {
+        let handed = Arc::clone(self.files.pinned.handed());
+        match handed.take(chunk) {
+            Taken::Nothing => Ok(Answer::default()),
+            Taken::Again => {
+                let key = chunk.file.as_ref().map(FileKey::read);
+                let want_files = key.into_iter().map(|key| (key, 0)).collect();
+                Ok(Answer { want_files, ..Answer::default() })
+            }
+            Taken::Whole => {
+                handed.messages(chunk).try_for_each(|message| self.write(&message))?;
+                Ok(Answer::default())
+            }
+        }
+    }
+
+    /// Checks an epoch, pins its files, and tells which artifacts and files to ask for.
+    fn look_at(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
         let mut builder = Builder::new();
         ingest::epoch(epoch, ingest::Clock::default(), &mut builder)?;
         let mut want = builder.artifacts();
         want.retain(|hash| self.artifacts.get(hash).is_none() && self.asked.insert(*hash));
-        if self.pin {
-            let profile = builder.build();
-            for (index, executable) in profile.executables.iter().enumerate() {
-                let Executable::File { .. } = executable else { continue };
-                let pids: Vec<u32> = profile
-                    .mappings
-                    .iter()
-                    .filter(|mapping| mapping.executable.index() == index)
-                    .map(|mapping| profile.processes[mapping.process.index()].pid)
-                    .collect();
-                self.pinned.pin(executable, &pids);
+        let profile = builder.build();
+        let mut want_files = Vec::new();
+        for (index, executable) in profile.executables.iter().enumerate() {
+            let Executable::File { build_id, .. } = executable else { continue };
+            let pids: Vec<u32> = profile
+                .mappings
+                .iter()
+                .filter(|mapping| self.files.local && mapping.executable.index() == index)
+                .map(|mapping| profile.processes[mapping.process.index()].pid)
+                .collect();
+            // The inodes of another host mean nothing here.
+            let here = (self.files.local || !build_id.is_empty())
+                && self.files.pinned.pin(executable, &pids);
+            let new = self.met.insert(executable.clone());
+            if !new || (!self.share_all && (here || self.is_cached(build_id))) {
+                continue;
             }
+            let key = FileKey::of(executable);
+            want_files.extend(key.and_then(|key| {
+                let offset = self.files.pinned.handed().ask(&key)?;
+                Some((key, offset))
+            }));
         }
-        Ok(want)
+        Ok((want, want_files))
+    }
+
+    /// Whether the cache has the file or what was made of it.
+    fn is_cached(&self, build_id: &[u8]) -> bool {
+        let (Some(cache), Ok(id)) = (&self.files.cache, Id::of_bytes(build_id)) else {
+            return false;
+        };
+        let kinds = [Kind::Executable, Kind::Table(table::VERSION)];
+        let has = |kind| cache.get(&Key::new(id.clone(), kind)).is_ok_and(|blob| blob.is_some());
+        kinds.into_iter().any(has)
     }
 
     fn write(&mut self, message: &v1::CollectorMessage) -> Result<(), LogError> {

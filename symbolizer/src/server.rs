@@ -130,7 +130,12 @@ async fn keep(
         match answer {
             Ok(answer) => {
                 for hash in answer.want {
-                    let want = v1::Want { hash: hash.to_vec() };
+                    let want = v1::Want { hash: hash.to_vec(), ..v1::Want::default() };
+                    let _ = replies.send(Ok(reply(Reply::Want(want))));
+                }
+                for (key, offset) in answer.want_files {
+                    let file = Some(key.wire());
+                    let want = v1::Want { file, offset, ..v1::Want::default() };
                     let _ = replies.send(Ok(reply(Reply::Want(want))));
                 }
                 if let Some(epoch) = answer.ack {

@@ -16,7 +16,7 @@ use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
 
 use crate::capture::{self, CaptureError};
-use crate::log::{Answer, Log, LogError};
+use crate::log::{Answer, Files, Log, LogError};
 use crate::profile::Profile;
 use crate::resolve::{Pinned, Sources, resolve};
 use crate::server::{Accept, Keep, service};
@@ -77,6 +77,7 @@ pub struct Builder {
     duration: Option<Duration>,
     collector: Option<PathBuf>,
     capture: Option<PathBuf>,
+    share: Option<&'static str>,
 }
 
 impl Builder {
@@ -143,6 +144,13 @@ impl Builder {
     #[must_use]
     pub fn collector(mut self, path: impl Into<PathBuf>) -> Self {
         self.collector = Some(path.into());
+        self
+    }
+
+    /// Which executables the collector hands over: "never", "missing" (unless told) or "always".
+    #[must_use]
+    pub fn share_executables(mut self, which: &'static str) -> Self {
+        self.share = Some(which);
         self
     }
 
@@ -253,6 +261,7 @@ impl Builder {
             .arg(format!("--kernel-stacks={}", self.kernel_stacks))
             // Often, so that files are opened while their processes live.
             .arg("--epoch=1s")
+            .args(self.share.map(|which| format!("--share-executables={which}")))
             .arg("--until-stdin-closes")
             .arg(format!("--to=unix:{}", socket.display()))
             .stdin(Stdio::piped())
@@ -305,6 +314,7 @@ impl Session {
             duration: None,
             collector: None,
             capture: None,
+            share: None,
         }
     }
 
@@ -430,7 +440,8 @@ impl Accept for OneStream {
     ) -> Result<Box<dyn Keep>, String> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
         let (file, greeted, finished) = taken.ok_or("a collector is connected already")?;
-        let log = Log::create(file.path().to_owned(), message, 0, true)
+        let files = Files { local: true, ..Files::default() };
+        let log = Log::create(file.path().to_owned(), message, 0, files)
             .map_err(|error| error.to_string())
             .and_then(|log| {
                 let cannot = |error| format!("cannot write {}: {error}", self.path.display());

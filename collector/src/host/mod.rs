@@ -1,7 +1,7 @@
-//! What the symbolizer cannot see from where it runs: identity of the host, kallsyms, vDSO, perf-maps.
+//! What the symbolizer cannot see from where it runs: identity of the host, kallsyms, vDSO, what JITs write.
 
+pub mod jit;
 pub mod kallsyms;
-pub mod perf_map;
 pub mod vdso;
 
 use std::fmt::Write as _;

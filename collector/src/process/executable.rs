@@ -67,6 +67,8 @@ impl Executables {
         } else if !path.starts_with('/')
             || path.starts_with("//anon")
             || path.starts_with("/dev/zero")
+            // .NET maps what it compiles twice, to have it writable elsewhere.
+            || path.starts_with("/memfd:doublemapper")
         {
             Kind::Anonymous
         } else if mapped.build_id.is_empty() {
@@ -115,7 +117,14 @@ mod tests {
     #[test]
     fn names_that_are_not_files_are_anonymous() {
         let mut executables = Executables::default();
-        for path in ["", "//anon", "[heap]", "[anon:v8]", "anon_inode:[perf]"] {
+        for path in [
+            "",
+            "//anon",
+            "[heap]",
+            "[anon:v8]",
+            "anon_inode:[perf]",
+            "/memfd:doublemapper (deleted)",
+        ] {
             let mapped = Mapped { path: path.into(), ..Mapped::default() };
             assert_eq!(executables.of_mapping(&mapped).kind, Kind::Anonymous, "{path}");
         }

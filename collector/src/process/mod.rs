@@ -12,8 +12,9 @@ use std::collections::HashMap;
 use std::io;
 use std::rc::Rc;
 
-use self::executable::Executables;
+use self::executable::{Executables, Kind};
 pub use self::image::{Mapping, Mappings, Process};
+use crate::broker::Wanted;
 use crate::clock::now_ns;
 use crate::event::{Change, Event};
 
@@ -150,6 +151,22 @@ impl Processes {
         self.by_pid.get(&pid).map(|process| process.image)
     }
 
+    /// Where a process has mapped a jitdump: JIT compilers do so for this alone, that it is found.
+    #[must_use]
+    pub fn jitdump(&self, pid: u32) -> Option<Wanted> {
+        let Mappings::Known(mappings) = &self.by_pid.get(&pid)?.mappings else { return None };
+        mappings.iter().rev().find_map(|mapping| {
+            let Kind::File { path, .. } = &mapping.executable.kind else { return None };
+            let name = path.rsplit('/').next()?;
+            (name.starts_with("jit-") && name.ends_with(".dump")).then(|| Wanted::Mapped {
+                pid,
+                start: mapping.start,
+                end: mapping.end,
+                path: path.clone(),
+            })
+        })
+    }
+
     /// Whether some process still runs this image.
     #[must_use]
     pub fn has_image(&self, image: u64) -> bool {
@@ -278,7 +295,6 @@ pub fn has_ended(stat: &str) -> bool {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use super::executable::Kind;
     use super::*;
     use crate::event::Mapped;
 

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use stackwire_proto::{FrameWriter, v1};
 
 use super::SinkError;
+use super::sending::Sending;
 use crate::artifact::Hash;
+use crate::handover::{FileId, Handover, Share};
 use crate::outbox::{Next, Outbox};
 use crate::wire;
 
@@ -18,6 +20,7 @@ use crate::wire;
 /// The first failed write ends the capture.
 pub async fn run(
     outbox: Arc<Outbox>,
+    handover: Arc<Handover>,
     hello: v1::CollectorMessage,
     out: impl Write,
     name: String,
@@ -26,6 +29,7 @@ pub async fn run(
     let failed = |error| SinkError::Write { path: name.clone(), error };
     out.write(&hello).map_err(failed)?;
     let mut written: HashSet<Hash> = HashSet::new();
+    let mut files: HashSet<FileId> = HashSet::new();
     let mut from = 0;
     loop {
         match outbox.next(from).await.map_err(SinkError::Spool)? {
@@ -34,6 +38,16 @@ pub async fn run(
                     if written.insert(artifact.hash) {
                         for piece in wire::pieces(&artifact) {
                             out.write(&piece).map_err(failed)?;
+                        }
+                    }
+                }
+                if handover.share() == Share::Always {
+                    for id in handover.files() {
+                        if files.insert(id.clone()) {
+                            let mut sending = Sending::start(&handover, id, 0);
+                            while let Some(piece) = sending.next() {
+                                out.write(&piece).map_err(failed)?;
+                            }
                         }
                     }
                 }

@@ -2,6 +2,7 @@
 //! from the [`Outbox`](crate::outbox::Outbox).
 
 mod file;
+mod sending;
 mod upload;
 
 use std::io;

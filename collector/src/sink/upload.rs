@@ -1,6 +1,7 @@
 //! The gRPC sink: one bidirectional stream, epochs sent as they come and kept until acknowledged,
-//! artifacts sent when wanted, a new connection when one breaks.
+//! artifacts and files sent when wanted, a new connection when one breaks.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,12 +10,15 @@ use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
 use stackwire_proto::{FORMAT, v1};
 use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 
 use super::SinkError;
+use super::sending::Sending;
 use crate::artifact::Hash;
+use crate::handover::{FileId, Handover};
 use crate::outbox::{Next, Outbox};
 use crate::wire;
 
@@ -54,6 +58,7 @@ impl Target {
 /// When the address is none, the symbolizer refuses, or patience is over; see [`Target`].
 pub async fn run(
     outbox: Arc<Outbox>,
+    handover: Arc<Handover>,
     hello: v1::CollectorMessage,
     target: Target,
 ) -> Result<(), SinkError> {
@@ -65,7 +70,7 @@ pub async fn run(
     let mut backoff = FIRST_BACKOFF;
     let mut deadline: Option<Instant> = None;
     loop {
-        let sent = connect_and_send(&endpoint, &outbox, &hello, &target, &mut backoff);
+        let sent = connect_and_send(&endpoint, (&outbox, &handover), &hello, &target, &mut backoff);
         let sent = tokio::select! {
             sent = sent => sent,
             () = outlast(&outbox, target.patience) => {
@@ -113,7 +118,7 @@ async fn outlast(outbox: &Outbox, patience: Duration) {
 
 async fn connect_and_send(
     endpoint: &Endpoint,
-    outbox: &Outbox,
+    (outbox, handover): (&Outbox, &Arc<Handover>),
     hello: &v1::CollectorMessage,
     target: &Target,
     backoff: &mut Duration,
@@ -160,11 +165,22 @@ async fn connect_and_send(
     let mut from = welcome.next_epoch;
     let mut last: Option<u64> = None;
     let mut pause: Option<Instant> = None;
+    // Files asked for, in turn; the first is being sent, a piece between epochs.
+    let mut files: VecDeque<(FileId, u64)> = VecDeque::new();
+    let mut file: Option<Sending> = None;
     loop {
         // Everything sent and durable, every want answered before the acknowledgement that
         // followed it: nothing is left to say.
-        if last.is_some() && outbox.unacknowledged() == 0 {
+        if last.is_some() && outbox.unacknowledged() == 0 && files.is_empty() && file.is_none() {
             sending = None;
+        }
+        if file.is_none()
+            && let Some((id, offset)) = files.pop_front()
+        {
+            let handover = Arc::clone(handover);
+            // All of it is read, for its hash.
+            let opened = spawn_blocking(move || Sending::start(&handover, id, offset)).await;
+            file = opened.ok();
         }
         let may_send = sending.is_some() && last.is_none();
         tokio::select! {
@@ -184,6 +200,16 @@ async fn connect_and_send(
                     return Err(unreachable("it closed the stream".to_owned()));
                 }
             }
+            // Asked for room first: a piece is made when it can go.
+            room = room(&sending), if file.is_some() && pause.is_none() => {
+                let Some(room) = room else {
+                    return Err(unreachable("it closed the stream".to_owned()));
+                };
+                match file.as_mut().and_then(Sending::next) {
+                    Some(piece) => room.send(piece),
+                    None => file = None,
+                }
+            }
             () = tokio::time::sleep_until(pause.unwrap_or_else(Instant::now)), if pause.is_some() => {
                 pause = None;
             }
@@ -193,6 +219,9 @@ async fn connect_and_send(
                 Some(Some(Answer::Ack(ack))) => outbox.acknowledge(ack.epoch),
                 Some(Some(Answer::Slow(slow))) => {
                     pause = Some(Instant::now() + Duration::from_millis(slow.milliseconds.min(10_000).into()));
+                }
+                Some(Some(Answer::Want(v1::Want { file: Some(wanted), offset, .. }))) => {
+                    files.push_back((wire::wanted_file(&wanted), offset));
                 }
                 Some(Some(Answer::Want(want))) => {
                     let hash = <[u8; 32]>::try_from(want.hash.as_slice()).ok().map(Hash);
@@ -208,6 +237,12 @@ async fn connect_and_send(
             },
         }
     }
+}
+
+type Outgoing = mpsc::Sender<v1::CollectorMessage>;
+
+async fn room(out: &Option<Outgoing>) -> Option<mpsc::Permit<'_, v1::CollectorMessage>> {
+    out.as_ref()?.reserve().await.ok()
 }
 
 /// tonic's errors say "transport error" and keep the reason below.

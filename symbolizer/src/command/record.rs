@@ -13,7 +13,7 @@ use stackwire::{Builder, Profile, Session, SessionError, Sources, say};
 
 use super::output::{Outputs, check_distinct};
 use super::{Failure, launch};
-use crate::cli::{Event, Record};
+use crate::cli::{Event, Record, ShareExecutables};
 
 /// Without `--duration`, as perf-agent has it.
 const DEFAULT_DURATION: Duration = Duration::from_secs(10);
@@ -130,6 +130,11 @@ fn start(arguments: &Record, command: Option<u32>) -> Result<Session, SessionErr
         .event(match arguments.event {
             Event::CpuClock => "cpu-clock",
             Event::Cycles => "cycles",
+        })
+        .share_executables(match arguments.share_executables {
+            ShareExecutables::Never => "never",
+            ShareExecutables::Missing => "missing",
+            ShareExecutables::Always => "always",
         })
         .follow(arguments.follow || command.is_some());
     if let Some(pid) = arguments.pid.or(command) {

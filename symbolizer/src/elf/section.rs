@@ -29,7 +29,11 @@ impl Scratch {
         Self { directory: Some(Arc::new(directory)) }
     }
 
-    fn file(&self) -> io::Result<File> {
+    /// A temporary file without a name.
+    ///
+    /// # Errors
+    /// When the directory takes none.
+    pub fn file(&self) -> io::Result<File> {
         match &self.directory {
             Some(directory) => tempfile::tempfile_in(&**directory),
             None => tempfile::tempfile(),

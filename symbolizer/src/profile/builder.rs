@@ -80,11 +80,9 @@ impl Builder {
         if let Some(&id) = self.processes.get(&key) {
             let known = &mut self.profile.processes[id as usize];
             known.comm = process.comm;
-            for map in process.perf_maps {
-                known.perf_maps.retain(|before| *before != map);
-                known.perf_maps.push(map);
-            }
-            known.perf_map_missing = process.perf_map_missing.or(known.perf_map_missing.take());
+            add_snapshots(&mut known.perf_maps, process.perf_maps);
+            add_snapshots(&mut known.jitdumps, process.jitdumps);
+            known.jit_missing = process.jit_missing.or(known.jit_missing.take());
             return Ok(ProcessId(id));
         }
         let table = &mut self.profile.processes;
@@ -176,8 +174,10 @@ pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
         Executable::Kernel { kallsyms, .. } => *kallsyms,
         _ => None,
     });
-    let of_processes =
-        profile.processes.iter().flat_map(|process| process.perf_maps.iter().copied());
+    let of_processes = profile
+        .processes
+        .iter()
+        .flat_map(|process| process.perf_maps.iter().chain(&process.jitdumps).flatten().copied());
     let mut hashes: Vec<_> = of_executables.chain(of_processes).collect();
     hashes.sort_unstable();
     hashes.dedup();
@@ -201,5 +201,16 @@ fn intern<K: Hash + Eq, V>(
             entry.insert(id);
             Ok(id)
         }
+    }
+}
+
+/// Snapshots kept of a file: it grows, so a later one has mostly all of those before.
+const MAX_SNAPSHOTS: usize = 4;
+
+fn add_snapshots(known: &mut Vec<Vec<ArtifactHash>>, more: Vec<Vec<ArtifactHash>>) {
+    for snapshot in more {
+        known.retain(|before| !snapshot.starts_with(before));
+        known.push(snapshot);
+        known.drain(..known.len().saturating_sub(MAX_SNAPSHOTS));
     }
 }

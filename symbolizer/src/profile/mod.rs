@@ -135,10 +135,12 @@ pub struct Process {
     pub comm: String,
     /// cgroup v2 id.
     pub cgroup_id: u64,
-    /// Snapshots of its perf-map, oldest first.
-    pub perf_maps: Vec<ArtifactHash>,
-    /// Why there is none, though it ran anonymous code.
-    pub perf_map_missing: Option<String>,
+    /// Snapshots of its perf-map, oldest first; each as the artifacts that follow each other in it.
+    pub perf_maps: Vec<Vec<ArtifactHash>>,
+    /// Those of its jitdump.
+    pub jitdumps: Vec<Vec<ArtifactHash>>,
+    /// Why there is neither, though it ran anonymous code.
+    pub jit_missing: Option<String>,
 }
 
 /// A thread.
@@ -319,6 +321,8 @@ pub enum Quality {
     Kallsyms,
     /// A JIT's perf-map.
     PerfMap,
+    /// A JIT's jitdump.
+    Jitdump,
     /// The symbols an ELF file exports.
     Dynsym,
     /// An ELF symbol table.
@@ -336,6 +340,7 @@ impl Quality {
         match self {
             Self::Kallsyms => "kallsyms",
             Self::PerfMap => "perf-map",
+            Self::Jitdump => "jitdump",
             Self::Dynsym => "dynsym",
             Self::Symtab => "symtab",
             Self::Gopclntab => "gopclntab",

@@ -9,10 +9,12 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
 
 use crate::elf::{Elf, Scratch};
+use crate::handed::Handed;
 use crate::profile::{Executable, hex};
 
 /// An opened and verified file.
@@ -22,12 +24,15 @@ pub struct Opened {
     pub file: File,
     /// Where it was found, for the report.
     pub path: String,
+    /// By the collector, whose host has it at this path.
+    pub handed_over: bool,
 }
 
 /// Files opened while the processes that ran them were alive: they may be deleted or out of reach
 /// when names are looked for.
 #[derive(Debug, Default)]
 pub struct Pinned {
+    handed: Arc<Handed>,
     files: HashMap<Executable, Opened>,
     tried: HashMap<Executable, u32>,
 }
@@ -38,44 +43,75 @@ const MAX_PINNED: usize = 512;
 const MAX_TRIES: u32 = 3;
 
 impl Pinned {
+    /// None yet, beside what the collector hands over.
+    #[must_use]
+    pub fn beside(handed: Arc<Handed>) -> Self {
+        Self { handed, ..Self::default() }
+    }
+
+    /// What the collector hands over.
+    #[must_use]
+    pub fn handed(&self) -> &Arc<Handed> {
+        &self.handed
+    }
+
     /// The same files, held a second time. One that cannot be is left out, and looked for again.
     #[must_use]
     pub fn try_clone(&self) -> Self {
-        let files = self.files.iter().filter_map(|(executable, Opened { file, path })| {
-            let opened = Opened { file: file.try_clone().ok()?, path: path.clone() };
+        let files = self.files.iter().filter_map(|(executable, Opened { file, path, .. })| {
+            let opened = Opened::of(file.try_clone().ok()?, path.clone());
             Some((executable.clone(), opened))
         });
-        Self { files: files.collect(), tried: HashMap::new() }
+        let handed = Arc::clone(&self.handed);
+        Self { handed, files: files.collect(), tried: HashMap::new() }
     }
 
-    /// Opens the file of `executable` through one of `pids`, unless it is held already.
-    pub fn pin(&mut self, executable: &Executable, pids: &[u32]) {
-        let Executable::File { .. } = executable else { return };
+    /// Opens the file of `executable` through one of `pids`, unless it is held already; whether it is held then.
+    pub fn pin(&mut self, executable: &Executable, pids: &[u32]) -> bool {
+        if self.files.contains_key(executable) {
+            return true;
+        }
+        let Executable::File { .. } = executable else { return false };
         let tried = self.tried.entry(executable.clone()).or_insert(0);
-        if *tried >= MAX_TRIES
-            || self.files.len() >= MAX_PINNED
-            || self.files.contains_key(executable)
-        {
-            return;
+        if *tried >= MAX_TRIES || self.files.len() >= MAX_PINNED {
+            return false;
         }
         *tried += 1;
-        if let Ok(opened) = find(executable, pids) {
-            self.files.insert(executable.clone(), opened);
-        }
+        let Ok(opened) = find(executable, pids) else { return false };
+        self.files.insert(executable.clone(), opened);
+        true
     }
 }
 
-/// Opens the file of an executable: pinned, through a process's root, or at its path.
+impl Opened {
+    fn of(file: File, path: String) -> Self {
+        Self { file, path, handed_over: false }
+    }
+}
+
+/// Opens the file of an executable: pinned, through a process's root, at its path, or as the collector handed it
+/// over, with this capture (`pinned`) or in it (`handed`).
 ///
 /// # Errors
 /// In words, for the report.
-pub fn open(executable: &Executable, pids: &[u32], pinned: &Pinned) -> Result<Opened, String> {
-    match pinned.files.get(executable) {
-        Some(Opened { file, path }) => {
-            let file = file.try_clone().map_err(|error| error.to_string())?;
-            Ok(Opened { file, path: path.clone() })
-        }
-        None => find(executable, pids),
+pub fn open(
+    executable: &Executable,
+    pids: &[u32],
+    pinned: &Pinned,
+    handed: &Handed,
+) -> Result<Opened, String> {
+    if let Some(Opened { file, path, .. }) = pinned.files.get(executable) {
+        let file = file.try_clone().map_err(|error| error.to_string())?;
+        return Ok(Opened::of(file, path.clone()));
+    }
+    let here = match find(executable, pids) {
+        Ok(opened) => return Ok(opened),
+        Err(reason) => reason,
+    };
+    match handed.get(executable).or_else(|| pinned.handed.get(executable)) {
+        Some(Ok(file)) => Ok(Opened { file, path: executable.name(), handed_over: true }),
+        Some(Err(reason)) => Err(format!("{here}; {reason}")),
+        None => Err(here),
     }
 }
 
@@ -90,7 +126,7 @@ pub fn of_image(image: &[u8]) -> Result<Opened, String> {
     let fd = memfd_create("image", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
     let mut file = File::from(fd);
     file.write_all(image).map_err(|error| error.to_string())?;
-    Ok(Opened { file, path: "vDSO image".to_owned() })
+    Ok(Opened::of(file, "vDSO image".to_owned()))
 }
 
 /// Largest image of a vDSO taken; real ones have two to four pages.
@@ -123,7 +159,7 @@ fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
                 Ok(true) => {
                     // What /proc/PID/exe is a link to is the path the process had.
                     let exe = candidate.ends_with("/exe") && candidate.starts_with("/proc/");
-                    return Ok(Opened { file, path: if exe { path.clone() } else { candidate } });
+                    return Ok(Opened::of(file, if exe { path.clone() } else { candidate }));
                 }
                 Err(error) => reason = Some(error),
                 Ok(false) if candidate == *path => {
@@ -189,11 +225,11 @@ mod tests {
     fn a_path_is_trusted_only_with_the_right_build_id() {
         let (path, build_id) = this_program();
         let mut executable = Executable::File { path, build_id, inode: 0, device: (0, 0) };
-        assert!(open(&executable, &[], &Pinned::default()).is_ok());
+        assert!(open(&executable, &[], &Pinned::default(), &Handed::default()).is_ok());
         if let Executable::File { build_id, .. } = &mut executable {
             build_id[0] ^= 1;
         }
-        let reason = open(&executable, &[], &Pinned::default()).unwrap_err();
+        let reason = open(&executable, &[], &Pinned::default(), &Handed::default()).unwrap_err();
         assert!(reason.contains("does not have build-id"), "{reason}");
     }
 
@@ -207,8 +243,10 @@ mod tests {
         let device = (rustix::fs::major(dev), rustix::fs::minor(dev));
         let path = path.to_str().unwrap().to_owned();
         let file = |inode| Executable::File { path: path.clone(), build_id: vec![], inode, device };
-        assert!(open(&file(metadata.ino()), &[], &Pinned::default()).is_ok());
-        assert!(open(&file(metadata.ino() + 1), &[], &Pinned::default()).is_err());
+        assert!(open(&file(metadata.ino()), &[], &Pinned::default(), &Handed::default()).is_ok());
+        assert!(
+            open(&file(metadata.ino() + 1), &[], &Pinned::default(), &Handed::default()).is_err()
+        );
     }
 
     #[test]
@@ -217,7 +255,7 @@ mod tests {
         let path = directory.path().join("fifo").to_str().unwrap().to_owned();
         rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let executable = Executable::File { path, build_id: vec![1; 20], inode: 0, device: (0, 0) };
-        let reason = open(&executable, &[], &Pinned::default()).unwrap_err();
+        let reason = open(&executable, &[], &Pinned::default(), &Handed::default()).unwrap_err();
         assert!(reason.contains("not a regular file"), "{reason}");
     }
 
@@ -233,7 +271,7 @@ mod tests {
         let mut pinned = Pinned::default();
         pinned.pin(&executable, &[]);
         std::fs::remove_file(&path).unwrap();
-        assert!(open(&executable, &[], &Pinned::default()).is_err());
-        assert!(open(&executable, &[], &pinned).is_ok());
+        assert!(open(&executable, &[], &Pinned::default(), &Handed::default()).is_err());
+        assert!(open(&executable, &[], &pinned, &Handed::default()).is_ok());
     }
 }

@@ -3,6 +3,7 @@
 //! [`find`] is the order of the rungs, each a function below it. What a rung could not give is a note for the report,
 //! never an error: a lower rung may have it.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -243,7 +244,11 @@ impl Climb<'_> {
             if elf.relocatable {
                 return Err("an object file: its functions have no addresses yet".to_owned());
             }
-            Ok(At { elf, path: opened.path.clone().into(), origin: file::shown(&opened.path) })
+            let origin = match opened.handed_over {
+                false => file::shown(&opened.path),
+                true => self.keep_handed(&opened.file, &wanted.build_id),
+            };
+            Ok(At { elf, path: opened.path.clone().into(), origin })
         });
         match found {
             Ok(at) => Some(at),
@@ -255,6 +260,23 @@ impl Climb<'_> {
                 cached
             }
         }
+    }
+
+    /// What was handed over once is not asked for again: into the cache. Says where it is from.
+    fn keep_handed(&self, file: &std::fs::File, build_id: &[u8]) -> String {
+        let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+        if let (Some(cache), Some(key)) =
+            (&self.sources.cache, key(build_id, CacheKind::Executable))
+            && !cache.get(&key).is_ok_and(|blob| blob.is_some())
+        {
+            let meta = Meta { quality: 0, origin: HANDED_OVER.to_owned() };
+            // A cache that cannot be written costs a second transfer, no names.
+            let _ = cache.begin().map_err(|error| error.to_string()).and_then(|mut pending| {
+                copy(file, &mut pending).map_err(|error| error.to_string())?;
+                pending.keep(&key, meta).map_err(|error| error.to_string())
+            });
+        }
+        format!("{HANDED_OVER} ({bytes} bytes)")
     }
 
     // The debug file: by build-id, by link, from the cache, from servers.
@@ -377,6 +399,24 @@ impl Climb<'_> {
             false => format!("{} ({bytes} bytes)", blob.meta.origin),
         };
         Some(At { elf, path: blob.path, origin })
+    }
+}
+
+/// Where a file is from that came with the capture.
+const HANDED_OVER: &str = "handed over by the collector";
+
+/// From the beginning, wherever others are reading.
+fn copy(file: &std::fs::File, out: &mut impl std::io::Write) -> std::io::Result<()> {
+    let mut buffer = vec![0; 1 << 18];
+    let mut at = 0;
+    loop {
+        match file.read_at(&mut buffer, at)? {
+            0 => return Ok(()),
+            read => {
+                out.write_all(&buffer[..read])?;
+                at += read as u64;
+            }
+        }
     }
 }
 

@@ -6,10 +6,10 @@
 mod debuginfod;
 mod demangle;
 mod file;
+mod jit;
 mod kallsyms;
 mod ladder;
 mod one;
-mod perf_map;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -20,6 +20,7 @@ use stackwire_cache::Cache;
 
 pub use self::debuginfod::{Debuginfod, FetchError};
 pub use self::file::Pinned;
+pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
 pub use self::ladder::add as add_to_cache;
 pub use self::one::{Answer, Symbols};
@@ -190,7 +191,12 @@ fn elf_job(
         }
         _ => Wanted {
             build_id: executable.build_id().to_vec(),
-            executable: file::open(executable, &running_in(profile, id), &sources.pinned),
+            executable: file::open(
+                executable,
+                &running_in(profile, id),
+                &sources.pinned,
+                artifacts.handed(),
+            ),
             code: code(profile, id),
         },
     };
@@ -271,36 +277,50 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
 }
 
 fn anonymous(profile: &mut Profile, artifacts: &Artifacts, locations: &[LocationId]) {
-    // By hash, since many processes may have inherited one map.
-    let mut maps: HashMap<ArtifactHash, perf_map::Symbols> = HashMap::new();
-    for &location in locations {
+    // By content, since many processes may have inherited one map.
+    let mut known: HashMap<&[ArtifactHash], jit::Functions> = HashMap::new();
+    let mut resolutions = Vec::with_capacity(locations.len());
+    for location in locations {
         let at = profile.locations[location.index()];
         let Some(process) = at.process else { continue };
         let process = &profile.processes[process.index()];
-        // The newest that came: a later one may have been cut off with the end of the capture.
-        let content = process.perf_maps.iter().rev().find_map(|h| Some((*h, artifacts.get(h)?)));
-        let symbols = match content {
-            Some((hash, content)) => {
-                Ok(&*maps.entry(hash).or_insert_with(|| perf_map::Symbols::parse(content)))
+        let sources: [(&[Vec<ArtifactHash>], Parse, Quality); 2] = [
+            (&process.jitdumps, jit::parse_jitdump, Quality::Jitdump),
+            (&process.perf_maps, jit::parse_perf_map, Quality::PerfMap),
+        ];
+        let mut missing = None;
+        let found = sources.into_iter().find_map(|(snapshots, parse, quality)| {
+            // The newest that came: a later one may have been cut off with the end of the capture.
+            let has = |hash: &&ArtifactHash| artifacts.get(hash).is_some();
+            let came = |snapshot: &&Vec<ArtifactHash>| snapshot.iter().take_while(has).count();
+            let snapshot = snapshots
+                .iter()
+                .max_by_key(|snapshot| (came(snapshot) == snapshot.len(), came(snapshot) > 0))?;
+            let pieces = &snapshot[..came(&snapshot)];
+            if pieces.is_empty() {
+                missing.get_or_insert_with(|| format!("its {} was not sent", quality.text()));
+                return None;
             }
-            None if !process.perf_maps.is_empty() => Err("its perf-map was not sent".to_owned()),
-            None => Err(process
-                .perf_map_missing
-                .clone()
-                .unwrap_or_else(|| "the process wrote no perf-map".to_owned())),
-        };
-        profile.resolutions[location.index()] = match symbols {
-            Ok(symbols) => match symbols.find(at.offset) {
-                Some(name) => Resolution::Found {
-                    lines: vec![perf_map::line(name)],
-                    quality: Quality::PerfMap,
-                },
-                None => Resolution::Missing("not in the perf-map".to_owned()),
-            },
-            Err(reason) => Resolution::Missing(reason),
-        };
+            let functions = known.entry(pieces).or_insert_with(|| {
+                let content = pieces.iter().filter_map(|hash| artifacts.get(hash));
+                parse(&content.collect::<Vec<_>>().concat())
+            });
+            let line = functions.line(at.offset);
+            if line.is_none() {
+                missing = Some(format!("not in the {}", quality.text()));
+            }
+            Some(Resolution::Found { lines: vec![line?], quality })
+        });
+        let missing = missing.or_else(|| process.jit_missing.clone());
+        let missing = missing.unwrap_or_else(|| "the process wrote no perf-map".to_owned());
+        resolutions.push((*location, found.unwrap_or(Resolution::Missing(missing))));
+    }
+    for (location, resolution) in resolutions {
+        profile.resolutions[location.index()] = resolution;
     }
 }
+
+type Parse = fn(&[u8]) -> jit::Functions;
 
 fn kernel(
     profile: &mut Profile,
@@ -335,10 +355,10 @@ fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reaso
     profile.sources[id.index()] = without(reason);
 }
 
-/// Parses a perf-map and looks around in it.
-pub(crate) fn fuzz_perf_map(bytes: &[u8]) {
-    let symbols = perf_map::Symbols::parse(bytes);
+/// Parses what JITs write and looks around in it.
+pub(crate) fn fuzz_jit(parse: fn(&[u8]) -> jit::Functions, bytes: &[u8]) {
+    let functions = parse(bytes);
     for address in [0, 0x1000, u64::MAX] {
-        symbols.find(address).map(perf_map::line);
+        let _ = functions.line(address);
     }
 }

@@ -31,7 +31,7 @@ impl Symbols {
     pub fn of_file(path: &Path, sources: &Sources) -> Result<Self, String> {
         let path = path.to_str().ok_or("its path is not UTF-8")?;
         let file = file::open_regular(path)?;
-        let executable = Ok(file::Opened { file, path: path.to_owned() });
+        let executable = Ok(file::Opened { file, path: path.to_owned(), handed_over: false });
         let wanted = Wanted { build_id: Vec::new(), executable, code: None };
         Ok(Self {
             found: ladder::find(wanted, sources, deadline(sources))

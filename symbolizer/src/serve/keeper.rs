@@ -3,7 +3,7 @@
 //! A window is resolved once the artifacts asked for with it have come, which is after the next window
 //! has begun. Called by `server.rs`, on threads that may block.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -13,7 +13,9 @@ use stackwire_proto::v1;
 use stackwire_proto::v1::collector_message::Body;
 
 use super::{Config, window};
-use crate::log::{Answer, Held, Log, LogError, inspect};
+use crate::elf::Scratch;
+use crate::handed::Handed;
+use crate::log::{Answer, Files, Held, Log, LogError, inspect};
 use crate::profile::hex;
 use crate::resolve::Pinned;
 use crate::server::{Accept, Keep};
@@ -40,6 +42,27 @@ struct Shared {
     /// Captures with a stream: one capture has one at a time.
     streaming: Mutex<HashSet<String>>,
     freed: Condvar,
+    /// Files handed over, by capture, until it has ended.
+    handed: Mutex<HashMap<String, Arc<Handed>>>,
+}
+
+/// Captures whose files are remembered between streams; of one that never comes back they are let go.
+const MAX_REMEMBERED: usize = 256;
+
+impl Shared {
+    fn handed(&self, capture: &str, scratch: &Scratch) -> Arc<Handed> {
+        let mut handed = self.handed.lock().unwrap_or_else(PoisonError::into_inner);
+        if handed.len() >= MAX_REMEMBERED && !handed.contains_key(capture) {
+            let streaming = self.streaming.lock().unwrap_or_else(PoisonError::into_inner);
+            handed.retain(|capture, _| streaming.contains(capture));
+        }
+        let of_capture = handed.entry(capture.to_owned());
+        Arc::clone(of_capture.or_insert_with(|| Arc::new(Handed::new(scratch.clone()))))
+    }
+
+    fn forget(&self, capture: &str) {
+        self.handed.lock().unwrap_or_else(PoisonError::into_inner).remove(capture);
+    }
 }
 
 impl Keepers {
@@ -78,7 +101,7 @@ impl Accept for Keepers {
             held.next_epoch = held.next_epoch.max(found.next_epoch);
             held.lost.extend(found.lost);
         }
-        let pin = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        let local = fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
         let mut keeper = Keeper {
             config: Arc::clone(&self.config),
@@ -90,11 +113,13 @@ impl Accept for Keepers {
             end: None,
             next_epoch: held.next_epoch,
             lost_before: held.lost,
-            pin,
+            local,
             turn,
             _alive: self.alive.clone(),
         };
-        keeper.open(Pinned::default()).map_err(|error| error.to_string())?;
+        // A transfer that broke off goes on in this stream.
+        let handed = self.shared.handed(&keeper.id, &self.config.sources.scratch);
+        keeper.open(Pinned::beside(handed)).map_err(|error| error.to_string())?;
         Ok(Box::new(keeper))
     }
 }
@@ -145,18 +170,18 @@ struct Keeper {
     next_epoch: u64,
     /// Said by windows before this one.
     lost_before: Vec<v1::Lost>,
-    pin: bool,
+    local: bool,
     turn: Turn,
     _alive: tokio::sync::mpsc::Sender<()>,
 }
 
 impl Keeper {
     fn open(&mut self, pinned: Pinned) -> Result<(), LogError> {
-        let path = self.config.log_dir.join(format!("{}-{:06}.open", self.id, self.window));
-        let mut log = Log::create(path, &self.hello, self.next_epoch, self.pin)?;
+        let cache = self.config.sources.cache.clone();
         // What was opened while its processes lived serves every window after.
-        log.pinned = pinned;
-        self.log = Some(log);
+        let files = Files { local: self.local, pinned, cache };
+        let path = self.config.log_dir.join(format!("{}-{:06}.open", self.id, self.window));
+        self.log = Some(Log::create(path, &self.hello, self.next_epoch, files)?);
         Ok(())
     }
 
@@ -166,7 +191,7 @@ impl Keeper {
         let Some(log) = self.log.take() else { return Ok(()) };
         self.next_epoch = log.next_epoch;
         self.window += 1;
-        let pinned = log.pinned.try_clone();
+        let pinned = log.pinned();
         self.lost_before.extend(log.totals().1);
         self.closing = Some(log);
         self.open(pinned)
@@ -252,6 +277,9 @@ impl Keep for Keeper {
         let end = self.end.take();
         let beyond = end.map(|end| self.lost_beyond(&end.lost));
         let Some(mut log) = self.log.take() else { return };
+        if beyond.is_some() || log.has_ended() {
+            self.turn.shared.forget(&self.id);
+        }
         if let Some(beyond) = beyond {
             let _ = log.end_window(&beyond);
         }

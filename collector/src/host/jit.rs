@@ -1,0 +1,280 @@
+//! What JIT compilers write about the code they make: perf-maps and jitdumps, taken in pieces as they grow.
+//!
+//! The files belong to the process looked at, so they may be anything: opened by the broker, read on a thread
+//! that is given up when it hangs, within limits. Content is not looked at: parsing is for the symbolizer.
+//! Called by `pipeline.rs` between epochs and when a process ends.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use crate::artifact::{Artifact, Hash, Kind};
+use crate::broker::{self, Broker, Wanted};
+use crate::outbox::Outbox;
+use crate::privilege;
+
+/// Largest file taken.
+pub const MAX_BYTES: u64 = 64 << 20;
+/// Pieces a file is taken in before it is taken once more as a whole: an epoch names each of them.
+const MAX_PIECES: usize = 64;
+/// How long a file may take to read.
+const LIMIT: Duration = Duration::from_secs(2);
+/// Threads that may hang at once before no more are started.
+const MAX_HANGING: usize = 8;
+/// Bytes in front of what is taken next that must be what they were.
+const TAIL: u64 = 4096;
+
+/// What there is of a process image.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    /// Artifacts that make up its perf-map.
+    pub perf_map: Vec<Hash>,
+    /// Those of its jitdump.
+    pub jitdump: Vec<Hash>,
+    /// Why there is neither.
+    pub missing: Option<String>,
+}
+
+/// What was taken of all processes.
+#[derive(Debug)]
+pub struct Snapshots {
+    broker: Arc<Broker>,
+    files: HashMap<(u64, Kind), Growing>,
+    taken: HashMap<u64, Taken>,
+}
+
+/// A file as far as it was taken.
+#[derive(Clone, Debug)]
+struct Growing {
+    file: Arc<File>,
+    /// Device and inode.
+    identity: (u64, u64),
+    taken: u64,
+    /// The last bytes of what was taken.
+    tail: Vec<u8>,
+    pieces: Vec<Hash>,
+}
+
+impl Snapshots {
+    /// Nothing taken yet.
+    #[must_use]
+    pub fn new(broker: Arc<Broker>) -> Self {
+        Self { broker, files: HashMap::new(), taken: HashMap::new() }
+    }
+
+    /// What there is of each image.
+    #[must_use]
+    pub fn taken(&self) -> &HashMap<u64, Taken> {
+        &self.taken
+    }
+
+    /// Takes what a process has written since the last time, for an epoch. `jitdump` is where it has mapped one.
+    pub fn take(
+        &mut self,
+        image: u64,
+        pid: u32,
+        jitdump: Option<Wanted>,
+        epoch: u64,
+        outbox: &Outbox,
+    ) {
+        let mut taken = Taken::default();
+        let own = namespace_pid(pid).unwrap_or(pid);
+        let map = Wanted::Own { pid, path: format!("/tmp/perf-{own}.map") };
+        match self.grow(image, Kind::PerfMap, map, epoch, outbox) {
+            Ok(pieces) => taken.perf_map = pieces,
+            Err(reason) if reason == broker::NONE => {
+                taken.missing = Some("the process wrote no perf-map".to_owned());
+            }
+            Err(reason) => taken.missing = Some(format!("its perf-map cannot be taken: {reason}")),
+        }
+        if let Some(wanted) = jitdump {
+            match self.grow(image, Kind::Jitdump, wanted, epoch, outbox) {
+                Ok(pieces) => {
+                    taken.jitdump = pieces;
+                    taken.missing = None;
+                }
+                Err(reason) if taken.perf_map.is_empty() => {
+                    taken.missing = Some(format!("its jitdump cannot be taken: {reason}"));
+                }
+                Err(_) => {}
+            }
+        }
+        self.taken.insert(image, taken);
+    }
+
+    /// Forgets images of which this is not true.
+    pub fn retain(&mut self, mut keep: impl FnMut(u64) -> bool) {
+        self.taken.retain(|&image, _| keep(image));
+        self.files.retain(|&(image, _), _| self.taken.contains_key(&image));
+    }
+
+    fn grow(
+        &mut self,
+        image: u64,
+        kind: Kind,
+        wanted: Wanted,
+        epoch: u64,
+        outbox: &Outbox,
+    ) -> Result<Vec<Hash>, String> {
+        let before = self.files.get(&(image, kind)).cloned();
+        let kept = before.as_ref().is_none_or(|before| outbox.keep_for(&before.pieces, epoch));
+        let broker = Arc::clone(&self.broker);
+        let start = before.clone().filter(|before| kept && before.pieces.len() < MAX_PIECES);
+        let read = in_time(move || read(&broker, &wanted, start));
+        let (mut growing, content) = match (read.and_then(|read| read), before) {
+            (Ok(read), _) => read,
+            // A snapshot from before is better than a reason why there is none now.
+            (Err(_), Some(before)) if kept => return Ok(before.pieces),
+            (Err(reason), _) => return Err(reason),
+        };
+        if !content.is_empty() {
+            let artifact = Artifact::new(kind, content);
+            growing.pieces.push(artifact.hash);
+            if !outbox.add_artifact(artifact, Some(epoch)) {
+                return Err("more is written in this epoch than can be kept".to_owned());
+            }
+        }
+        let pieces = growing.pieces.clone();
+        self.files.insert((image, kind), growing);
+        if pieces.is_empty() { Err("it is empty".to_owned()) } else { Ok(pieces) }
+    }
+}
+
+/// Opens the file and reads what is new in it.
+fn read(
+    broker: &Broker,
+    wanted: &Wanted,
+    before: Option<Growing>,
+) -> Result<(Growing, Vec<u8>), String> {
+    let said = |error: std::io::Error| error.to_string();
+    let file = match (broker.open(wanted), &before) {
+        (Ok(file), _) => Arc::new(file),
+        // The process is gone, and what it wrote last is still there.
+        (Err(_), Some(before)) => Arc::clone(&before.file),
+        (Err(reason), None) => return Err(reason),
+    };
+    let metadata = file.metadata().map_err(said)?;
+    let (identity, size) = ((metadata.dev(), metadata.ino()), metadata.len());
+    if size > MAX_BYTES {
+        return Err(format!("it has {size} bytes, more than the {MAX_BYTES} that are taken"));
+    }
+    let grown = before.filter(|before| {
+        let mut tail = vec![0; before.tail.len()];
+        let from = before.taken - tail.len() as u64;
+        before.identity == identity
+            && before.taken <= size
+            && file.read_exact_at(&mut tail, from).is_ok()
+            && tail == before.tail
+    });
+    let (taken, pieces, mut tail) =
+        grown.map_or((0, Vec::new(), Vec::new()), |b| (b.taken, b.pieces, b.tail));
+    let mut content = vec![0; (size - taken) as usize];
+    let mut filled = 0;
+    while filled < content.len() {
+        match file.read_at(&mut content[filled..], taken + filled as u64) {
+            Ok(0) => break, // cut meanwhile
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    content.truncate(filled);
+    tail.extend_from_slice(&content[content.len().saturating_sub(TAIL as usize)..]);
+    tail.drain(..tail.len().saturating_sub(TAIL as usize));
+    let taken = taken + filled as u64;
+    Ok((Growing { file, identity, taken, tail, pieces }, content))
+}
+
+/// Does something on a thread of its own, which is given up after [`LIMIT`].
+fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    static HANGING: AtomicUsize = AtomicUsize::new(0);
+    if HANGING.fetch_add(1, Ordering::Relaxed) >= MAX_HANGING {
+        HANGING.fetch_sub(1, Ordering::Relaxed);
+        return Err("too many files hang already".to_owned());
+    }
+    let (done, result) = mpsc::channel();
+    std::thread::Builder::new()
+        .name("snapshot".to_owned())
+        .spawn(move || {
+            // It needs none, and the file is not ours.
+            let _ = privilege::drop_all();
+            let made = work();
+            HANGING.fetch_sub(1, Ordering::Relaxed);
+            // Who asked may have given up.
+            let _ = done.send(made);
+        })
+        .map_err(|error| error.to_string())?;
+    let seconds = LIMIT.as_secs();
+    result.recv_timeout(LIMIT).map_err(|_late| format!("it was not read within {seconds} s"))
+}
+
+/// The pid in the innermost namespace: the last of `NSpid` in `/proc/PID/status`.
+fn namespace_pid(pid: u32) -> Option<u32> {
+    innermost(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+fn innermost(status: &str) -> Option<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
+    line.split_whitespace().next_back()?.parse().ok()
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::outbox::Limits;
+
+    #[test]
+    fn a_file_is_taken_in_pieces_as_it_grows_and_again_when_it_is_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map");
+        let outbox = Outbox::new(Limits::default());
+        let mut snapshots = Snapshots::new(Arc::new(Broker::none()));
+        let mut take = |epoch| {
+            let path = path.to_str().unwrap().to_owned();
+            let wanted = Wanted::Own { pid: std::process::id(), path };
+            let pieces = snapshots.grow(1, Kind::PerfMap, wanted, epoch, &outbox)?;
+            let whole = pieces.iter().map(|hash| outbox.artifact(*hash).unwrap().content.to_vec());
+            Ok::<_, String>((
+                pieces.len(),
+                String::from_utf8(whole.collect::<Vec<_>>().concat()).unwrap(),
+            ))
+        };
+        assert_eq!(take(0).unwrap_err(), broker::NONE);
+        std::fs::write(&path, "a\n").unwrap();
+        assert_eq!(take(1).unwrap(), (1, "a\n".to_owned()));
+        assert_eq!(take(2).unwrap(), (1, "a\n".to_owned()), "nothing new");
+        let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
+        file.write_all(b"b\n").unwrap();
+        assert_eq!(take(3).unwrap(), (2, "a\nb\n".to_owned()));
+        std::fs::write(&path, "another\n").unwrap();
+        assert_eq!(take(4).unwrap(), (1, "another\n".to_owned()));
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(take(5).unwrap(), (1, "another\n".to_owned()), "kept when it is gone");
+        let large = File::create(&path).unwrap();
+        large.set_len(2 << 30).unwrap();
+        assert_eq!(take(6).unwrap(), (1, "another\n".to_owned()));
+    }
+
+    #[test]
+    fn what_hangs_is_given_up() {
+        let started = std::time::Instant::now();
+        let (_hold, forever) = mpsc::channel::<()>();
+        let hung = in_time(move || {
+            let _ = forever.recv_timeout(Duration::from_secs(60));
+        });
+        assert!(hung.unwrap_err().contains("not read within"));
+        assert!(started.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn the_innermost_pid_is_the_last() {
+        assert_eq!(innermost("Name:\tx\nNSpid:\t812\t7\n"), Some(7));
+        assert_eq!(innermost(""), None);
+    }
+}

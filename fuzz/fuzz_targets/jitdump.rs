@@ -1,0 +1,5 @@
+//! The jitdump parser.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::jitdump(bytes));

@@ -1,0 +1,361 @@
+//! Files the collector hands over because they cannot be seen from here: taken piece by piece, verified, kept in
+//! temporary files without a name.
+//!
+//! Knows what was asked for and takes nothing else. Filled by `log.rs` from streams, where a transfer goes on
+//! after a broken connection, and by `capture.rs` from files; read by `resolve/`.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use sha2::{Digest, Sha256};
+use stackwire_proto::{ARTIFACT_PIECE_BYTES, open_piece, seal_piece, v1};
+
+use crate::elf::{Elf, Scratch};
+use crate::profile::{ArtifactHash, Executable};
+
+/// Which file: its build-id, else its inode and device on the collector's host.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct FileKey {
+    build_id: Vec<u8>,
+    inode: u64,
+    device: (u32, u32),
+}
+
+impl FileKey {
+    /// The key of what is a file.
+    #[must_use]
+    pub fn of(executable: &Executable) -> Option<Self> {
+        let Executable::File { build_id, inode, device, .. } = executable else { return None };
+        let key = Self { build_id: build_id.clone(), inode: *inode, device: *device };
+        Some(match build_id.is_empty() {
+            true => key,
+            false => Self { inode: 0, device: (0, 0), ..key },
+        })
+    }
+
+    /// As it travelled.
+    #[must_use]
+    pub fn read(wire: &v1::FileIdentity) -> Self {
+        let device = (wire.device_major, wire.device_minor);
+        Self { build_id: wire.build_id.clone(), inode: wire.inode, device }
+    }
+
+    /// As it travels.
+    #[must_use]
+    pub fn wire(&self) -> v1::FileIdentity {
+        v1::FileIdentity {
+            build_id: self.build_id.clone(),
+            inode: self.inode,
+            device_major: self.device.0,
+            device_minor: self.device.1,
+        }
+    }
+}
+
+/// What a piece did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// It was not asked for, came before, or more is to come.
+    Nothing,
+    /// The file is whole now.
+    Whole,
+    /// It is of another file than what is here: to be asked for once more, from its beginning.
+    Again,
+}
+
+/// Most bytes kept of all files of a capture.
+const MAX_BYTES: u64 = 4 << 30;
+/// Most files asked for in a capture.
+const MAX_FILES: usize = 4096;
+/// Most whole files, each with a descriptor: below the usual limit of 1,024.
+const MAX_WHOLE: usize = 256;
+
+/// The files of a capture. Shared by its windows.
+#[derive(Debug, Default)]
+pub struct Handed {
+    scratch: Scratch,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    files: HashMap<FileKey, State>,
+    bytes: u64,
+    whole: usize,
+}
+
+#[derive(Debug)]
+enum State {
+    Asked,
+    Partial(Partial),
+    Whole { file: File, hash: ArtifactHash, length: u64 },
+    Refused(String),
+}
+
+#[derive(Debug)]
+struct Partial {
+    file: File,
+    hasher: Sha256,
+    hash: ArtifactHash,
+    at: u64,
+}
+
+impl Handed {
+    /// None yet; content goes to `scratch`.
+    #[must_use]
+    pub fn new(scratch: Scratch) -> Self {
+        Self { scratch, inner: Mutex::default() }
+    }
+
+    /// Notes that a file is asked for: how much of it is here already; `None` when it is here or was refused.
+    pub fn ask(&self, key: &FileKey) -> Option<u64> {
+        let mut inner = self.lock();
+        if inner.files.len() >= MAX_FILES && !inner.files.contains_key(key) {
+            return None;
+        }
+        match inner.files.entry(key.clone()).or_insert(State::Asked) {
+            State::Asked => Some(0),
+            State::Partial(partial) => Some(partial.at),
+            State::Whole { .. } | State::Refused(_) => None,
+        }
+    }
+
+    /// Takes a piece.
+    pub fn take(&self, chunk: &v1::ArtifactChunk) -> Taken {
+        let Some(key) = chunk.file.as_ref().map(FileKey::read) else { return Taken::Nothing };
+        let mut inner = self.lock();
+        let Inner { files, bytes, whole } = &mut *inner;
+        let Some(state) = files.get_mut(&key) else { return Taken::Nothing };
+        if !matches!(state, State::Asked | State::Partial(_)) {
+            return Taken::Nothing;
+        }
+        if !chunk.refused.is_empty() {
+            *state = State::Refused(format!("the collector did not send it: {}", chunk.refused));
+            return Taken::Nothing;
+        }
+        match piece(state, chunk, &self.scratch, bytes) {
+            Ok(Progress::Partial) => Taken::Nothing,
+            Ok(Progress::Again) => Taken::Again,
+            Ok(Progress::Whole) => {
+                let State::Partial(partial) = std::mem::replace(state, State::Asked) else {
+                    return Taken::Nothing;
+                };
+                let checked = match *whole < MAX_WHOLE {
+                    true => check(partial, &key, &self.scratch, chunk.length),
+                    false => Err("the collector sent more files than can be kept".to_owned()),
+                };
+                let good = checked.is_ok();
+                *whole += usize::from(good);
+                *state = checked.unwrap_or_else(State::Refused);
+                if good { Taken::Whole } else { Taken::Nothing }
+            }
+            Err(reason) => {
+                *state = State::Refused(reason);
+                Taken::Nothing
+            }
+        }
+    }
+
+    /// Whether everything asked for has come or was refused.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        let pending = |state: &State| matches!(state, State::Asked | State::Partial(_));
+        !self.lock().files.values().any(pending)
+    }
+
+    /// A file that was handed over, or why it was not; `None` when it was not asked for.
+    #[must_use]
+    pub fn get(&self, executable: &Executable) -> Option<Result<File, String>> {
+        match self.lock().files.get(&FileKey::of(executable)?)? {
+            State::Whole { file, .. } => Some(file.try_clone().map_err(|error| error.to_string())),
+            State::Refused(reason) => Some(Err(reason.clone())),
+            State::Asked | State::Partial(_) => {
+                Some(Err("the collector had not sent it when the capture ended".to_owned()))
+            }
+        }
+    }
+
+    /// The messages that bring the file a chunk is of, which is whole.
+    pub fn messages(
+        &self,
+        chunk: &v1::ArtifactChunk,
+    ) -> impl Iterator<Item = v1::CollectorMessage> + use<> {
+        let identity = chunk.file.clone().unwrap_or_default();
+        let found = match self.lock().files.get(&FileKey::read(&identity)) {
+            Some(State::Whole { file, hash, length }) => {
+                file.try_clone().ok().map(|file| (file, *hash, *length))
+            }
+            _ => None,
+        };
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let (file, hash, length) = found.as_ref()?;
+            let left = length.checked_sub(at).filter(|left| *left > 0)?;
+            let mut piece = vec![0; left.min(ARTIFACT_PIECE_BYTES as u64) as usize];
+            file.read_exact_at(&mut piece, at).ok()?;
+            let mut chunk = seal_piece(hash, v1::ArtifactKind::File, *length, (at, &piece));
+            chunk.file = Some(identity.clone());
+            at += piece.len() as u64;
+            let body = v1::collector_message::Body::Artifact(chunk);
+            Some(v1::CollectorMessage { body: Some(body) })
+        })
+    }
+
+    /// A panic elsewhere leaves it whole: a piece counts when its state is set.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum Progress {
+    Partial,
+    Whole,
+    Again,
+}
+
+/// Writes a piece behind those before it.
+fn piece(
+    state: &mut State,
+    chunk: &v1::ArtifactChunk,
+    scratch: &Scratch,
+    bytes: &mut u64,
+) -> Result<Progress, String> {
+    let broken = || "what the collector sent of it is damaged".to_owned();
+    let hash = ArtifactHash::try_from(chunk.hash.as_slice()).map_err(|_length| broken())?;
+    if let State::Partial(partial) = &*state
+        && partial.hash != hash
+    {
+        *state = State::Asked;
+        if chunk.offset > 0 {
+            return Ok(Progress::Again);
+        }
+    }
+    if matches!(state, State::Asked) {
+        let file = scratch.file().map_err(|error| format!("it cannot be kept: {error}"))?;
+        *state = State::Partial(Partial { file, hasher: Sha256::new(), hash, at: 0 });
+    }
+    let State::Partial(partial) = state else { return Err(broken()) };
+    let end = chunk.offset.saturating_add(chunk.piece_length.into());
+    if end <= partial.at && chunk.length > 0 {
+        return Ok(Progress::Partial); // came before
+    }
+    if chunk.offset != partial.at || end > chunk.length {
+        return Err(broken());
+    }
+    if *bytes + u64::from(chunk.piece_length) > MAX_BYTES {
+        return Err(format!("the collector sent more than the {MAX_BYTES} bytes that are kept"));
+    }
+    let content = open_piece(chunk).map_err(|error| error.to_string())?;
+    let kept = partial.file.write_all_at(&content, partial.at);
+    kept.map_err(|error| format!("it cannot be kept: {error}"))?;
+    partial.hasher.update(&content);
+    partial.at += content.len() as u64;
+    *bytes += content.len() as u64;
+    Ok(if partial.at == chunk.length { Progress::Whole } else { Progress::Partial })
+}
+
+/// Whether it is what it was said to be, and what was asked for.
+fn check(partial: Partial, key: &FileKey, scratch: &Scratch, length: u64) -> Result<State, String> {
+    let Partial { file, hasher, hash, .. } = partial;
+    if ArtifactHash::from(hasher.finalize()) != hash {
+        return Err("the collector sent something else than it announced".to_owned());
+    }
+    if !key.build_id.is_empty() {
+        let copy = file.try_clone().map_err(|error| error.to_string())?;
+        let elf = Elf::open(copy, scratch).map_err(|error| error.to_string())?;
+        if elf.ids.gnu.as_ref() != Some(&key.build_id) {
+            return Err("the collector sent a file with another build-id".to_owned());
+        }
+    }
+    Ok(State::Whole { file, hash, length })
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    fn chunks(content: &[u8], hash: [u8; 32]) -> Vec<v1::ArtifactChunk> {
+        let identity = v1::FileIdentity { inode: 7, ..Default::default() };
+        let pieces = content.chunks(100).enumerate();
+        let sealed = pieces.map(|(number, piece)| {
+            let at = (number as u64 * 100, piece);
+            let length = content.len() as u64;
+            let mut chunk = seal_piece(&hash, v1::ArtifactKind::File, length, at);
+            chunk.file = Some(identity.clone());
+            chunk
+        });
+        sealed.collect()
+    }
+
+    fn wanted() -> (Executable, FileKey) {
+        let executable =
+            Executable::File { path: "/x".into(), build_id: Vec::new(), inode: 7, device: (0, 0) };
+        let key = FileKey::of(&executable).unwrap();
+        (executable, key)
+    }
+
+    #[test]
+    fn a_transfer_goes_on_where_it_stopped_and_nothing_comes_unasked() {
+        let content: Vec<u8> = (0..250u8).collect();
+        let chunks = chunks(&content, Sha256::digest(&content).into());
+        let handed = Handed::default();
+        let (executable, key) = wanted();
+        assert_eq!(handed.take(&chunks[0]), Taken::Nothing);
+        assert!(handed.get(&executable).is_none(), "it was not asked for");
+        assert_eq!(handed.ask(&key), Some(0));
+        assert_eq!(handed.take(&chunks[0]), Taken::Nothing);
+        assert!(handed.get(&executable).unwrap().is_err() && !handed.is_complete());
+        assert_eq!(handed.ask(&key), Some(100));
+        assert_eq!(handed.take(&chunks[0]), Taken::Nothing, "twice is no harm");
+        assert_eq!(handed.take(&chunks[1]), Taken::Nothing);
+        assert_eq!(handed.take(&chunks[2]), Taken::Whole);
+        assert_eq!(handed.ask(&key), None);
+        let mut got = Vec::new();
+        let mut file = handed.get(&executable).unwrap().unwrap();
+        std::io::Seek::rewind(&mut file).unwrap();
+        file.read_to_end(&mut got).unwrap();
+        assert_eq!(got, content);
+        assert_eq!(handed.messages(&chunks[0]).count(), 1);
+    }
+
+    #[test]
+    fn what_is_not_what_it_says_is_refused_with_the_reason() {
+        let content: Vec<u8> = (0..250u8).collect();
+        let said = |damage: fn(&mut Vec<v1::ArtifactChunk>)| {
+            let mut chunks = chunks(&content, Sha256::digest(&content).into());
+            damage(&mut chunks);
+            let handed = Handed::default();
+            let (executable, key) = wanted();
+            handed.ask(&key);
+            for chunk in &chunks {
+                assert_ne!(handed.take(chunk), Taken::Whole);
+            }
+            assert!(handed.is_complete());
+            handed.get(&executable).unwrap().unwrap_err()
+        };
+        assert!(said(|c| c[1].offset = 150).contains("damaged"));
+        assert!(said(|c| c[1].zstd.truncate(4)).contains("does not decompress"));
+        assert!(said(|c| c[2].piece_length += 9).contains("damaged"));
+        assert!(said(|c| c.iter_mut().for_each(|c| c.hash[0] ^= 1)).contains("something else"));
+        assert!(said(|c| c[0].refused = "gone".into()).ends_with("did not send it: gone"));
+    }
+
+    #[test]
+    fn another_file_in_the_middle_starts_again() {
+        let (first, second) = (vec![1; 250], vec![2; 250]);
+        let handed = Handed::default();
+        let (_, key) = wanted();
+        handed.ask(&key);
+        handed.take(&chunks(&first, Sha256::digest(&first).into())[0]);
+        let chunks = chunks(&second, Sha256::digest(&second).into());
+        assert_eq!(handed.take(&chunks[1]), Taken::Again);
+        assert_eq!(handed.ask(&key), Some(0));
+        let taken: Vec<_> = chunks.iter().map(|chunk| handed.take(chunk)).collect();
+        assert_eq!(taken.last(), Some(&Taken::Whole));
+    }
+}

@@ -1,0 +1,299 @@
+//! jitdump: what a JIT compiler made, in binary, with its lines. Pure.
+//!
+//! Layout: tools/perf/Documentation/jitdump-specification.txt. A header, then records: code loaded, code moved,
+//! lines of the code that is loaded next. The code itself and unwind tables are passed over. A file that was
+//! cut, as one still being written is, gives what comes before, and the name of code that is not all there.
+
+use std::collections::HashMap;
+
+use super::{Function, Functions};
+
+/// `JiTD` in the byte order of the writer.
+const MAGIC: u32 = 0x4A69_5444;
+/// Most functions taken.
+const MAX_FUNCTIONS: usize = 1 << 20;
+/// Most lines taken, of all functions.
+const MAX_LINES: usize = 16 << 20;
+/// `\xff`: the file of the line before.
+const SAME_FILE: &[u8] = b"\xff";
+/// V8 adds the size of an ELF header to the addresses of lines, to suit what perf made of them before 5.9
+/// (`kElfHeaderSize` of src/diagnostics/perf-jit.cc).
+const V8_OFFSET: u64 = 0x40;
+
+/// Parses a jitdump; records that make no sense are passed over.
+#[must_use]
+pub fn parse(content: &[u8]) -> Functions {
+    let mut dump = Dump::default();
+    // Only what was read stays when it ends in the middle.
+    let _ = dump.read(content);
+    let mut functions = Functions::of(dump.made.into_iter());
+    functions.files = dump.files;
+    functions
+}
+
+#[derive(Default)]
+struct Dump {
+    made: Vec<(u64, u64, Function)>,
+    /// By the index its compiler gave it, which moved code keeps: the last of them.
+    by_index: HashMap<u64, usize>,
+    /// Of the code that comes next, by its address.
+    lines: HashMap<u64, Vec<(u64, u32, u32)>>,
+    line_count: usize,
+    files: Vec<String>,
+    file_numbers: HashMap<String, u32>,
+}
+
+impl Dump {
+    fn read(&mut self, content: &[u8]) -> Option<()> {
+        let (magic, _) = content.split_first_chunk::<4>()?;
+        let big = match (u32::from_le_bytes(*magic), u32::from_be_bytes(*magic)) {
+            (MAGIC, _) => false,
+            (_, MAGIC) => true,
+            _ => return None,
+        };
+        let mut header = Reader { bytes: content, big };
+        header.skip(8)?;
+        let size = header.word()?;
+        let mut rest = content.get(size as usize..)?;
+        while self.made.len() < MAX_FUNCTIONS {
+            let mut record = Reader { bytes: rest, big };
+            let (kind, size) = (record.word()?, record.word()? as usize);
+            record.skip(8)?; // when
+            if size < 16 {
+                return None;
+            }
+            let body = Reader { bytes: rest.get(16..size.min(rest.len()))?, big };
+            // A record that makes no sense costs itself.
+            let _ = match kind {
+                0 => self.load(body),
+                1 => self.moved(body),
+                2 => self.debug_info(body),
+                3 => return Some(()),
+                _ => None,
+            };
+            rest = rest.get(size..)?;
+        }
+        Some(())
+    }
+
+    fn load(&mut self, mut body: Reader<'_>) -> Option<()> {
+        body.skip(16)?; // pid, tid, vma
+        let (start, size, index) = (body.long()?, body.long()?, body.long()?);
+        let name = body.text()?;
+        let end = start.checked_add(size).filter(|end| *end > start)?;
+        let mut lines = self.lines.remove(&start).unwrap_or_default();
+        let offset = if is_v8(name) { V8_OFFSET } else { 0 };
+        for line in &mut lines {
+            line.0 = line.0.wrapping_sub(start).wrapping_sub(offset);
+        }
+        lines.retain(|line| line.0 < size);
+        lines.sort_by_key(|line| line.0);
+        let name = String::from_utf8_lossy(name).into_owned();
+        self.by_index.insert(index, self.made.len());
+        self.made.push((start, end, Function { name, lines }));
+        Some(())
+    }
+
+    fn moved(&mut self, mut body: Reader<'_>) -> Option<()> {
+        body.skip(16)?; // pid, tid, vma
+        let (_old, new, size, index) = (body.long()?, body.long()?, body.long()?, body.long()?);
+        let (.., function) = self.made.get(*self.by_index.get(&index)?)?;
+        let function = function.clone();
+        self.line_count += function.lines.len();
+        if self.line_count > MAX_LINES {
+            return None;
+        }
+        let end = new.checked_add(size).filter(|end| *end > new)?;
+        self.by_index.insert(index, self.made.len());
+        self.made.push((new, end, function));
+        Some(())
+    }
+
+    fn debug_info(&mut self, mut body: Reader<'_>) -> Option<()> {
+        let (code, count) = (body.long()?, body.long()?);
+        let mut lines = Vec::new();
+        let mut file = None;
+        for _ in 0..count {
+            let Some((address, line, name)) = entry(&mut body) else { break };
+            self.line_count += 1;
+            if self.line_count > MAX_LINES {
+                return None;
+            }
+            if name != SAME_FILE {
+                // Node 20 writes memory it has freed as the file of some functions: nothing of them is true then.
+                let name = std::str::from_utf8(name).ok();
+                file = Some(self.file(name.filter(|name| !name.contains(char::is_control))?));
+            }
+            lines.push((address, file?, line));
+        }
+        self.lines.insert(code, lines);
+        Some(())
+    }
+
+    fn file(&mut self, name: &str) -> u32 {
+        *self.file_numbers.entry(name.to_owned()).or_insert_with(|| {
+            self.files.push(name.to_owned());
+            (self.files.len() - 1) as u32
+        })
+    }
+}
+
+/// Address, line, file of a line entry.
+fn entry<'a>(body: &mut Reader<'a>) -> Option<(u64, u32, &'a [u8])> {
+    let (address, line) = (body.long()?, body.word()?);
+    body.skip(4)?; // discriminator
+    Some((address, line, body.text()?))
+}
+
+fn is_v8(name: &[u8]) -> bool {
+    let prefixes = ["JS:", "LazyCompile:", "Function:", "Script:", "Eval:", "RegExp:"];
+    prefixes.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    big: bool,
+}
+
+impl<'a> Reader<'a> {
+    fn skip(&mut self, count: usize) -> Option<()> {
+        self.bytes = self.bytes.get(count..)?;
+        Some(())
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        let (word, rest) = self.bytes.split_first_chunk::<4>()?;
+        self.bytes = rest;
+        Some(if self.big { u32::from_be_bytes(*word) } else { u32::from_le_bytes(*word) })
+    }
+
+    fn long(&mut self) -> Option<u64> {
+        let (long, rest) = self.bytes.split_first_chunk::<8>()?;
+        self.bytes = rest;
+        Some(if self.big { u64::from_be_bytes(*long) } else { u64::from_le_bytes(*long) })
+    }
+
+    /// Up to its NUL.
+    fn text(&mut self) -> Option<&'a [u8]> {
+        let end = self.bytes.iter().position(|&byte| byte == 0)?;
+        let text = &self.bytes[..end];
+        self.bytes = &self.bytes[end + 1..];
+        Some(text)
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn header() -> Vec<u8> {
+        let mut out = Vec::new();
+        for word in [MAGIC, 1, 40, 62, 0, 7] {
+            out.extend(word.to_le_bytes());
+        }
+        out.extend([0; 16]);
+        out
+    }
+
+    fn record(kind: u32, body: &[u8]) -> Vec<u8> {
+        let mut out = kind.to_le_bytes().to_vec();
+        out.extend((16 + body.len() as u32).to_le_bytes());
+        out.extend([0; 8]);
+        out.extend(body);
+        out
+    }
+
+    fn longs(values: &[u64]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    fn load(start: u64, size: u64, index: u64, name: &str) -> Vec<u8> {
+        let mut body = longs(&[0, start, start, size, index]);
+        body.extend(name.as_bytes());
+        body.push(0);
+        body.extend(vec![0x90; size as usize]);
+        record(0, &body)
+    }
+
+    fn lines(code: u64, entries: &[(u64, u32, &[u8])]) -> Vec<u8> {
+        let mut body = longs(&[code, entries.len() as u64]);
+        for (address, line, file) in entries {
+            body.extend(address.to_le_bytes());
+            body.extend(line.to_le_bytes());
+            body.extend([0; 4]);
+            body.extend(*file);
+            body.push(0);
+        }
+        record(2, &body)
+    }
+
+    fn dump() -> Vec<u8> {
+        let entries: &[(u64, u32, &[u8])] =
+            &[(0x1000, 3, b"/x.java"), (0x1008, 4, SAME_FILE), (0x1010, 9, b"/y.java")];
+        let moved = record(1, &longs(&[0, 0x1000, 0x1000, 0x5000, 0x20, 1]));
+        let script = lines(0x2000, &[(0x2044, 7, b"/a.js")]);
+        [
+            header(),
+            lines(0x1000, entries),
+            load(0x1000, 0x20, 1, "Hot.loop"),
+            script,
+            load(0x2000, 0x10, 2, "JS:*hot /a.js:6:1"),
+            moved,
+            load(0x1000, 0x10, 3, "newer"),
+        ]
+        .concat()
+    }
+
+    fn at(functions: &Functions, address: u64) -> (String, String, u32) {
+        let line = functions.line(address).unwrap_or_default();
+        (line.function, line.file, line.line)
+    }
+
+    #[test]
+    fn functions_with_lines_moved_and_overwritten() {
+        let functions = parse(&dump());
+        let is = |function: &str, file: &str, line| (function.to_owned(), file.to_owned(), line);
+        assert_eq!(at(&functions, 0x1000), is("newer", "", 0));
+        assert_eq!(at(&functions, 0x1010), is("Hot.loop", "/y.java", 9));
+        assert_eq!(at(&functions, 0x5000), is("Hot.loop", "/x.java", 3));
+        assert_eq!(at(&functions, 0x500c), is("Hot.loop", "/x.java", 4));
+        assert_eq!(at(&functions, 0x2003), is("hot", "/a.js", 6), "before its first line");
+        assert_eq!(at(&functions, 0x2004), is("hot", "/a.js", 7));
+        assert_eq!(at(&functions, 0x5020), is("", "", 0));
+    }
+
+    #[test]
+    fn cut_anywhere_it_gives_what_comes_before() {
+        let whole = dump();
+        let all = parse(&whole).functions.len();
+        let count = |end: usize| parse(&whole[..end]).functions.len();
+        let counts: Vec<_> = (0..=whole.len()).map(count).collect();
+        assert!(counts.is_sorted(), "{counts:?}");
+        let code = 0x10;
+        assert_eq!((count(whole.len() - code), count(whole.len() - code - 1)), (all, all - 1));
+    }
+
+    #[test]
+    fn files_that_are_no_text_are_none() {
+        let entries: &[(u64, u32, &[u8])] = &[(0x1000, 3, b"\x9a)\x04"), (0x1004, 4, b"/x.js")];
+        let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, "f")].concat();
+        assert_eq!(at(&parse(&bytes), 0x1006), ("f".to_owned(), String::new(), 0));
+    }
+
+    proptest! {
+        #[test]
+        fn damage_never_panics(at in 40usize..300, bytes in proptest::collection::vec(any::<u8>(), 1..16)) {
+            let mut dump = dump();
+            let end = (at + bytes.len()).min(dump.len());
+            let at = at.min(end);
+            dump[at..end].copy_from_slice(&bytes[..end - at]);
+            let functions = parse(&dump);
+            for address in [0x1000, 0x2004, 0x5000, u64::MAX] {
+                let _ = functions.line(address);
+            }
+        }
+    }
+}

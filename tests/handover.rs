@@ -1,0 +1,238 @@
+//! Executables a symbolizer cannot see, because they are deleted, on another host, or another user's: the collector
+//! hands them over, when it may.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::identical::{Server, profiles};
+use crate::privileges::{NOBODY, public_binaries};
+use crate::support::build::inlined_cc;
+use crate::support::pprof::go;
+use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
+
+/// A program in a directory only root may enter, deleted as soon as it runs; `more` random bytes follow it.
+fn hidden(more: usize) -> Running {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("hidden");
+    std::fs::copy(inlined_cc(), &path).unwrap();
+    let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
+    std::io::copy(&mut std::fs::File::open("/dev/urandom").unwrap().take(more as u64), &mut file)
+        .unwrap();
+    drop(file);
+    Running::start(Command::new(&path).arg("60"))
+}
+
+/// A server that is nobody, and so sees nothing of root's.
+fn server(outputs: &Path, binaries: &Path, more: &[&str]) -> Server {
+    std::fs::set_permissions(outputs, std::fs::Permissions::from_mode(0o777)).unwrap();
+    Server::of(
+        Command::new("setpriv")
+            .args(NOBODY)
+            .arg(binaries.join("stackwire"))
+            .args(["serve", "--listen=127.0.0.1:0", "--output-dir"])
+            .arg(outputs)
+            .arg(format!("--symbol-cache-dir={}", outputs.join("cache").display()))
+            .args(more)
+            .env_remove("TMPDIR"),
+    )
+}
+
+fn collect(pid: u32, seconds: u32, more: &[&str]) {
+    Ran::of(
+        Command::new(binary("stackwire-collector"))
+            .args([&format!("--pid={pid}"), &format!("--duration={seconds}s")])
+            .args(["--sample-rate=199", "--epoch=500ms", "--kernel-stacks=false"])
+            .args(more),
+    )
+    .succeeded();
+}
+
+/// Share of the samples in functions of the program with a line of its source.
+fn named(profile: &Pprof) -> f64 {
+    let good = profile.samples.iter().filter(|sample| {
+        let lines = |id: &u64| profile.locations[id].lines.iter();
+        sample
+            .locations
+            .iter()
+            .flat_map(lines)
+            .any(|(_, file, line)| file.ends_with("inlined.cc") && *line > 0)
+    });
+    let good: u64 = good.map(|sample| sample.count).sum();
+    100.0 * good as f64 / profile.count() as f64
+}
+
+fn outputs() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("stackwire-out-").tempdir_in("/tmp").unwrap()
+}
+
+fn only_profile(directory: &Path) -> Pprof {
+    let written = profiles(directory);
+    assert_eq!(written.len(), 1, "{written:?}");
+    Pprof::read(&written[0])
+}
+
+fn comments(directory: &Path) -> String {
+    go(&["-comments"], &[&profiles(directory)[0]])
+}
+
+#[test]
+fn a_deleted_program_of_another_user_comes_through_the_collector_when_it_may() {
+    if !privileged() {
+        return;
+    }
+    let binaries = public_binaries(false);
+    let program = hidden(0);
+    let first = outputs();
+    let serving = server(first.path(), binaries.path(), &[]);
+    collect(program.pid(), 2, &[&format!("--to=http://{}", serving.address)]);
+    serving.terminate();
+    let profile = only_profile(first.path());
+    assert!(named(&profile) > 99.0, "{:.1} % named", named(&profile));
+    let said = comments(first.path());
+    assert!(said.contains("handed over by the collector ("), "{said}");
+
+    // It is in the cache now, and not sent again; and its capture, moved elsewhere, has it too.
+    let cache = format!("--symbol-cache-dir={}", first.path().join("cache").display());
+    let mut list = Command::new("setpriv");
+    list.args(NOBODY).arg(binaries.path().join("stackwire")).args(["cache", &cache, "ls"]);
+    let list = Ran::of(&mut list).succeeded().stdout;
+    assert!(list.contains("executable"), "{list}");
+    let captures = std::fs::read_dir(first.path().join("captures")).unwrap();
+    let capture = captures
+        .map(|entry| entry.unwrap().path())
+        .find(|path| path.extension().is_some_and(|extension| extension == "stackwire"))
+        .unwrap();
+    let elsewhere = outputs();
+    let out = elsewhere.path().join("out.pb.gz");
+    let empty = format!("--symbol-cache-dir={}", elsewhere.path().join("empty").display());
+    let arguments: [&std::ffi::OsStr; 5] =
+        ["resolve".as_ref(), capture.as_os_str(), "-o".as_ref(), out.as_os_str(), empty.as_ref()];
+    stackwire(arguments).succeeded();
+    assert!(named(&Pprof::read(&out)) > 99.0);
+
+    let second = outputs();
+    let serving = server(second.path(), binaries.path(), &[]);
+    let to = format!("--to=http://{}", serving.address);
+    collect(program.pid(), 2, &[&to, "--share-executables=never"]);
+    serving.terminate();
+    let profile = only_profile(second.path());
+    assert_eq!(named(&profile), 0.0);
+    let said = comments(second.path());
+    assert!(said.contains("told to share no files"), "{said}");
+}
+
+#[test]
+fn a_capture_file_holds_executables_only_when_always_is_asked() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let capture = |which: &str| -> PathBuf {
+        let path = directory.path().join(which);
+        let program = hidden(0);
+        let to = format!("--output={}", path.display());
+        collect(program.pid(), 1, &[&to, &format!("--share-executables={which}")]);
+        path
+    };
+    for (which, whole) in [("missing", false), ("always", true)] {
+        let path = capture(which);
+        let out = directory.path().join(format!("{which}.pb.gz"));
+        let cache = directory.path().join(format!("{which}.cache"));
+        stackwire([
+            "resolve".as_ref(),
+            path.as_os_str(),
+            "-o".as_ref(),
+            out.as_os_str(),
+            "--symbol-cache-dir".as_ref(),
+            cache.as_os_str(),
+        ])
+        .succeeded();
+        let share = named(&Pprof::read(&out));
+        assert_eq!(share > 99.0, whole, "{which}: {share:.1} %");
+    }
+    // As record keeps it.
+    let (program, path) = (hidden(0), directory.path().join("record"));
+    stackwire([
+        "record",
+        "--profile",
+        &format!("--pid={}", program.pid()),
+        "--duration=1s",
+        "--share-executables=always",
+        &format!("--capture={}", path.display()),
+        &format!("--profile-output={}", directory.path().join("live.pb.gz").display()),
+    ])
+    .succeeded();
+    drop(program);
+    let out = directory.path().join("later.pb.gz");
+    let cache = directory.path().join("later.cache");
+    let arguments = ["resolve", "--symbol-cache-dir"].map(std::ffi::OsStr::new);
+    let rest = [cache.as_os_str(), path.as_os_str(), "-o".as_ref(), out.as_os_str()];
+    stackwire(arguments.iter().chain(&rest)).succeeded();
+    assert!(named(&Pprof::read(&out)) > 99.0);
+}
+
+/// Forwards connections, the first only until the collector has sent `cut` bytes. Counts what it sends on each.
+fn proxy(to: String, cut: usize) -> (String, Arc<[AtomicUsize; 8]>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let counts: Arc<[AtomicUsize; 8]> = Arc::default();
+    let counting = Arc::clone(&counts);
+    std::thread::spawn(move || {
+        for (number, client) in listener.incoming().enumerate() {
+            let (mut client, mut server) = (client.unwrap(), TcpStream::connect(&to).unwrap());
+            let (mut back_from, mut back_to) =
+                (server.try_clone().unwrap(), client.try_clone().unwrap());
+            std::thread::spawn(move || std::io::copy(&mut back_from, &mut back_to));
+            let counting = Arc::clone(&counting);
+            std::thread::spawn(move || {
+                let mut buffer = [0; 1 << 16];
+                let count = &counting[number.min(7)];
+                while let Ok(read @ 1..) = client.read(&mut buffer) {
+                    if server.write_all(&buffer[..read]).is_err()
+                        || count.fetch_add(read, Ordering::Relaxed) + read > cut && number == 0
+                    {
+                        break;
+                    }
+                }
+                for stream in [client, server] {
+                    let _ = stream.shutdown(std::net::Shutdown::Both);
+                }
+            });
+        }
+    });
+    (address, counts)
+}
+
+#[test]
+fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
+    if !privileged() {
+        return;
+    }
+    const SIZE: usize = 48 << 20;
+    const CUT: usize = 32 << 20;
+    let binaries = public_binaries(false);
+    let program = hidden(SIZE);
+    let outputs = outputs();
+    let serving = server(outputs.path(), binaries.path(), &[]);
+    let (address, counts) = proxy(serving.address.clone(), CUT);
+    collect(program.pid(), 4, &[&format!("--to=http://{address}")]);
+    serving.terminate();
+    // The profile of the first connection was written without it, and says so.
+    let written = profiles(outputs.path());
+    let last = Pprof::read(written.last().unwrap());
+    assert!(named(&last) > 99.0, "{:.1} % named", named(&last));
+    if named(&Pprof::read(&written[0])) < 99.0 {
+        let said = comments(outputs.path());
+        assert!(said.contains("had not sent it when the capture ended"), "{said}");
+    }
+    let sent: Vec<usize> = counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+    assert!(sent[0] > CUT && sent[1] > 1 << 20, "the first connection was cut: {sent:?}");
+    // What was on its way when the connection broke is sent again, not what had come.
+    let total: usize = sent.iter().sum();
+    assert!(total < SIZE + (SIZE - CUT), "{SIZE} bytes took {total} on the wire: {sent:?}");
+}

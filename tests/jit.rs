@@ -1,0 +1,188 @@
+//! Code made at run time: Node with lines from its jitdump, in a container of its own, growing while it is sampled;
+//! Java.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::{Pprof, Running, privileged, record, stackwire};
+
+/// Share of the samples that have this function.
+fn share(profile: &Pprof, function: &str) -> f64 {
+    let has =
+        |sample: &&crate::support::pprof::Sample| profile.functions(sample).contains(&function);
+    let count: u64 = profile.samples.iter().filter(has).map(|sample| sample.count).sum();
+    100.0 * count as f64 / profile.count() as f64
+}
+
+/// Files and lines this function was seen at.
+fn places(profile: &Pprof, function: &str) -> Vec<(String, u64)> {
+    let lines = profile.locations.values().flat_map(|location| &location.lines);
+    let mut places: Vec<_> = lines
+        .filter(|(name, ..)| name == function)
+        .map(|(_, file, line)| (file.clone(), *line))
+        .collect();
+    places.sort();
+    places.dedup();
+    places
+}
+
+const SCRIPT: &str = "\
+function hotLeaf(n) {
+  let x = 0;
+  for (let i = 0; i < n; i++)
+    x = (x * 31 + i) | 0;
+  return x;
+}
+function hotCaller() {
+  let s = 0;
+  for (let i = 0; i < 50; i++)
+    s += hotLeaf(20000);
+  return s;
+}
+console.log('ready');
+const end = Date.now() + 60000;
+while (Date.now() < end) hotCaller();
+";
+
+#[test]
+fn nodes_lines_are_those_of_its_jitdump() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let script = directory.path().join("hot.js");
+    // Once it is hot, more functions, so that what Node has buffered of the hot ones gets written.
+    let more = "const warm = Date.now() + 800;\nwhile (Date.now() < warm) hotCaller();\n\
+        for (let i = 0; i < 500; i++) new Function('a', `let b = a + ${i}; return b * ${i};`)(i);\n\
+        console.log('ready');\n";
+    std::fs::write(&script, SCRIPT.replace("console.log('ready');\n", more)).unwrap();
+    let program = Running::start(
+        // Not inlined, since of inlined functions V8 writes the lines and not the names.
+        Command::new("node")
+            .args(["--perf-prof", "--no-turbo-inlining", "--always-sparkplug"])
+            .arg(&script)
+            .current_dir(directory.path()),
+    );
+    let profile = record(program.pid(), 3, &[]);
+    assert!(share(&profile, "hotLeaf") > 90.0, "{:.1} %", share(&profile, "hotLeaf"));
+    let file = script.to_str().unwrap().to_owned();
+    let leaf = places(&profile, "hotLeaf");
+    assert!(leaf.iter().any(|place| *place == (file.clone(), 4)), "the loop's body: {leaf:?}");
+    assert!(leaf.iter().all(|(of, line)| *of == file && (1..=6).contains(line)), "{leaf:?}");
+    let caller = places(&profile, "hotCaller");
+    assert!(caller.iter().all(|(of, line)| *of == file && (7..=12).contains(line)), "{caller:?}");
+}
+
+#[test]
+fn a_perf_map_in_a_container_is_found_by_its_own_pid_in_its_own_root() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let script = directory.path().join("hot.js");
+    std::fs::write(&script, SCRIPT).unwrap();
+    // A container's own /tmp and pids; the user is another's, so that nothing is to be had without the broker.
+    let shell = format!(
+        "mount -t tmpfs none /mnt && cp {} /mnt/hot.js && mount --move /mnt /tmp && chmod 777 /tmp && cd /tmp && \
+         exec setpriv --reuid=65534 --regid=65534 --clear-groups node --perf-basic-prof /tmp/hot.js",
+        script.display()
+    );
+    let outer = Running::start(Command::new("unshare").args([
+        "--mount",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+        "sh",
+        "-c",
+        &shell,
+    ]));
+    let children = format!("/proc/{0}/task/{0}/children", outer.pid());
+    let node: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+    assert!(!Path::new(&format!("/tmp/perf-{node}.map")).exists());
+    let profile = record(node, 3, &[]);
+    assert!(share(&profile, "hotCaller") > 80.0, "{:.1} %", share(&profile, "hotCaller"));
+}
+
+#[test]
+fn functions_made_during_the_capture_are_named() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let script = directory.path().join("grow.js");
+    // A new function every 300 ms, hot for as long.
+    let text = "console.log('ready');\n\
+        const end = Date.now() + 60000;\n\
+        for (let n = 0; Date.now() < end; n++) {\n\
+          const f = new Function('n', `return (function made${n}(n) { let x = ${n}; for (let i = 0; i < n; i++) x = (x * 31 + i) | 0; return x; })(n)`);\n\
+          const until = Date.now() + 300;\n\
+          while (Date.now() < until) f(200000);\n\
+        }\n";
+    std::fs::write(&script, text).unwrap();
+    let program = Running::start(Command::new("node").arg("--perf-basic-prof").arg(&script));
+    let map = format!("/tmp/perf-{}.map", program.pid());
+    let capture = directory.path().join("grow.stackwire");
+    let profile = record(program.pid(), 6, &[&format!("--capture={}", capture.display())]);
+    drop(program);
+    let _ = std::fs::remove_file(map);
+    let made = profile
+        .samples
+        .iter()
+        .flat_map(|sample| profile.functions(sample).into_iter().map(str::to_owned));
+    let mut made: Vec<_> = made.filter(|name| name.starts_with("made")).collect();
+    made.sort();
+    made.dedup();
+    assert!(made.len() >= 15, "in 6 s, one each 300 ms: {made:?}");
+    // Taken in pieces: what did not change is there once. The whole map at each second would be some times as long.
+    let report = stackwire(["report".as_ref(), capture.as_os_str()]).succeeded().stdout;
+    assert!(report.contains("perf-map"), "{report}");
+}
+
+#[test]
+fn java_is_named_with_spaces_and_all() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let source = directory.path().join("Hot.java");
+    let text = "public class Hot {\n\
+        static int spin(int n) { int x = 0; for (int i = 0; i < n; i++) x = x * 31 + i; return x; }\n\
+        public static void main(String[] a) {\n\
+          System.out.println(\"ready\");\n\
+          int s = 0; long end = System.nanoTime() + 60_000_000_000L;\n\
+          while (System.nanoTime() < end) s += spin(100000);\n\
+          System.out.println(s);\n\
+        }\n}\n";
+    std::fs::write(&source, text).unwrap();
+    let done = Command::new("javac").arg(&source).current_dir(directory.path()).status().unwrap();
+    assert!(done.success());
+    let program = Running::start(
+        Command::new("java")
+            .args(["-XX:+PreserveFramePointer", "-XX:-Inline", "Hot"])
+            .current_dir(directory.path()),
+    );
+    // As an operator would: the JVM writes its map when it is told to, and compiles first.
+    std::thread::sleep(Duration::from_secs(1));
+    let map = format!("/tmp/perf-{}.map", program.pid());
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !Path::new(&map).exists() {
+        assert!(Instant::now() < deadline, "the JVM wrote no perf-map");
+        let told = Command::new("jcmd")
+            .args([&program.pid().to_string(), "Compiler.perfmap"])
+            .stdout(Stdio::null())
+            .status();
+        assert!(told.unwrap().success());
+    }
+    let profile = record(program.pid(), 3, &[]);
+    let _ = std::fs::remove_file(&map);
+    let spin = profile
+        .samples
+        .iter()
+        .flat_map(|sample| profile.functions(sample))
+        .find(|name| name.contains("spin"));
+    let spin = spin.map(str::to_owned).expect("a function spin");
+    assert!(spin.contains(' ') || spin.contains("Hot.spin"), "{spin}");
+    assert!(share(&profile, &spin) > 80.0, "{spin}: {:.1} %", share(&profile, &spin));
+}
