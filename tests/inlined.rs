@@ -12,7 +12,7 @@ use crate::support::{Pprof, Running, privileged, record};
 type Chain = Vec<(String, u64)>;
 
 /// What llvm-symbolizer says of addresses as linked; it ends each answer with an empty line.
-fn oracle(binary: &Path, addresses: &[u64]) -> Vec<Chain> {
+pub(crate) fn oracle(binary: &Path, addresses: &[u64]) -> Vec<Chain> {
     let mut child = Command::new("llvm-symbolizer")
         .args(["--obj", binary.to_str().unwrap(), "--inlines", "--demangle", "--output-style=LLVM"])
         .stdin(Stdio::piped())

@@ -23,6 +23,8 @@ mod identical;
 mod inlined;
 /// Code made at run time: Node, Java, containers, maps that grow.
 mod jit;
+/// The kernel's own debug information.
+mod kernel_debug;
 /// User stacks under kernel stacks.
 mod kernel_stacks;
 /// Both crates as libraries.

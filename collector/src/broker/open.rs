@@ -29,7 +29,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
                 let places = [format!("/proc/{pid}/root{path}"), path.clone()];
                 let mut places = places.iter().filter_map(|place| {
                     let fd = plain(place, OFlags::empty()).ok()?;
-                    regular(fd, |stat| for_all(stat)).ok()
+                    regular(fd, for_all).ok()
                 });
                 places.next().ok_or(reason)
             })

@@ -91,6 +91,14 @@ pub fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
     if let Some(executable) = files.executable {
         return executable.loads.iter().map(|load| load.segment).collect();
     }
+    if let Some(kernel) = files.debug.filter(|debug| debug.is_kernel()) {
+        // Counted from `_text`, where its code begins.
+        let code = kernel.code_range();
+        return code
+            .map(|code| Segment { offset: 0, address: code.start, size: code.end - code.start })
+            .into_iter()
+            .collect();
+    }
     // In debug files program headers keep addresses and lose offsets. A single segment of code is where
     // the mapping with the lowest offset was; of several, nobody knows.
     let Some(debug) = files.debug else { return Vec::new() };

@@ -112,7 +112,10 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     for entry in content.chunks_exact(size) {
         let Some(raw) = decode(entry, elf.is_64, elf.endian) else { continue };
         let code = elf.sections.get(usize::from(raw.section)).filter(|section| section.is_code());
-        let Some(code) = code.filter(|code| code.range().contains(&raw.address)) else { continue };
+        // In an object file a symbol counts from its section.
+        let moved = if elf.relocatable { code.map_or(0, |code| code.address) } else { 0 };
+        let address = raw.address.wrapping_add(moved);
+        let Some(code) = code.filter(|code| code.range().contains(&address)) else { continue };
         let is_function = matches!(raw.kind, elf::STT_FUNC | elf::STT_GNU_IFUNC)
             // Assembly often leaves the type out.
             || raw.kind == elf::STT_NOTYPE;
@@ -134,7 +137,7 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
         let (name, version) = name.split_once('@').unwrap_or((name, "@"));
         out.push(Symbol {
             old_version: !version.starts_with('@'),
-            address: raw.address,
+            address,
             size: raw.size,
             limit: code.range().end,
             binding: match raw.binding {

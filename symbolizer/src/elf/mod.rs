@@ -3,6 +3,7 @@
 //! Reads with pread into memory or unlinked temporary files, never maps a file others may cut short. Knows
 //! nothing of DWARF or symbols, which is `compile/`'s. Used by `resolve/` to find files and by `compile/`.
 
+mod relocate;
 mod section;
 
 use std::fs::File;
@@ -87,6 +88,9 @@ pub struct Section {
     size: u64,
     /// Number of the section it refers to.
     pub link: u32,
+    /// Likewise, for one with relocations.
+    info: u32,
+    align: u64,
 }
 
 impl Section {
@@ -130,7 +134,8 @@ pub struct Elf {
     pub loads: Vec<Load>,
     /// Identity.
     pub ids: Ids,
-    /// An object file, which no linker has given addresses; as are `.dwo` files and those `dwz` moves common parts to.
+    /// An object file, which no linker has given addresses, so that its code has those of [`Elf::open`]; `.dwo` files
+    /// and those `dwz` moves common parts to are such as well.
     pub relocatable: bool,
     scratch: Scratch,
 }
@@ -143,19 +148,23 @@ const MAX_SEGMENTS: usize = 1 << 12;
 const MAX_NOTES: u64 = 1 << 20;
 
 impl Elf {
-    /// Reads headers and notes.
+    /// Reads headers and notes. The code of object files (kernel modules are such) gets addresses, section after
+    /// section, and what refers to them is adjusted when it is read.
     ///
     /// # Errors
     /// See [`ElfError`].
     pub fn open(file: File, scratch: &Scratch) -> Result<Self, ElfError> {
         let length = file.metadata()?.len();
         let cache = ReadCache::new(Positioned { file: &file, at: 0, length });
-        let (is_64, endian, sections, loads, ids, relocatable) = match FileKind::parse(&cache) {
+        let (is_64, endian, mut sections, loads, ids, relocatable) = match FileKind::parse(&cache) {
             Ok(FileKind::Elf64) => headers::<FileHeader64<Endianness>, _>(&cache, length)?,
             Ok(FileKind::Elf32) => headers::<FileHeader32<Endianness>, _>(&cache, length)?,
             _ => return Err(ElfError::NotElf),
         };
         drop(cache);
+        if relocatable {
+            relocate::place(&mut sections);
+        }
         let scratch = scratch.clone();
         Ok(Self { file, length, is_64, endian, sections, loads, ids, relocatable, scratch })
     }
@@ -179,7 +188,36 @@ impl Elf {
     /// # Errors
     /// See [`ElfError`].
     pub fn content(&self, section: &Section) -> Result<Bytes, ElfError> {
-        section::read(&self.file, section, self.is_64, self.endian, &self.scratch)
+        let content = section::read(&self.file, section, self.is_64, self.endian, &self.scratch)?;
+        match self.relocations_of(section) {
+            Some(relocations) => relocate::apply(self, content, relocations),
+            None => Ok(content),
+        }
+    }
+
+    /// The section that says what in this one depends on addresses.
+    fn relocations_of(&self, section: &Section) -> Option<&Section> {
+        let is_debug = self.relocatable && section.name.starts_with(".debug_");
+        let number = is_debug.then(|| {
+            self.sections.iter().position(|found| std::ptr::eq(found, section)).unwrap_or(0)
+        })?;
+        self.sections.iter().find(|found| {
+            found.kind == elf::SHT_RELA && found.info as usize == number && found.size > 0
+        })
+    }
+
+    /// Whether it is the kernel or a module of it.
+    #[must_use]
+    pub fn is_kernel(&self) -> bool {
+        let marks = ["__ksymtab", ".gnu.linkonce.this_module"];
+        self.sections.iter().any(|section| marks.contains(&section.name.as_str()))
+    }
+
+    /// Addresses of its code, from the first to behind the last, which have gaps between them.
+    #[must_use]
+    pub fn code_range(&self) -> Option<std::ops::Range<u64>> {
+        let code = || self.sections.iter().filter(|section| section.is_code()).map(Section::range);
+        Some(code().map(|range| range.start).min()?..code().map(|range| range.end).max()?)
     }
 
     /// The file inside this one that holds the symbols stripped from it (`.gnu_debugdata`, as Fedora has it).
@@ -358,6 +396,8 @@ where
             offset: section.sh_offset(endian).into(),
             size: section.sh_size(endian).into(),
             link: section.sh_link(endian),
+            info: section.sh_info(endian),
+            align: section.sh_addralign(endian).into(),
         });
     }
     let segments = header.program_headers(endian, data)?;

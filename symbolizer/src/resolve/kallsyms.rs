@@ -45,6 +45,12 @@ impl<'a> Symbols<'a> {
         let (_, name) = symbols.get(after.checked_sub(1)?)?;
         Some(Line { function: (*name).to_owned(), ..Line::default() })
     }
+
+    /// All symbols of a module by offset, several at one place included.
+    #[must_use]
+    pub fn of(&self, module: &str) -> &[(u64, &'a str)] {
+        self.modules.get(module).map_or(&[], Vec::as_slice)
+    }
 }
 
 /// As perf chooses between aliases: fewer leading underscores, then the longer name; padding last.

@@ -12,6 +12,7 @@ use stackwire_cache::{Blob, Cache, Id, Key, Kind as CacheKind, Meta};
 use super::Sources;
 use super::debuginfod::FetchError;
 use super::file::{self, Opened};
+use super::kernel;
 use crate::compile::{self, Files};
 use crate::elf::{Elf, Scratch};
 use crate::profile::hex;
@@ -26,6 +27,17 @@ pub struct Wanted {
     pub executable: Result<Opened, String>,
     /// Where its code was mapped: offset in the file, bytes.
     pub code: Option<(u64, u64)>,
+    /// It is the kernel, or a module of it.
+    pub kernel: Option<Kernel>,
+}
+
+/// Which kernel, or which module.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// `uname -r`.
+    pub release: String,
+    /// The module's name, empty for the kernel itself.
+    pub module: String,
 }
 
 /// What was found.
@@ -92,9 +104,11 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
     let in_itself = executable.as_ref().is_some_and(|at| at.elf.has(".debug_info"));
     let debug = match in_itself {
         true => None,
-        false => named.or_else(|| climb.debug_file(executable.as_ref(), &build_id)),
+        false => named
+            .or_else(|| climb.debug_file(executable.as_ref(), &build_id, wanted.kernel.as_ref())),
     };
     if executable.is_none()
+        && wanted.kernel.is_none()
         && (debug.is_none() || climb.needs_executable(debug.as_ref(), &wanted.code))
     {
         executable = climb.fetch(&build_id, CacheKind::Executable);
@@ -130,7 +144,7 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
         compile::compile(&files, wanted.code)
     };
     let whole = compiled.notes.is_empty() && (alt.is_some() || !wants_alt);
-    let has_segments = executable.is_some();
+    let has_segments = executable.is_some() || debug.as_ref().is_some_and(|at| at.elf.is_kernel());
     let origin = debug.or(executable).map_or(String::new(), |at| at.origin);
     // What the file itself lacks belongs to the table; what servers said today does not. A line each.
     let line = |text: &String| text.replace('\n', "?");
@@ -281,8 +295,14 @@ impl Climb<'_> {
 
     // The debug file: by build-id, by link, from the cache, from servers.
 
-    fn debug_file(&mut self, executable: Option<&At>, build_id: &[u8]) -> Option<At> {
+    fn debug_file(
+        &mut self,
+        executable: Option<&At>,
+        build_id: &[u8],
+        kernel: Option<&Kernel>,
+    ) -> Option<At> {
         self.local_by_build_id(build_id)
+            .or_else(|| self.local_kernel(kernel?, build_id))
             .or_else(|| self.local_by_link(executable?))
             .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo))
             .or_else(|| self.fetch(build_id, CacheKind::Debuginfo))
@@ -296,6 +316,17 @@ impl Climb<'_> {
             let path = dir.join(".build-id").join(first).join(format!("{rest}.debug"));
             open(&path, &self.sources.scratch)
                 .filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
+        })
+    }
+
+    /// Where distributions put the debug files of kernels, which are by release and not by build-id.
+    fn local_kernel(&self, kernel: &Kernel, build_id: &[u8]) -> Option<At> {
+        let paths = kernel::places(kernel, &self.sources.debug_dirs);
+        paths.into_iter().find_map(|path| {
+            open(&path, &self.sources.scratch)
+                .filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
+                // The module itself lies where its debug file does and knows no more than kallsyms.
+                .filter(|at| at.elf.has(".debug_info"))
         })
     }
 

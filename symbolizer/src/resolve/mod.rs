@@ -8,6 +8,7 @@ mod demangle;
 mod file;
 mod jit;
 mod kallsyms;
+mod kernel;
 mod ladder;
 mod one;
 
@@ -99,19 +100,19 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     for (index, location) in profile.locations.iter().enumerate() {
         by_executable.entry(location.executable).or_default().push(LocationId(index as u32));
     }
-    let mut elf_jobs = Vec::new();
-    let mut kernel_symbols = HashMap::new();
+    let mut jobs = Vec::new();
+    let mut snapshots = Snapshots::new();
     for (id, locations) in by_executable {
-        match profile.executables[id.index()].clone() {
-            Executable::File { .. } | Executable::Vdso { .. } => elf_jobs.push((id, locations)),
+        match &profile.executables[id.index()] {
+            Executable::File { .. } | Executable::Vdso { .. } => jobs.push((id, locations)),
             Executable::Anonymous => anonymous(profile, artifacts, &locations),
-            Executable::Kernel { module, kallsyms, .. } => {
-                let symbols =
-                    kallsyms.and_then(|hash| artifacts.get(&hash).map(|text| (hash, text)));
-                let symbols = symbols.map(|(hash, text)| {
-                    &*kernel_symbols.entry(hash).or_insert_with(|| kallsyms::Symbols::parse(text))
-                });
-                kernel(profile, id, &locations, &module, symbols);
+            Executable::Kernel { kallsyms, .. } => {
+                if let Some(hash) = kallsyms
+                    && let Some(text) = artifacts.get(hash)
+                {
+                    snapshots.entry(*hash).or_insert_with(|| kallsyms::Symbols::parse(text));
+                }
+                jobs.push((id, locations));
             }
             Executable::Unmapped => {
                 miss(profile, id, &locations, "no mapping known at this address");
@@ -119,13 +120,16 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
         }
     }
     // The heaviest first, so that no thread is left alone with one at the end.
-    elf_jobs.sort_by_key(|(_, locations)| locations.len());
-    run_elf_jobs(profile, artifacts, sources, elf_jobs);
+    jobs.sort_by_key(|(_, locations)| locations.len());
+    run_jobs(profile, (artifacts, &snapshots), sources, jobs);
 }
 
-fn run_elf_jobs(
+/// Kernel symbols by the hash of their snapshot.
+type Snapshots<'a> = HashMap<ArtifactHash, kallsyms::Symbols<'a>>;
+
+fn run_jobs(
     profile: &mut Profile,
-    artifacts: &Artifacts,
+    (artifacts, snapshots): (&Artifacts, &Snapshots<'_>),
     sources: &Sources,
     jobs: Vec<(ExecutableId, Vec<LocationId>)>,
 ) {
@@ -147,7 +151,12 @@ fn run_elf_jobs(
                 loop {
                     let job = jobs.lock().ok().and_then(|mut jobs| jobs.pop());
                     let Some((id, locations)) = job else { break };
-                    let result = elf_job(reader, artifacts, sources, id, &locations, deadline);
+                    let result = match reader.executables[id.index()] {
+                        Executable::Kernel { .. } => {
+                            kernel_job(reader, snapshots, sources, id, &locations, deadline)
+                        }
+                        _ => elf_job(reader, artifacts, sources, id, &locations, deadline),
+                    };
                     if let Ok(mut done) = done.lock() {
                         done.push((id, locations, result));
                     }
@@ -187,7 +196,7 @@ fn elf_job(
                 .and_then(|hash| artifacts.get(&hash))
                 .ok_or_else(|| without("its image was not sent"))?;
             let executable = file::of_image(image);
-            Wanted { build_id: Vec::new(), executable, code: None }
+            Wanted { build_id: Vec::new(), executable, code: None, kernel: None }
         }
         _ => Wanted {
             build_id: executable.build_id().to_vec(),
@@ -198,6 +207,7 @@ fn elf_job(
                 artifacts.handed(),
             ),
             code: code(profile, id),
+            kernel: None,
         },
     };
     let found = ladder::find(wanted, sources, deadline).map_err(|missing| Source {
@@ -207,16 +217,87 @@ fn elf_job(
     })?;
     let resolutions = locations.iter().map(|location| {
         let offset = profile.locations[location.index()].offset;
-        resolution(&found.table, offset, sources.demangle)
+        resolution(&found.table, |offset| found.table.address_of(offset), offset, sources.demangle)
     });
     let resolutions = resolutions.collect();
-    let source = Source {
+    Ok((source(found), resolutions))
+}
+
+fn source(found: ladder::Found) -> Source {
+    Source {
         origin: found.source,
         notes: found.notes,
         fetch_failed: found.fetch_failed,
         upgraded_from: found.upgraded.map(|before| before.map(quality)),
+    }
+}
+
+/// Names in the kernel or a module of it.
+fn kernel_job(
+    profile: &Profile,
+    snapshots: &Snapshots<'_>,
+    sources: &Sources,
+    id: ExecutableId,
+    locations: &[LocationId],
+    deadline: Instant,
+) -> Result<(Source, Vec<Resolution>), Source> {
+    let executable = &profile.executables[id.index()];
+    let Executable::Kernel { module, build_id, kallsyms } = executable else {
+        return Err(without("not of the kernel"));
     };
-    Ok((source, resolutions))
+    let symbols = kallsyms.and_then(|hash| snapshots.get(&hash));
+    let found = match build_id.is_empty() {
+        true => None,
+        false => {
+            let wanted = Wanted {
+                build_id: build_id.clone(),
+                executable: Err(String::new()),
+                code: None,
+                kernel: Some(ladder::Kernel {
+                    release: profile.origin.kernel_release.clone(),
+                    module: module.clone(),
+                }),
+            };
+            Some(ladder::find(wanted, sources, deadline))
+        }
+    };
+    let offsets = || locations.iter().map(|location| profile.locations[location.index()].offset);
+    let by_kallsyms =
+        |offset| symbols.map(|symbols| kernel::from_kallsyms(symbols, module, offset));
+    match found {
+        Some(Ok(found)) => {
+            let layout = kernel::Layout::of(&found.table, module, symbols);
+            let resolutions = offsets().map(|offset| {
+                let address = |offset| layout.address(offset);
+                match resolution(&found.table, address, offset, sources.demangle) {
+                    // What is patched in at run time is in no file.
+                    Resolution::Missing(reason) => {
+                        by_kallsyms(offset).unwrap_or(Resolution::Missing(reason))
+                    }
+                    named => named,
+                }
+            });
+            let resolutions = resolutions.collect();
+            Ok((source(found), resolutions))
+        }
+        missing => {
+            let (notes, fetch_failed) = match missing {
+                Some(Err(nothing)) => (nothing.notes, nothing.fetch_failed),
+                _ => (Vec::new(), false),
+            };
+            let resolutions: Option<Vec<_>> = offsets().map(by_kallsyms).collect();
+            let Some(resolutions) = resolutions else {
+                let reason = match kallsyms {
+                    Some(_) => "its kallsyms snapshot was not sent",
+                    None => {
+                        "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
+                    }
+                };
+                return Err(without(reason));
+            };
+            Ok((Source { notes, fetch_failed, ..Source::default() }, resolutions))
+        }
+    }
 }
 
 fn without(reason: &str) -> Source {
@@ -231,8 +312,13 @@ fn code(profile: &Profile, id: ExecutableId) -> Option<(u64, u64)> {
 }
 
 /// What a table says of an offset in the file.
-fn resolution(table: &Table, offset: u64, demangle: bool) -> Resolution {
-    let at = |offset| table.address_of(offset).map(|address| table.lookup(address).peekable());
+fn resolution(
+    table: &Table,
+    address_of: impl Fn(u64) -> Option<u64>,
+    offset: u64,
+    demangle: bool,
+) -> Resolution {
+    let at = |offset| address_of(offset).map(|address| table.lookup(address).peekable());
     let Some(mut frames) = at(offset) else {
         return Resolution::Missing("not in a loaded segment of the file".to_owned());
     };
@@ -321,32 +407,6 @@ fn anonymous(profile: &mut Profile, artifacts: &Artifacts, locations: &[Location
 }
 
 type Parse = fn(&[u8]) -> jit::Functions;
-
-fn kernel(
-    profile: &mut Profile,
-    id: ExecutableId,
-    locations: &[LocationId],
-    module: &str,
-    symbols: Option<&kallsyms::Symbols>,
-) {
-    let Some(symbols) = symbols else {
-        let named =
-            matches!(profile.executables[id.index()], Executable::Kernel { kallsyms: Some(_), .. });
-        if named {
-            return miss(profile, id, locations, "its kallsyms snapshot was not sent");
-        }
-        let reason =
-            "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
-        return miss(profile, id, locations, reason);
-    };
-    for &location in locations {
-        let offset = profile.locations[location.index()].offset;
-        profile.resolutions[location.index()] = match symbols.find(module, offset) {
-            Some(line) => Resolution::Found { lines: vec![line], quality: Quality::Kallsyms },
-            None => Resolution::Missing("not in kallsyms".to_owned()),
-        };
-    }
-}
 
 fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: &str) {
     for location in locations {

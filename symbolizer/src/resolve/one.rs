@@ -32,7 +32,7 @@ impl Symbols {
         let path = path.to_str().ok_or("its path is not UTF-8")?;
         let file = file::open_regular(path)?;
         let executable = Ok(file::Opened { file, path: path.to_owned(), handed_over: false });
-        let wanted = Wanted { build_id: Vec::new(), executable, code: None };
+        let wanted = Wanted { build_id: Vec::new(), executable, code: None, kernel: None };
         Ok(Self {
             found: ladder::find(wanted, sources, deadline(sources))
                 .map_err(|nothing| nothing.to_string())?,
@@ -46,7 +46,7 @@ impl Symbols {
     /// In words, when nothing was found.
     pub fn of_build_id(build_id: &[u8], sources: &Sources) -> Result<Self, String> {
         let executable = Err(String::new());
-        let wanted = Wanted { build_id: build_id.to_vec(), executable, code: None };
+        let wanted = Wanted { build_id: build_id.to_vec(), executable, code: None, kernel: None };
         Ok(Self {
             found: ladder::find(wanted, sources, deadline(sources))
                 .map_err(|nothing| nothing.to_string())?,

@@ -206,6 +206,20 @@ impl Table {
         Frames { table: self, node: self.leaf(address).unwrap_or(0), left: MAX_CHAIN }
     }
 
+    /// Functions that are not inlined: first address, name. One that has several parts comes several times.
+    pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
+        let mut before = "";
+        (0..self.starts.words).filter_map(move |index| {
+            let node = self.word(self.leaves, index)?;
+            let name = Frames { table: self, node, left: MAX_CHAIN }.last();
+            let name = name.map_or("", |frame| frame.function);
+            let new = name != before && !name.is_empty();
+            before = name;
+            let start = self.word(self.starts, index)?;
+            new.then_some((self.base + u64::from(start), name))
+        })
+    }
+
     /// The best kind of names in it; `None` when there are none.
     #[must_use]
     pub fn best(&self) -> Option<Kind> {

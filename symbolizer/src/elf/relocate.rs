@@ -1,0 +1,76 @@
+//! Object files: addresses for their code, and debug sections adjusted to them. Kernel modules are object files.
+//!
+//! Only what debug sections need: absolute relocations with addends. Addresses are ours alone and mean nothing
+//! outside; who asks about a kernel module finds its functions by name.
+
+use object::Endianness;
+use object::elf;
+
+use super::{Elf, ElfError, Section};
+use crate::table::Bytes;
+
+/// Where the first section is put: address 0 stands for what the linker removed.
+const BASE: u64 = 0x1000;
+/// Largest section adjusted, which is done in memory; the largest of a kernel module has some 100 MB.
+const MAX_BYTES: usize = 512 << 20;
+
+/// Puts the code sections one behind the other.
+pub(super) fn place(sections: &mut [Section]) {
+    let mut at = BASE;
+    for section in sections.iter_mut().filter(|section| section.is_code()) {
+        let align = section.align.clamp(1, 1 << 16);
+        at = at.next_multiple_of(align);
+        section.address = at;
+        // A hostile size wraps into nonsense, which is what it gets.
+        at = at.saturating_add(section.size).min(u64::MAX / 2);
+    }
+}
+
+/// Writes addresses where relocations want them.
+pub(super) fn apply(elf: &Elf, content: Bytes, relocations: &Section) -> Result<Bytes, ElfError> {
+    if content.len() > MAX_BYTES {
+        let text = format!("a section of {} bytes with relocations", content.len());
+        return Err(ElfError::TooLarge(text));
+    }
+    let symbols = elf
+        .sections
+        .get(relocations.link as usize)
+        .ok_or_else(|| ElfError::Broken("its relocations have no symbols".to_owned()))?;
+    let (symbols, entries) = (elf.content(symbols)?, elf.content(relocations)?);
+    let mut content = content.to_vec();
+    if !elf.is_64 || elf.endian != Endianness::Little {
+        return Err(ElfError::Broken("an object file of this kind is not read".to_owned()));
+    }
+    let (entries, _) = entries.as_chunks::<24>();
+    for entry in entries {
+        let long = |at: usize| u64_at(entry, at).unwrap_or(0);
+        let (offset, info, addend) = (long(0), long(8), long(16));
+        let width = match info as u32 {
+            elf::R_X86_64_64 | elf::R_AARCH64_ABS64 => 8,
+            elf::R_X86_64_32 | elf::R_X86_64_32S | elf::R_AARCH64_ABS32 => 4,
+            _ => continue,
+        };
+        let Some(value) = symbol(elf, &symbols, info >> 32) else { continue };
+        let value = value.wrapping_add(addend).to_le_bytes();
+        let place =
+            usize::try_from(offset).ok().and_then(|at| content.get_mut(at..at.checked_add(width)?));
+        // One that points outside changes nothing.
+        if let Some(place) = place {
+            place.copy_from_slice(&value[..width]);
+        }
+    }
+    Ok(Bytes::from(content))
+}
+
+/// `Elf64_Sym`: section at 6, value at 8.
+fn symbol(elf: &Elf, symbols: &[u8], number: u64) -> Option<u64> {
+    let at = usize::try_from(number).ok()?.checked_mul(24)?;
+    let entry = symbols.get(at..at.checked_add(24)?)?;
+    let section = usize::from(entry[6]) | usize::from(entry[7]) << 8;
+    let base = elf.sections.get(section).filter(|section| section.is_code());
+    Some(u64_at(entry, 8)?.wrapping_add(base.map_or(0, |section| section.address)))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk::<8>()?))
+}

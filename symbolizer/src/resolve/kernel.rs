@@ -1,0 +1,139 @@
+//! Names in the kernel: from the debug information of the kernel and its modules where there is any, else from the
+//! collector's kallsyms.
+//!
+//! Offsets count from `_text`, or from the lowest symbol of a module. Where the sections of a module were put only
+//! its kernel knows: they are found again by the functions in them, which kallsyms places and the debug file names.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::kallsyms::Symbols;
+use super::ladder::Kernel;
+use crate::profile::{Quality, Resolution};
+use crate::table::Table;
+
+/// Names from kallsyms, or nothing.
+pub(super) fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
+    match symbols.find(module, offset) {
+        Some(line) => Resolution::Found { lines: vec![line], quality: Quality::Kallsyms },
+        None => Resolution::Missing("not in kallsyms".to_owned()),
+    }
+}
+
+/// Offsets → addresses in a table made from debug information.
+#[derive(Debug)]
+pub(super) enum Layout<'t> {
+    /// The kernel's.
+    Kernel(&'t Table),
+    /// A module's: where its functions begin, as offset and address, by offset. No address: nobody can tell.
+    Module(Vec<(u64, Option<u64>)>),
+}
+
+impl<'t> Layout<'t> {
+    pub(super) fn of(table: &'t Table, module: &str, symbols: Option<&Symbols<'_>>) -> Self {
+        if module.is_empty() {
+            return Self::Kernel(table);
+        }
+        let symbols = symbols.map_or(&[][..], |symbols| symbols.of(module));
+        let mut addresses: HashMap<&str, Vec<u64>> = HashMap::new();
+        for (address, name) in table.functions() {
+            addresses.entry(name).or_default().push(address);
+        }
+        let mut offsets: HashMap<&str, u32> = HashMap::new();
+        for (_, name) in symbols {
+            *offsets.entry(name).or_default() += 1;
+        }
+        let known = |name: &str| match addresses.get(name).map(Vec::as_slice) {
+            Some([address]) if offsets[name] == 1 => Some(*address),
+            _ => None,
+        };
+        let mut starts: Vec<(u64, Option<u64>)> = Vec::new();
+        for (offset, name) in symbols {
+            match starts.last_mut().filter(|last| last.0 == *offset) {
+                Some(last) => last.1 = last.1.or_else(|| known(name)),
+                None => starts.push((*offset, known(name))),
+            }
+        }
+        // Static functions of several files may have one name: the one that lies as far from a neighbour on one
+        // side as on the other is meant, since sections are moved as a whole.
+        let anchors: Vec<_> =
+            starts.iter().filter_map(|&(at, address)| Some((at, address?))).collect();
+        for (offset, name) in symbols {
+            let index = starts.partition_point(|(start, _)| start < offset);
+            let Some((_, address @ None)) = starts.get_mut(index) else { continue };
+            let after = anchors.partition_point(|(anchor, _)| anchor < offset);
+            let near = after.checked_sub(1).into_iter().chain([after]);
+            let near = near.filter_map(|index| anchors.get(index));
+            let expected = near.filter_map(|(at, address)| {
+                address.checked_add_signed(offset.wrapping_sub(*at) as i64)
+            });
+            let candidates = addresses.get(name).map_or(&[][..], Vec::as_slice);
+            *address = expected.into_iter().find(|expected| candidates.contains(expected));
+        }
+        Self::Module(starts)
+    }
+
+    /// The address of an offset, when it can be told.
+    pub(super) fn address(&self, offset: u64) -> Option<u64> {
+        match self {
+            Self::Kernel(table) => table.address_of(offset),
+            Self::Module(starts) => {
+                let after = starts.partition_point(|(start, _)| *start <= offset);
+                let (start, address) = starts.get(after.checked_sub(1)?)?;
+                (*address)?.checked_add(offset - start)
+            }
+        }
+    }
+}
+
+/// Directories of modules looked into at most.
+const MAX_DIRECTORIES: usize = 4096;
+
+/// Files that may hold the debug information of a kernel or module.
+pub(super) fn places(kernel: &Kernel, debug_dirs: &[PathBuf]) -> Vec<PathBuf> {
+    let Kernel { release, module } = kernel;
+    // It becomes part of paths.
+    if release.is_empty() || release.contains('/') || release.starts_with('.') {
+        return Vec::new();
+    }
+    if module.is_empty() {
+        let below = debug_dirs.iter().flat_map(|dir| {
+            [format!("boot/vmlinux-{release}"), format!("lib/modules/{release}/vmlinux")]
+                .map(|path| dir.join(path))
+        });
+        let own =
+            [format!("/boot/vmlinux-{release}"), format!("/lib/modules/{release}/build/vmlinux")];
+        return below.chain(own.map(PathBuf::from)).collect();
+    }
+    let roots = debug_dirs.iter().map(|dir| dir.join("lib/modules").join(release));
+    roots.flat_map(|root| modules(&root, module)).collect()
+}
+
+/// Files called `MODULE.ko` or `MODULE.ko.debug` below a directory; the kernel takes `-` for `_`.
+fn modules(root: &Path, module: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut left = vec![root.to_owned()];
+    let mut looked = 0;
+    while let Some(directory) = left.pop() {
+        looked += 1;
+        if looked > MAX_DIRECTORIES {
+            break;
+        }
+        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+            // Of the entry itself: a link may lead back.
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => left.push(entry.path()),
+                Ok(_) => {
+                    let name = entry.file_name();
+                    let name = name.to_string_lossy();
+                    let stem = name.strip_suffix(".debug").unwrap_or(&name).strip_suffix(".ko");
+                    if stem.is_some_and(|stem| stem.replace('-', "_") == module) {
+                        found.push(entry.path());
+                    }
+                }
+                Err(_) => {}
+            }
+        }
+    }
+    found
+}
