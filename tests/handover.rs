@@ -236,3 +236,101 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     let total: usize = sent.iter().sum();
     assert!(total < SIZE + (SIZE - CUT), "{SIZE} bytes took {total} on the wire: {sent:?}");
 }
+
+#[test]
+fn kernel_symbols_are_sent_once_and_are_in_every_capture() {
+    if !privileged() {
+        return;
+    }
+    let outputs = outputs();
+    let cache = format!("--symbol-cache-dir={}", outputs.path().join("cache").display());
+    let server = |directory: &Path| Server::start(directory, "127.0.0.1:0", &[&cache]);
+    let mut sent = Vec::new();
+    for name in ["first", "second"] {
+        let directory = outputs.path().join(name);
+        let serving = server(&directory);
+        let (address, counts) = proxy(serving.address.clone(), usize::MAX);
+        let to = format!("--to=http://{address}");
+        Ran::of(Command::new(binary("stackwire-collector")).args([
+            "--all",
+            "--duration=1s",
+            "--epoch=300ms",
+            &to,
+        ]))
+        .succeeded();
+        serving.terminate();
+        sent.push(counts[0].load(Ordering::Relaxed));
+        let profile = only_profile(&directory);
+        let kernel = |id: &u64| profile.file_of(*id) == "[kernel]";
+        let unnamed =
+            profile.locations.iter().filter(|(id, l)| kernel(id) && l.lines.is_empty()).count();
+        assert_eq!(unnamed, 0, "{name}: kernel frames without a name");
+        // Moved elsewhere, each capture has what it needs.
+        let capture = std::fs::read_dir(directory.join("captures")).unwrap();
+        let capture = capture
+            .map(|entry| entry.unwrap().path())
+            .find(|path| path.extension().is_some_and(|e| e == "stackwire"));
+        let empty = format!(
+            "--symbol-cache-dir={}",
+            outputs.path().join(format!("empty-{name}")).display()
+        );
+        let report = stackwire(["report".as_ref(), capture.unwrap().as_os_str(), empty.as_ref()])
+            .succeeded()
+            .stdout;
+        assert!(!report.contains("was not sent"), "{report}");
+        assert!(report.contains("kallsyms 100.0 %"), "{report}");
+    }
+    assert!(sent[1] + 300_000 < sent[0], "bytes sent: {sent:?}; the symbols have more than 300 kB");
+}
+
+#[test]
+fn metrics_say_where_names_came_from_and_what_was_lost() {
+    if !privileged() {
+        return;
+    }
+    let directory = outputs();
+    let cache = format!("--symbol-cache-dir={}", directory.path().join("cache").display());
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let metrics = format!("--metrics-listen=127.0.0.1:{port}");
+    let serving = Server::start(
+        &directory.path().join("out"),
+        "127.0.0.1:0",
+        &[&cache, &metrics, "--window=1s"],
+    );
+    let program = Running::start(Command::new(inlined_cc()).arg("60"));
+    collect(program.pid(), 3, &[&format!("--to=http://{}", serving.address)]);
+    let read = || {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    let value = |text: &str, name: &str| -> f64 {
+        let line = text.lines().find(|line| line.starts_with(name));
+        line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0)
+    };
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    let written = || {
+        profiles(&directory.path().join("out"))
+            .iter()
+            .map(|path| Pprof::read(path).count())
+            .sum::<u64>()
+    };
+    let text = loop {
+        let text = read();
+        let count = written();
+        // A profile is counted before it is written: the last may be on its way.
+        if count > 0 && value(&text, "stackwire_samples_total") >= count as f64 && count >= 400 {
+            break text;
+        }
+        assert!(std::time::Instant::now() < deadline, "{count} samples written, metrics: {text}");
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    };
+    assert!(text.starts_with("HTTP/1.0 200"), "{text}");
+    assert!(value(&text, "stackwire_executables_total{source=\"executable\"}") >= 1.0, "{text}");
+    assert!(value(&text, "stackwire_executables_total{source=\"cache\"}") >= 1.0, "{text}");
+    assert!(value(&text, "stackwire_locations_named_total{quality=\"dwarf\"}") > 5.0, "{text}");
+    assert!(value(&text, "stackwire_conversion_seconds_count") >= 1.0, "{text}");
+    serving.terminate();
+}

@@ -276,10 +276,18 @@ fn prepare(
         let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
         let (parsed, snapshot) = kallsyms::parse(&text);
         layout = parsed;
-        if !snapshot.is_empty() {
-            let artifact = Artifact::new(Kind::Kallsyms, snapshot.into_bytes());
-            references.kallsyms = Some(artifact.hash);
+        // Apart: programs come and go, ours at each start, and the rest is the same until the next boot, so that
+        // a symbolizer that has it does not ask for it.
+        let (programs, kernel) = kallsyms::split_programs(&snapshot);
+        let add = |text: String| {
+            let artifact = Artifact::new(Kind::Kallsyms, text.into_bytes());
+            let hash = artifact.hash;
             outbox.add_artifact(artifact, None);
+            hash
+        };
+        if !snapshot.is_empty() {
+            references.kallsyms = Some(add(kernel));
+            references.programs = Some(add(programs));
         }
     }
     if let Some(image) = vdso::image() {

@@ -79,8 +79,10 @@ impl LostReason {
 /// Artifacts that executables and processes of an epoch refer to.
 #[derive(Clone, Debug, Default)]
 pub struct References {
-    /// kallsyms snapshot.
+    /// kallsyms snapshot, without BPF programs.
     pub kallsyms: Option<Hash>,
+    /// That of BPF programs.
+    pub programs: Option<Hash>,
     /// vDSO image.
     pub vdso: Option<Hash>,
 }
@@ -280,7 +282,9 @@ fn executable(
             wire.set_kind(v1::ExecutableKind::Module);
             wire.path = strings.index(name);
             wire.build_id = module_build_id(name);
-            wire.artifact = hash(references.kallsyms);
+            let is_programs = name == "bpf";
+            wire.artifact =
+                hash(if is_programs { references.programs } else { references.kallsyms });
         }
         Kind::Unmapped => wire.set_kind(v1::ExecutableKind::Unmapped),
     }

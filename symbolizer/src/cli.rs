@@ -77,6 +77,8 @@ pub struct Record {
     pub outputs: Outputs,
     #[command(flatten)]
     pub symbols: SymbolOptions,
+    #[command(flatten)]
+    pub metrics: MetricsOption,
     /// Which executables the collector hands over for the names in them: none, those that cannot be found
     /// from here, or all that have samples.
     #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
@@ -152,6 +154,14 @@ pub struct SymbolOptions {
     /// Fail when a server was asked for symbols and did not give them.
     #[arg(long)]
     pub symbol_fail_closed: bool,
+}
+
+/// Counters for Prometheus.
+#[derive(Clone, Debug, ClapArgs)]
+pub struct MetricsOption {
+    /// Serve counters for Prometheus on http://HOST:PORT/metrics.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub metrics_listen: Option<String>,
 }
 
 /// Which symbol cache.
@@ -254,6 +264,8 @@ pub struct Serve {
     pub tags: Vec<String>,
     #[command(flatten)]
     pub symbols: SymbolOptions,
+    #[command(flatten)]
+    pub metrics: MetricsOption,
 }
 
 #[derive(Debug, ClapArgs)]

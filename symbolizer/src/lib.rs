@@ -32,6 +32,7 @@ pub mod export;
 mod handed;
 mod ingest;
 mod log;
+pub mod metrics;
 pub mod profile;
 mod resolve;
 mod say;

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use stackwire_cache::Cache;
 use stackwire_proto::v1;
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
@@ -78,6 +79,7 @@ pub struct Builder {
     collector: Option<PathBuf>,
     capture: Option<PathBuf>,
     share: Option<&'static str>,
+    cache: Option<Arc<Cache>>,
 }
 
 impl Builder {
@@ -154,6 +156,13 @@ impl Builder {
         self
     }
 
+    /// What is in this cache is not asked for.
+    #[must_use]
+    pub fn cache(mut self, cache: Option<Arc<Cache>>) -> Self {
+        self.cache = cache;
+        self
+    }
+
     /// Keeps the raw stream in this file.
     #[must_use]
     pub fn capture(mut self, path: impl Into<PathBuf>) -> Self {
@@ -203,7 +212,7 @@ impl Builder {
         let (finished, finish) = mpsc::channel();
         let state = Mutex::new(Some((file, greeted, finished)));
         let (open, closing) = tokio::sync::watch::channel(false);
-        let acceptor = Arc::new(OneStream { path: log.clone(), state });
+        let acceptor = Arc::new(OneStream { path: log.clone(), cache: self.cache.clone(), state });
         {
             let _guard = runtime.enter();
             let listener = UnixListener::bind(&socket).map_err(setup)?;
@@ -315,6 +324,7 @@ impl Session {
             collector: None,
             capture: None,
             share: None,
+            cache: None,
         }
     }
 
@@ -429,6 +439,7 @@ type Ends = (tempfile::NamedTempFile, Sender<Result<(), String>>, Sender<(Pinned
 #[derive(Debug)]
 struct OneStream {
     path: PathBuf,
+    cache: Option<Arc<Cache>>,
     state: Mutex<Option<Ends>>,
 }
 
@@ -440,7 +451,7 @@ impl Accept for OneStream {
     ) -> Result<Box<dyn Keep>, String> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
         let (file, greeted, finished) = taken.ok_or("a collector is connected already")?;
-        let files = Files { local: true, ..Files::default() };
+        let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
         let log = Log::create(file.path().to_owned(), message, 0, files)
             .map_err(|error| error.to_string())
             .and_then(|log| {

@@ -98,6 +98,12 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     (KernelLayout { modules, runs }, snapshot)
 }
 
+/// Takes a snapshot apart: the lines of BPF programs, and all others.
+#[must_use]
+pub fn split_programs(snapshot: &str) -> (String, String) {
+    snapshot.split_inclusive('\n').partition(|line| line.starts_with("bpf\t"))
+}
+
 /// `address type name[ TAB [module]]`, text symbols only.
 fn parse_line(line: &str) -> Option<(u64, &str, &str)> {
     let mut fields = line.split_whitespace();
@@ -146,6 +152,14 @@ nonsense
         assert!(snapshot.contains("ext4\t80\tsecond\n"));
         let moved = TEXT.replace("ffffffff8", "ffffffff9");
         assert_eq!(parse(&moved).1, snapshot, "the same kernel elsewhere gives the same snapshot");
+    }
+
+    #[test]
+    fn programs_are_apart() {
+        let (_, snapshot) = parse(TEXT);
+        let (programs, kernel) = split_programs(&snapshot);
+        assert_eq!(programs, "bpf\t0\tbpf_prog_1\n");
+        assert!(kernel.contains("do_syscall") && !kernel.contains("bpf_prog_1"));
     }
 
     #[test]

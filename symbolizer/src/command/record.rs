@@ -35,6 +35,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     check_distinct(&paths).map_err(Failure::Usage)?;
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
     let sources = arguments.symbols.sources()?;
+    arguments.metrics.start(&sources)?;
     let stop = Arc::new(AtomicBool::new(false));
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     for signal in [SIGHUP, SIGINT, SIGTERM] {
@@ -48,7 +49,8 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         true => None,
         false => Some(Launched::start(&arguments.command)?),
     };
-    let session = match start(&arguments, launched.as_ref().map(|launched| launched.child.id())) {
+    let child = launched.as_ref().map(|launched| launched.child.id());
+    let session = match start(&arguments, &sources, child) {
         Ok(session) => session,
         Err(error) => {
             if let Some(launched) = launched {
@@ -122,9 +124,14 @@ fn check(arguments: &Record) -> Result<(), Failure> {
     Ok(())
 }
 
-fn start(arguments: &Record, command: Option<u32>) -> Result<Session, SessionError> {
+fn start(
+    arguments: &Record,
+    sources: &Sources,
+    command: Option<u32>,
+) -> Result<Session, SessionError> {
     let mut builder: Builder = Session::builder()
         .profile()
+        .cache(sources.cache.clone())
         .sample_rate(arguments.sample_rate)
         .kernel_stacks(arguments.kernel_stacks)
         .event(match arguments.event {

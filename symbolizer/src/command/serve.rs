@@ -13,6 +13,8 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
     if arguments.window.is_zero() {
         return Err(Failure::Usage("a window of 0 holds no samples: use --window 5m".to_owned()));
     }
+    let sources = arguments.symbols.sources()?;
+    arguments.metrics.start(&sources)?;
     let config = ServeConfig {
         listen: arguments.listen,
         log_dir: arguments.log_dir.unwrap_or_else(|| arguments.output_dir.join("captures")),
@@ -20,7 +22,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         log_max: arguments.log_max.saturating_mul(1 << 20),
         window: arguments.window,
         tags: arguments.tags,
-        sources: Arc::new(arguments.symbols.sources()?),
+        sources: Arc::new(sources),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()

@@ -7,7 +7,7 @@ use anyhow::anyhow;
 use stackwire::{Debuginfod, Profile, Scratch, Sources, cache::Cache, say};
 
 use super::Failure;
-use crate::cli::{CacheOptions, SymbolOptions};
+use crate::cli::{CacheOptions, MetricsOption, SymbolOptions};
 
 impl CacheOptions {
     /// The cache; `None`, with a word about it, where none can be had.
@@ -37,6 +37,17 @@ impl CacheOptions {
         named
             .or_else(|| Some(absolute("XDG_CACHE_HOME")?.join("stackwire")))
             .or_else(|| Some(absolute("HOME")?.join(".cache/stackwire")))
+    }
+}
+
+impl MetricsOption {
+    /// Begins to serve what is counted, if it is to be served.
+    pub fn start(&self, sources: &Sources) -> Result<(), Failure> {
+        let Some(address) = &self.metrics_listen else { return Ok(()) };
+        let bound = stackwire::metrics::listen(address, Arc::clone(&sources.metrics))
+            .map_err(|error| anyhow!("cannot listen on {address} for --metrics-listen: {error}"))?;
+        say(&format!("stackwire: metrics on http://{bound}/metrics"));
+        Ok(())
     }
 }
 

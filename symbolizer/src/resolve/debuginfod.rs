@@ -13,6 +13,7 @@ use stackwire_cache::{Blob, Cache, CacheError, Id, Key, Kind, Meta, Negative, Pe
 use tokio::runtime::Runtime;
 
 use crate::elf::{Elf, Scratch};
+use crate::metrics::Metrics;
 use crate::profile::hex;
 
 /// Why a file did not come.
@@ -124,6 +125,7 @@ impl Debuginfod {
         kind: Kind,
         cache: &Cache,
         deadline: Instant,
+        metrics: &Metrics,
     ) -> Result<Blob, FetchError> {
         let id = Id::of_bytes(build_id).map_err(|error| FetchError::Failed(error.to_string()))?;
         let key = Key::new(id, kind);
@@ -143,6 +145,7 @@ impl Debuginfod {
         let Some(runtime) = &self.runtime else {
             return Err(FetchError::Failed("the client is closed".to_owned()));
         };
+        let started = Instant::now();
         let fetched = runtime.block_on(async {
             let all = self.ask_servers(&key, cache);
             tokio::time::timeout(left(), all).await.unwrap_or_else(|_elapsed| {
@@ -152,6 +155,13 @@ impl Debuginfod {
                 )))
             })
         });
+        let (outcome, bytes) = match &fetched {
+            Ok(blob) => ("ok", blob.file.metadata().map_or(0, |metadata| metadata.len())),
+            Err(FetchError::Missing(_)) => ("missing", 0),
+            Err(FetchError::Malformed(_)) => ("malformed", 0),
+            Err(FetchError::Failed(_)) => ("failed", 0),
+        };
+        metrics.fetched(what(kind), outcome, started.elapsed(), bytes);
         match &fetched {
             Err(FetchError::Missing(id)) => {
                 let negative = Negative::Missing(self.with_servers(id));
@@ -218,7 +228,7 @@ impl Debuginfod {
     }
 
     async fn ask(&self, server: &Server, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
-        let what = if key.kind == Kind::Executable { "executable" } else { "debuginfo" };
+        let what = what(key.kind);
         let [url, shown] =
             [&server.url, &server.shown].map(|url| format!("{url}/buildid/{}/{what}", key.id));
         let mut tries = 1;
@@ -293,6 +303,11 @@ impl Debuginfod {
             })?;
         }
     }
+}
+
+/// The word for a kind of file in the protocol.
+fn what(kind: Kind) -> &'static str {
+    if kind == Kind::Executable { "executable" } else { "debuginfo" }
 }
 
 impl Drop for Debuginfod {

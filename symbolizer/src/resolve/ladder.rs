@@ -15,6 +15,7 @@ use super::file::{self, Opened};
 use super::kernel;
 use crate::compile::{self, Files};
 use crate::elf::{Elf, Scratch};
+use crate::metrics::Rung;
 use crate::profile::hex;
 use crate::table::{self, Bytes, Kind, Table};
 
@@ -47,6 +48,8 @@ pub struct Found {
     pub table: Table,
     /// Where they are from.
     pub source: String,
+    /// Likewise, in one word.
+    pub rung: Rung,
     /// What was looked for and not found, or is broken; the same for the same files.
     pub notes: Vec<String>,
     /// A server was asked and did not give what it was asked for.
@@ -72,6 +75,7 @@ struct At {
     path: PathBuf,
     /// For people: a path or an address.
     origin: String,
+    rung: Rung,
 }
 
 /// Climbs the ladder. Servers are waited for until `deadline`.
@@ -79,6 +83,18 @@ struct At {
 /// # Errors
 /// See [`Nothing`].
 pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
+    let is_kernel = wanted.kernel.is_some();
+    let found = climb(wanted, sources, deadline);
+    match &found {
+        Ok(found) => sources.metrics.looked_up(found.rung),
+        // Of the kernel kallsyms knows.
+        Err(_) if is_kernel => {}
+        Err(_) => sources.metrics.looked_up(Rung::Nothing),
+    }
+    found
+}
+
+fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
     let mut climb = Climb { sources, deadline, notes: Vec::new(), fetch_failed: false };
     // Not opened when its table is there and whole: what names need is all in that.
     let known = climb.cached_table(&wanted.build_id, wanted.code.is_some());
@@ -141,11 +157,15 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
     let compiled = {
         // One at a time: it has threads of its own, and memory is what there is least of.
         let _turn = sources.compiling.lock();
-        compile::compile(&files, wanted.code)
+        let started = Instant::now();
+        let compiled = compile::compile(&files, wanted.code);
+        sources.metrics.converted(started.elapsed());
+        compiled
     };
     let whole = compiled.notes.is_empty() && (alt.is_some() || !wants_alt);
     let has_segments = executable.is_some() || debug.as_ref().is_some_and(|at| at.elf.is_kernel());
-    let origin = debug.or(executable).map_or(String::new(), |at| at.origin);
+    let (origin, rung) =
+        debug.or(executable).map_or((String::new(), Rung::Nothing), |at| (at.origin, at.rung));
     // What the file itself lacks belongs to the table; what servers said today does not. A line each.
     let line = |text: &String| text.replace('\n', "?");
     let origin: Vec<String> = [&[origin], &compiled.notes[..]].concat().iter().map(line).collect();
@@ -158,7 +178,7 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
     };
     let better = before
         .filter(|before| table.best().is_some_and(|now| before.is_none_or(|before| now < before)));
-    climb.with_table(Some(Known { table, origin, whole }), better)
+    climb.with_table(Some(Known { table, origin, whole, rung }), better)
 }
 
 /// A table with where it is from.
@@ -168,6 +188,7 @@ struct Known {
     origin: String,
     /// Everything its file refers to was there.
     whole: bool,
+    rung: Rung,
 }
 
 struct Climb<'s> {
@@ -184,7 +205,7 @@ impl Climb<'_> {
         known: Option<Known>,
         upgraded: Option<Option<Kind>>,
     ) -> Result<Found, Nothing> {
-        let Some(Known { table, origin, .. }) = known else { return Err(self.nothing()) };
+        let Some(Known { table, origin, rung, .. }) = known else { return Err(self.nothing()) };
         let mut lines = origin.lines().map(str::to_owned);
         let source = lines.next().unwrap_or_default();
         let mut notes: Vec<String> = lines.collect();
@@ -193,7 +214,7 @@ impl Climb<'_> {
                 notes.push(note);
             }
         }
-        Ok(Found { table, source, notes, fetch_failed: self.fetch_failed, upgraded })
+        Ok(Found { table, source, rung, notes, fetch_failed: self.fetch_failed, upgraded })
     }
 
     fn note(&mut self, note: String) {
@@ -219,7 +240,7 @@ impl Climb<'_> {
         let table = Table::open(Bytes::map(&blob.file).ok()?).ok()?;
         let usable = !by_offset || table.segments().next().is_some();
         let whole = blob.meta.quality == WHOLE;
-        usable.then_some(Known { table, origin: blob.meta.origin, whole })
+        usable.then_some(Known { table, origin: blob.meta.origin, whole, rung: Rung::Cache })
     }
 
     /// What the table is kept under: the build-id, else a hash of all of the file.
@@ -258,11 +279,11 @@ impl Climb<'_> {
             if elf.relocatable {
                 return Err("an object file: its functions have no addresses yet".to_owned());
             }
-            let origin = match opened.handed_over {
-                false => file::shown(&opened.path),
-                true => self.keep_handed(&opened.file, &wanted.build_id),
+            let (origin, rung) = match opened.handed_over {
+                false => (file::shown(&opened.path), Rung::Executable),
+                true => (self.keep_handed(&opened.file, &wanted.build_id), Rung::HandedOver),
             };
-            Ok(At { elf, path: opened.path.clone().into(), origin })
+            Ok(At { elf, path: opened.path.clone().into(), origin, rung })
         });
         match found {
             Ok(at) => Some(at),
@@ -408,7 +429,7 @@ impl Climb<'_> {
             self.note("it has no build-id to ask servers for".to_owned());
             return None;
         }
-        match debuginfod.fetch(build_id, kind, cache, self.deadline) {
+        match debuginfod.fetch(build_id, kind, cache, self.deadline, &self.sources.metrics) {
             Ok(blob) => self.of_blob(blob),
             Err(error) => {
                 self.fetch_failed = true;
@@ -429,7 +450,7 @@ impl Climb<'_> {
             true => "the symbol cache".to_owned(),
             false => format!("{} ({bytes} bytes)", blob.meta.origin),
         };
-        Some(At { elf, path: blob.path, origin })
+        Some(At { elf, path: blob.path, origin, rung: Rung::Debuginfod })
     }
 }
 
@@ -479,7 +500,8 @@ fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {
 fn open(path: &Path, scratch: &Scratch) -> Option<At> {
     let file = file::open_regular(path.to_str()?).ok()?;
     let origin = file::shown(path.to_str()?);
-    Some(At { elf: Elf::open(file, scratch).ok()?, path: path.to_owned(), origin })
+    let elf = Elf::open(file, scratch).ok()?;
+    Some(At { elf, path: path.to_owned(), origin, rung: Rung::DebugFile })
 }
 
 /// Adds an ELF file to a cache, as the kind it is.

@@ -27,6 +27,7 @@ pub use self::ladder::add as add_to_cache;
 pub use self::one::{Answer, Symbols};
 use crate::capture::Artifacts;
 use crate::elf::Scratch;
+use crate::metrics::Metrics;
 use crate::profile::{
     ArtifactHash, Executable, ExecutableId, LocationId, Profile, Quality, Resolution, Source,
 };
@@ -48,6 +49,8 @@ pub struct Sources {
     pub cache: Option<Arc<Cache>>,
     /// Servers to ask for what is nowhere else. Needs a cache.
     pub debuginfod: Option<Arc<Debuginfod>>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
     compiling: Arc<Mutex<()>>,
 }
 
@@ -62,6 +65,7 @@ impl Sources {
             scratch: self.scratch.clone(),
             cache: self.cache.clone(),
             debuginfod: self.debuginfod.clone(),
+            metrics: Arc::clone(&self.metrics),
             compiling: Arc::clone(&self.compiling),
         }
     }
@@ -79,6 +83,7 @@ impl Default for Sources {
             scratch: Scratch::default(),
             cache: None,
             debuginfod: None,
+            metrics: Arc::default(),
             compiling: Arc::default(),
         }
     }
@@ -122,6 +127,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     // The heaviest first, so that no thread is left alone with one at the end.
     jobs.sort_by_key(|(_, locations)| locations.len());
     run_jobs(profile, (artifacts, &snapshots), sources, jobs);
+    sources.metrics.resolved(profile);
 }
 
 /// Kernel symbols by the hash of their snapshot.

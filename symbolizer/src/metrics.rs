@@ -1,0 +1,268 @@
+//! Counters for Prometheus: what was named and from where, what was not and why, how long it took.
+//!
+//! Counted by `resolve/` and `serve/`, served on an address of its own by [`listen`]. Every label has few values:
+//! no path, no build-id, no host name.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::profile::{Executable, ExecutableId, Profile, Quality, Resolution};
+
+/// Where the names of an executable are from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rung {
+    /// A table made before.
+    Cache,
+    /// The file that was mapped.
+    Executable,
+    /// A debug file of this host.
+    DebugFile,
+    /// A file the collector handed over.
+    HandedOver,
+    /// A file fetched from a server, now or before.
+    Debuginfod,
+    /// The kernel's own list.
+    Kallsyms,
+    /// A perf-map or jitdump.
+    Jit,
+    /// There are none.
+    Nothing,
+}
+
+impl Rung {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Cache => "cache",
+            Self::Executable => "executable",
+            Self::DebugFile => "debug_file",
+            Self::HandedOver => "handed_over",
+            Self::Debuginfod => "debuginfod",
+            Self::Kallsyms => "kallsyms",
+            Self::Jit => "jit",
+            Self::Nothing => "none",
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Source {
+    source: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Named {
+    quality: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Reason {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Fetch {
+    kind: &'static str,
+    outcome: &'static str,
+}
+
+/// The counters. Cheap to count with from any thread.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    executables: Family<Source, Counter>,
+    named: Family<Named, Counter>,
+    missing: Family<Reason, Counter>,
+    fetches: Family<Fetch, Histogram, fn() -> Histogram>,
+    fetched: Counter,
+    conversions: Histogram,
+    samples: Counter,
+    lost: Family<Reason, Counter>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("stackwire");
+        // From a millisecond to half a minute, which is as long as servers are waited for.
+        let seconds: fn() -> Histogram = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
+        let metrics = Self {
+            executables: Family::default(),
+            named: Family::default(),
+            missing: Family::default(),
+            fetches: Family::new_with_constructor(seconds),
+            fetched: Counter::default(),
+            conversions: seconds(),
+            samples: Counter::default(),
+            lost: Family::default(),
+            registry: Registry::default(),
+        };
+        registry.register(
+            "executables",
+            "Executables looked up, by where their names are from",
+            metrics.executables.clone(),
+        );
+        registry.register(
+            "locations_named",
+            "Places in code that have a name, by its quality",
+            metrics.named.clone(),
+        );
+        registry.register(
+            "locations_missing",
+            "Places in code without a name, by reason",
+            metrics.missing.clone(),
+        );
+        registry.register_with_unit(
+            "fetch",
+            "Time files took to come from servers",
+            Unit::Seconds,
+            metrics.fetches.clone(),
+        );
+        registry.register_with_unit(
+            "fetched",
+            "What came from servers",
+            Unit::Bytes,
+            metrics.fetched.clone(),
+        );
+        registry.register_with_unit(
+            "conversion",
+            "Time debug information took to become a table",
+            Unit::Seconds,
+            metrics.conversions.clone(),
+        );
+        registry.register("samples", "Samples in profiles", metrics.samples.clone());
+        registry.register("lost", "What captures say was lost, by reason", metrics.lost.clone());
+        Self { registry, ..metrics }
+    }
+}
+
+impl Metrics {
+    /// A fetch is over. `outcome`: "ok" with its bytes, "missing", "malformed", "failed".
+    pub fn fetched(&self, kind: &'static str, outcome: &'static str, took: Duration, bytes: u64) {
+        self.fetches.get_or_create(&Fetch { kind, outcome }).observe(took.as_secs_f64());
+        self.fetched.inc_by(bytes);
+    }
+
+    /// Debug information was made into a table.
+    pub fn converted(&self, took: Duration) {
+        self.conversions.observe(took.as_secs_f64());
+    }
+
+    /// Names of an executable were looked for.
+    pub fn looked_up(&self, rung: Rung) {
+        self.executables.get_or_create(&Source { source: rung.text() }).inc();
+    }
+
+    /// A profile was resolved.
+    pub fn resolved(&self, profile: &Profile) {
+        self.samples.inc_by(profile.sample_count());
+        for (reason, (count, _)) in &profile.lost {
+            self.lost.get_or_create(&Reason { reason: reason.text() }).inc_by(*count);
+        }
+        // Of files the ladder has told already.
+        let mut others: BTreeMap<ExecutableId, Rung> = BTreeMap::new();
+        for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
+            let id = location.executable;
+            let rung = match resolution {
+                Resolution::Found { quality, .. } => {
+                    self.named.get_or_create(&Named { quality: quality.text() }).inc();
+                    match quality {
+                        Quality::PerfMap | Quality::Jitdump => Some(Rung::Jit),
+                        Quality::Kallsyms => Some(Rung::Kallsyms),
+                        _ => None,
+                    }
+                }
+                Resolution::Missing(_) => {
+                    let reason = reason(profile, id.index());
+                    self.missing.get_or_create(&Reason { reason }).inc();
+                    None
+                }
+            };
+            match rung {
+                Some(rung) => _ = others.insert(id, rung),
+                None if profile.executables[id.index()] == Executable::Anonymous => {
+                    others.entry(id).or_insert(Rung::Nothing);
+                }
+                None => {}
+            }
+        }
+        others.into_values().for_each(|rung| self.looked_up(rung));
+    }
+
+    /// All of them, as Prometheus reads them.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        // A String takes everything.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}
+
+/// Why a place has no name, in one of few words; the report has the sentence.
+fn reason(profile: &Profile, executable: usize) -> &'static str {
+    let source = profile.sources.get(executable);
+    match &profile.executables[executable] {
+        Executable::Unmapped => "no mapping",
+        Executable::Anonymous => "no JIT map",
+        Executable::Kernel { .. } => "not in kallsyms",
+        _ if source.is_some_and(|source| source.fetch_failed) => "fetch failed",
+        _ if source.is_none_or(|source| source.origin.is_empty()) => "no file",
+        _ => "no symbol",
+    }
+}
+
+/// Serves `/metrics` on `host:port` until the process ends; returns the address that is listened on.
+///
+/// # Errors
+/// When the address cannot be listened on, or no thread be started.
+pub fn listen(address: &str, metrics: Arc<Metrics>) -> io::Result<String> {
+    let listener = TcpListener::bind(address)?;
+    listener.set_nonblocking(true)?;
+    let bound = listener.local_addr()?.to_string();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
+        runtime.block_on(async {
+            let page = axum::routing::get(|| async move {
+                let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+                ([(axum::http::header::CONTENT_TYPE, kind)], metrics.text())
+            });
+            let router = axum::Router::new().route("/metrics", page);
+            if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
+                // Ends with the process.
+                let _ = axum::serve(listener, router).await;
+            }
+        });
+    })?;
+    Ok(bound)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_counted_is_in_the_text() {
+        let metrics = Metrics::default();
+        metrics.fetched("debuginfo", "ok", Duration::from_millis(30), 1000);
+        metrics.converted(Duration::from_millis(3));
+        metrics.looked_up(Rung::Debuginfod);
+        let text = metrics.text();
+        for line in [
+            "stackwire_executables_total{source=\"debuginfod\"} 1",
+            "stackwire_fetch_seconds_count{kind=\"debuginfo\",outcome=\"ok\"} 1",
+            "stackwire_fetched_bytes_total 1000",
+            "stackwire_conversion_seconds_bucket{le=\"0.004\"} 1",
+        ] {
+            assert!(text.contains(line), "no {line} in {text}");
+        }
+    }
+}
