@@ -34,6 +34,7 @@ bench: build
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
 	tests/corpus.sh target/corpus
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-symbols -- $(OUT)
+	$(CARGO) bench --locked -q -p stackwire --bench lookup
 
 # Rebuild the eBPF object that is checked in.
 ebpf:

@@ -85,7 +85,7 @@ fn build_id(text: &str) -> Option<Vec<u8>> {
 /// Function, then file and line, for each frame; question marks for what is unknown.
 fn plain(answer: &stackwire::Answer) -> String {
     let mut text = String::new();
-    for frame in &answer.frames {
+    for frame in answer.frames.iter() {
         let or = |text: &str| if text.is_empty() { "??" } else { text }.to_owned();
         let _ = writeln!(text, "{}\n{}:{}", or(&frame.function), or(&frame.file), frame.line);
     }

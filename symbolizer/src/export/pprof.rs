@@ -179,7 +179,7 @@ impl<'a> Writer<'a> {
         let (mapping, address) = self.mappings.place(self.profile, id);
         let resolution = self.profile.resolutions.get(id.index());
         let lines = match resolution {
-            Some(Resolution::Found { lines, .. }) => lines.as_slice(),
+            Some(Resolution::Found { lines, .. }) => &lines[..],
             _ => &[],
         };
         if let Some(mapping) = mapping {

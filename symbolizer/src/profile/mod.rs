@@ -7,6 +7,7 @@ mod builder;
 mod location;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 pub use self::builder::{Builder, Limits};
 pub use self::location::{FrameKind, Location, lookup_offset};
@@ -306,7 +307,7 @@ pub enum Resolution {
     /// Names were found.
     Found {
         /// Innermost inlined function first, the function that exists last.
-        lines: Vec<Line>,
+        lines: Arc<[Line]>,
         /// Where they came from.
         quality: Quality,
     },
@@ -433,7 +434,7 @@ impl Profile {
     #[must_use]
     pub fn lines(&self, location: LocationId) -> Vec<Line> {
         match self.resolutions.get(location.index()) {
-            Some(Resolution::Found { lines, .. }) => lines.clone(),
+            Some(Resolution::Found { lines, .. }) => lines.to_vec(),
             _ => {
                 let found = &self.locations[location.index()];
                 let name = self.executables[found.executable.index()].name();

@@ -15,7 +15,7 @@ use crate::table::Table;
 /// Names from kallsyms, or nothing.
 pub(super) fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
     match symbols.find(module, offset) {
-        Some(line) => Resolution::Found { lines: vec![line], quality: Quality::Kallsyms },
+        Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Kallsyms },
         None => Resolution::Missing("not in kallsyms".to_owned()),
     }
 }

@@ -11,6 +11,7 @@ mod kallsyms;
 mod kernel;
 mod ladder;
 mod one;
+mod recent;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -25,6 +26,7 @@ pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
 pub use self::ladder::add as add_to_cache;
 pub use self::one::{Answer, Symbols};
+use self::recent::Recent;
 use crate::capture::Artifacts;
 use crate::elf::Scratch;
 use crate::metrics::Metrics;
@@ -52,6 +54,7 @@ pub struct Sources {
     /// What is counted.
     pub metrics: Arc<Metrics>,
     compiling: Arc<Mutex<()>>,
+    recent: Arc<Recent>,
 }
 
 impl Sources {
@@ -67,6 +70,7 @@ impl Sources {
             debuginfod: self.debuginfod.clone(),
             metrics: Arc::clone(&self.metrics),
             compiling: Arc::clone(&self.compiling),
+            recent: Arc::clone(&self.recent),
         }
     }
 }
@@ -85,6 +89,7 @@ impl Default for Sources {
             debuginfod: None,
             metrics: Arc::default(),
             compiling: Arc::default(),
+            recent: Arc::default(),
         }
     }
 }
@@ -223,7 +228,7 @@ fn elf_job(
     })?;
     let resolutions = locations.iter().map(|location| {
         let offset = profile.locations[location.index()].offset;
-        resolution(&found.table, |offset| found.table.address_of(offset), offset, sources.demangle)
+        resolution(&found.table, |offset| found.table.address_of(offset), offset, sources)
     });
     let resolutions = resolutions.collect();
     Ok((source(found), resolutions))
@@ -275,7 +280,7 @@ fn kernel_job(
             let layout = kernel::Layout::of(&found.table, module, symbols);
             let resolutions = offsets().map(|offset| {
                 let address = |offset| layout.address(offset);
-                match resolution(&found.table, address, offset, sources.demangle) {
+                match resolution(&found.table, address, offset, sources) {
                     // What is patched in at run time is in no file.
                     Resolution::Missing(reason) => {
                         by_kallsyms(offset).unwrap_or(Resolution::Missing(reason))
@@ -322,28 +327,27 @@ fn resolution(
     table: &Table,
     address_of: impl Fn(u64) -> Option<u64>,
     offset: u64,
-    demangle: bool,
+    sources: &Sources,
 ) -> Resolution {
-    let at = |offset| address_of(offset).map(|address| table.lookup(address).peekable());
-    let Some(mut frames) = at(offset) else {
+    let at = |offset| address_of(offset).map(|address| sources.recent.named(table, address, sources.demangle));
+    let Some(mut named) = at(offset) else {
         return Resolution::Missing("not in a loaded segment of the file".to_owned());
     };
-    if frames.peek().is_none()
-        && let Some(behind) = at(offset.saturating_add(1))
-    {
+    if named.is_none() {
         // A signal handler returns to the first byte of a function nobody called. Less one, as return
         // addresses are looked up, that is in nothing; and nothing is what lies in front of it.
-        frames = behind;
+        named = at(offset.saturating_add(1)).flatten();
     }
-    let Some(quality) = frames.peek().map(|frame| quality(frame.kind)) else {
-        let reason = match table.best() {
-            Some(_) => "no symbol covers it",
-            None => "no symbol covers it, and the file is stripped",
-        };
-        return Resolution::Missing(reason.to_owned());
-    };
-    let lines = frames.map(|frame| demangle::line(frame, demangle));
-    Resolution::Found { lines: lines.collect(), quality }
+    match named {
+        Some((lines, quality)) => Resolution::Found { lines, quality },
+        None => Resolution::Missing(
+            match table.best() {
+                Some(_) => "no symbol covers it",
+                None => "no symbol covers it, and the file is stripped",
+            }
+            .to_owned(),
+        ),
+    }
 }
 
 fn quality(kind: Kind) -> Quality {
@@ -401,7 +405,7 @@ fn anonymous(profile: &mut Profile, artifacts: &Artifacts, locations: &[Location
             if line.is_none() {
                 missing = Some(format!("not in the {}", quality.text()));
             }
-            Some(Resolution::Found { lines: vec![line?], quality })
+            Some(Resolution::Found { lines: [line?].into(), quality })
         });
         let missing = missing.or_else(|| process.jit_missing.clone());
         let missing = missing.unwrap_or_else(|| "the process wrote no perf-map".to_owned());

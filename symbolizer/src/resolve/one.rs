@@ -1,24 +1,28 @@
 //! The symbols of one executable, asked for by path or build-id: what `stackwire symbolize` and embedders use.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::ladder::{self, Found, Wanted};
-use super::{Sources, demangle, file};
+use super::recent::Recent;
+use super::{Sources, file};
 use crate::profile::{Line, Quality};
+use crate::table::Table;
 
 /// Symbols of one executable, whichever rung of the ladder had them.
 #[derive(Debug)]
 pub struct Symbols {
     found: Found,
     demangle: bool,
+    recent: Arc<Recent>,
 }
 
 /// What an address is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     /// Innermost first; empty when no symbol covers the address.
-    pub frames: Vec<Line>,
+    pub frames: Arc<[Line]>,
     /// How good the symbols are, if there are any.
     pub quality: Option<Quality>,
 }
@@ -37,6 +41,7 @@ impl Symbols {
             found: ladder::find(wanted, sources, deadline(sources))
                 .map_err(|nothing| nothing.to_string())?,
             demangle: sources.demangle,
+            recent: Arc::clone(&sources.recent),
         })
     }
 
@@ -51,17 +56,23 @@ impl Symbols {
             found: ladder::find(wanted, sources, deadline(sources))
                 .map_err(|nothing| nothing.to_string())?,
             demangle: sources.demangle,
+            recent: Arc::clone(&sources.recent),
         })
     }
 
     /// What an address is, as the ELF file counts them (`llvm-symbolizer --obj` does the same).
     #[must_use]
     pub fn lookup(&self, address: u64) -> Answer {
-        let quality =
-            self.found.table.lookup(address).next().map(|frame| super::quality(frame.kind));
-        let frames =
-            self.found.table.lookup(address).map(|frame| demangle::line(frame, self.demangle));
-        Answer { frames: frames.collect(), quality }
+        match self.recent.named(&self.found.table, address, self.demangle) {
+            Some((frames, quality)) => Answer { frames, quality: Some(quality) },
+            None => Answer { frames: Arc::default(), quality: None },
+        }
+    }
+
+    /// The table the answers are from.
+    #[must_use]
+    pub fn table(&self) -> &Table {
+        &self.found.table
     }
 
     /// The file the symbols are from.

@@ -128,6 +128,7 @@ pub struct Frame<'t> {
 #[derive(Debug)]
 pub struct Table {
     bytes: Bytes,
+    checksum: u64,
     base: u64,
     shift: u32,
     segments: Part,
@@ -177,7 +178,14 @@ impl Table {
         }
         let base = long(16);
         let text = Text::new(bytes.clone(), at).ok_or(TableError::Cut)?;
-        Ok(Self { bytes, base, shift, segments, starts, leaves, buckets, nodes, text, best })
+        let checksum = long(8);
+        Ok(Self { bytes, checksum, base, shift, segments, starts, leaves, buckets, nodes, text, best })
+    }
+
+    /// What tells it from any other table.
+    #[must_use]
+    pub fn checksum(&self) -> u64 {
+        self.checksum
     }
 
     /// Address a byte of the file is loaded at.

@@ -1,0 +1,63 @@
+//! `make bench`, third part: nanoseconds an address in this process, with whole chains of inlined calls: from a compiled
+//! table (budget 500), with readable names made of it, and from the answers of late (budget 50).
+
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use stackwire::{Sources, Symbols};
+
+/// Fewer than answers are kept.
+const ADDRESSES: usize = 10_000;
+const ROUNDS: usize = 50;
+
+fn main() {
+    println!("\n| {ADDRESSES} addresses of | frames each | table, ns | with readable names | from memory |");
+    println!("|---|---|---|---|---|");
+    let own = std::env::current_exe().ok();
+    for path in own.into_iter().chain(libjvm()) {
+        match measure(&path) {
+            Ok(row) => println!("{row}"),
+            Err(error) => println!("| {} | {error} | | | |", path.display()),
+        }
+    }
+}
+
+/// The pair `tests/corpus.sh` fetched, if it was run.
+fn libjvm() -> Option<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/corpus");
+    let list = std::fs::read_to_string(root.join("objects.tsv")).ok()?;
+    let line = list.lines().find(|line| line.starts_with("libjvm\t"))?;
+    Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(line.split('\t').nth(1)?))
+}
+
+fn measure(path: &Path) -> Result<String, String> {
+    let symbols = Symbols::of_file(path, &Sources::default())?;
+    let table = symbols.table();
+    // All over the code, out of order, the same every time.
+    let functions: Vec<u64> = table.functions().map(|(address, _)| address).collect();
+    let at = |index: usize| functions[index * 7_919 % functions.len()] + (index % 64) as u64;
+    let addresses: Vec<u64> = (0..ADDRESSES).map(at).collect();
+
+    let frames: usize = addresses.iter().map(|&address| table.lookup(address).count()).sum();
+    let started = Instant::now();
+    for &address in addresses.iter().cycle().take(ADDRESSES * ROUNDS) {
+        for frame in table.lookup(black_box(address)) {
+            black_box(frame);
+        }
+    }
+    let from_table = started.elapsed().as_nanos() as usize / (ADDRESSES * ROUNDS);
+
+    let started = Instant::now();
+    addresses.iter().for_each(|&address| _ = black_box(symbols.lookup(address)));
+    let readable = started.elapsed().as_nanos() as usize / ADDRESSES;
+
+    let started = Instant::now();
+    for &address in addresses.iter().cycle().take(ADDRESSES * ROUNDS) {
+        black_box(symbols.lookup(black_box(address)));
+    }
+    let from_memory = started.elapsed().as_nanos() as usize / (ADDRESSES * ROUNDS);
+    let name = path.file_name().unwrap_or_default().display();
+    let each = frames as f64 / ADDRESSES as f64;
+    Ok(format!("| {name} | {each:.1} | {from_table} | {readable} | {from_memory} |"))
+}
