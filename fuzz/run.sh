@@ -18,9 +18,36 @@ for flags in -gdwarf-4 -gdwarf-5 "-gdwarf-5 -gz=zlib" "-g -O0 -static-pie -nostd
     __attribute__((noinline)) int add(int x) { return twice(x) + 1; }
     void run(void) { volatile int y = add(3); for (;;) y = add(y); }' 2>/dev/null || true
 done
+# The same of single sections, as fuzz/src/lib.rs takes them: length, content.
+section() {
+  local content=$1/section
+  objcopy --dump-section "$2=$content" "$3" /dev/null 2>/dev/null || : >"$content"
+  local size
+  size=$(stat -c %s "$content")
+  # shellcheck disable=SC2059  # the escapes are the output
+  printf "$(printf '\\x%02x\\x%02x\\x%02x\\x%02x' $((size & 255)) $((size >> 8 & 255)) $((size >> 16 & 255)) $((size >> 24 & 255)))"
+  cat "$content"
+  rm -f "$content"
+}
+scratch=$(mktemp -d)
+mkdir -p fuzz/corpus/dwarf fuzz/corpus/gopclntab fuzz/corpus/links
+for seed in "$seeds"/*; do
+  for name in .debug_info .debug_abbrev .debug_line .debug_str .debug_line_str .debug_rnglists .debug_ranges .debug_addr .debug_str_offsets; do
+    section "$scratch" "$name" "$seed"
+  done >"fuzz/corpus/dwarf/$(basename "$seed")"
+  gcc -x c -o "$scratch/linked" - <<<'int main(void) { return 0; }' && objcopy --add-gnu-debuglink="$seed" "$scratch/linked"
+  for name in .gnu_debuglink .gnu_debugaltlink .gnu_debugdata; do
+    section "$scratch" "$name" "$scratch/linked"
+  done >"fuzz/corpus/links/$(basename "$seed")"
+done
+if command -v go >/dev/null; then
+  printf 'package main\nfunc main() { println(1) }\n' >"$scratch/main.go"
+  (cd "$scratch" && HOME=$scratch GO111MODULE=off go build -ldflags=-s -o go main.go) && section "$scratch" .gopclntab "$scratch/go" >fuzz/corpus/gopclntab/go
+fi
+rm -r "$scratch"
 for target in $(cargo fuzz list); do
   echo "== $target"
   mkdir -p "fuzz/corpus/$target"
   cargo fuzz run --sanitizer=none --target "$host" "$target" -- \
-    -max_total_time="${FUZZ_SECONDS:-60}" -rss_limit_mb=4096 -timeout=20 -print_final_stats=1 -verbosity=0
+    -max_total_time="${FUZZ_SECONDS:-60}" -max_len=1048576 -rss_limit_mb=4096 -timeout=20 -print_final_stats=1 -verbosity=0
 done

@@ -143,3 +143,35 @@ fn better_files_are_noticed() {
     assert!(is_inlined());
     stackwire(["symbolize", &cache, &at("x.o"), "0"]).failed(1, "an object file");
 }
+
+#[test]
+fn stubs_of_the_linkage_table_are_called_as_objdump_calls_them() {
+    let mut stubs = 0;
+    for program in
+        [inlined_cc(), std::path::Path::new("/bin/bash"), std::path::Path::new("/usr/bin/git")]
+    {
+        let sections = ["-j", ".plt", "-j", ".plt.sec", "-j", ".plt.got"];
+        let output =
+            Command::new("objdump").arg("-d").args(sections).arg(program).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        // "0000000000001030 <free@plt>:"
+        let named = text.lines().filter_map(|line| {
+            let (address, name) = line.strip_suffix(">:")?.split_once(" <")?;
+            name.ends_with("@plt").then(|| (address.to_owned(), name.to_owned()))
+        });
+        let named: Vec<_> = named.collect();
+        let mut command = Command::new(binary("stackwire"));
+        command.args(["symbolize", "--debug-dir=/none", "--symbol-cache-dir"]).arg(cache.path());
+        command.arg(program).args(named.iter().map(|(address, _)| address));
+        let answers = Ran::of(&mut command).succeeded().stdout;
+        let answers: Vec<&str> = answers.lines().step_by(2).collect();
+        assert_eq!(answers.len(), named.len(), "{}", program.display());
+        for ((address, name), ours) in named.iter().zip(answers) {
+            // Versions are the linker's affair.
+            let name = name.split('@').next().unwrap();
+            assert_eq!(ours, format!("{name}@plt"), "{} at {address}", program.display());
+        }
+        stubs += named.len();
+    }
+    assert!(stubs > 300, "{stubs}");
+}

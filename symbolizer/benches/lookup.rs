@@ -12,7 +12,9 @@ const ADDRESSES: usize = 10_000;
 const ROUNDS: usize = 50;
 
 fn main() {
-    println!("\n| {ADDRESSES} addresses of | frames each | table, ns | with readable names | from memory |");
+    println!(
+        "\n| {ADDRESSES} addresses of | frames each | table, ns | with readable names | from memory |"
+    );
     println!("|---|---|---|---|---|");
     let own = std::env::current_exe().ok();
     for path in own.into_iter().chain(libjvm()) {

@@ -8,6 +8,7 @@ mod gopclntab;
 mod lines;
 mod overlay;
 mod paint;
+mod plt;
 mod scopes;
 mod symbols;
 
@@ -76,6 +77,9 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
         if let Err(error) = gopclntab::compile(elf, &mut writer) {
             notes.push(format!("its Go table: {error}"));
         }
+    }
+    if let Some(elf) = files.executable {
+        plt::write(elf, &mut writer);
     }
     symbols.write(&mut writer);
     Compiled { bytes: writer.finish(), notes }

@@ -110,7 +110,7 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     // Names may share their ends; all together they are not much longer than the table they are in.
     let mut text_left = strings.len().saturating_mul(2);
     for entry in content.chunks_exact(size) {
-        let Some(raw) = decode(entry, elf.is_64, elf.endian) else { continue };
+        let Some(raw) = Raw::of(entry, elf) else { continue };
         let code = elf.sections.get(usize::from(raw.section)).filter(|section| section.is_code());
         // In an object file a symbol counts from its section.
         let moved = if elf.relocatable { code.map_or(0, |code| code.address) } else { 0 };
@@ -152,7 +152,8 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     Ok(())
 }
 
-struct Raw {
+/// An entry of a symbol table.
+pub struct Raw {
     name: u32,
     kind: u8,
     binding: u8,
@@ -161,26 +162,34 @@ struct Raw {
     size: u64,
 }
 
-/// `Elf64_Sym` (name, info, other, shndx, value, size) or `Elf32_Sym` (name, value, size, info, other, shndx).
-fn decode(entry: &[u8], is_64: bool, endian: Endianness) -> Option<Raw> {
-    let little = endian == Endianness::Little;
-    let number = |at: usize, length: usize| -> Option<u64> {
-        let bytes = entry.get(at..at + length)?.iter();
-        let add = |number: u64, byte: &u8| number << 8 | u64::from(*byte);
-        Some(if little { bytes.rev().fold(0, add) } else { bytes.fold(0, add) })
-    };
-    let (info, section, address, size) = match is_64 {
-        true => (number(4, 1)?, number(6, 2)?, number(8, 8)?, number(16, 8)?),
-        false => (number(12, 1)?, number(14, 2)?, number(4, 4)?, number(8, 4)?),
-    };
-    Some(Raw {
-        name: number(0, 4)? as u32,
-        kind: info as u8 & 0xf,
-        binding: info as u8 >> 4,
-        section: section as u16,
-        address,
-        size,
-    })
+impl Raw {
+    /// `Elf64_Sym` (name, info, other, shndx, value, size) or `Elf32_Sym` (name, value, size, info, other, shndx).
+    pub fn of(entry: &[u8], elf: &Elf) -> Option<Self> {
+        let little = elf.endian == Endianness::Little;
+        let number = |at: usize, length: usize| -> Option<u64> {
+            let bytes = entry.get(at..at + length)?.iter();
+            let add = |number: u64, byte: &u8| number << 8 | u64::from(*byte);
+            Some(if little { bytes.rev().fold(0, add) } else { bytes.fold(0, add) })
+        };
+        let (info, section, address, size) = match elf.is_64 {
+            true => (number(4, 1)?, number(6, 2)?, number(8, 8)?, number(16, 8)?),
+            false => (number(12, 1)?, number(14, 2)?, number(4, 4)?, number(8, 4)?),
+        };
+        Some(Self {
+            name: number(0, 4)? as u32,
+            kind: info as u8 & 0xf,
+            binding: info as u8 >> 4,
+            section: section as u16,
+            address,
+            size,
+        })
+    }
+}
+
+/// Name of an entry, without the version some linkers put there.
+pub fn dynamic_name<'s>(strings: &'s Bytes, raw: &Raw) -> Option<&'s str> {
+    let name = name(strings, raw.name)?.split('@').next()?;
+    (!name.is_empty()).then_some(name)
 }
 
 fn name(strings: &Bytes, at: u32) -> Option<&str> {

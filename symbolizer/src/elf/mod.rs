@@ -128,6 +128,8 @@ pub struct Elf {
     pub is_64: bool,
     /// Byte order.
     pub endian: Endianness,
+    /// `e_machine`.
+    pub machine: u16,
     /// Sections, by number.
     pub sections: Vec<Section>,
     /// Loadable segments.
@@ -156,17 +158,29 @@ impl Elf {
     pub fn open(file: File, scratch: &Scratch) -> Result<Self, ElfError> {
         let length = file.metadata()?.len();
         let cache = ReadCache::new(Positioned { file: &file, at: 0, length });
-        let (is_64, endian, mut sections, loads, ids, relocatable) = match FileKind::parse(&cache) {
-            Ok(FileKind::Elf64) => headers::<FileHeader64<Endianness>, _>(&cache, length)?,
-            Ok(FileKind::Elf32) => headers::<FileHeader32<Endianness>, _>(&cache, length)?,
-            _ => return Err(ElfError::NotElf),
-        };
+        let Headers { is_64, endian, machine, mut sections, loads, ids, relocatable } =
+            match FileKind::parse(&cache) {
+                Ok(FileKind::Elf64) => headers::<FileHeader64<Endianness>, _>(&cache, length)?,
+                Ok(FileKind::Elf32) => headers::<FileHeader32<Endianness>, _>(&cache, length)?,
+                _ => return Err(ElfError::NotElf),
+            };
         drop(cache);
         if relocatable {
             relocate::place(&mut sections);
         }
         let scratch = scratch.clone();
-        Ok(Self { file, length, is_64, endian, sections, loads, ids, relocatable, scratch })
+        Ok(Self {
+            file,
+            length,
+            is_64,
+            endian,
+            machine,
+            sections,
+            loads,
+            ids,
+            relocatable,
+            scratch,
+        })
     }
 
     /// Whether there is a section of this name that has content.
@@ -350,7 +364,15 @@ impl Seek for Positioned<'_> {
     }
 }
 
-type Headers = (bool, Endianness, Vec<Section>, Vec<Load>, Ids, bool);
+struct Headers {
+    is_64: bool,
+    endian: Endianness,
+    machine: u16,
+    sections: Vec<Section>,
+    loads: Vec<Load>,
+    ids: Ids,
+    relocatable: bool,
+}
 
 fn headers<'a, E, R>(data: R, length: u64) -> Result<Headers, ElfError>
 where
@@ -426,7 +448,8 @@ where
             _ => {}
         }
     }
-    Ok((header.is_class_64(), endian, sections, loads, ids, relocatable))
+    let (is_64, machine) = (header.is_class_64(), header.e_machine(endian));
+    Ok(Headers { is_64, endian, machine, sections, loads, ids, relocatable })
 }
 
 /// Type of Go's build-id note, of cmd/internal/buildid.

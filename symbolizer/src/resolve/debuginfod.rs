@@ -4,7 +4,7 @@
 //! reason for the report. The protocol is elfutils' (debuginfod(8)): `GET /buildid/HEX/{debuginfo,executable}`, hex in
 //! lower case. Used by `ladder.rs`, from threads that may wait.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -274,7 +274,8 @@ impl Debuginfod {
             ))));
         }
         let mut pending = cache.begin().map_err(|error| Try::No(error.into()))?;
-        self.take_body(answer, &mut pending, stalled).await?;
+        let progress = Progress::of(shown, declared);
+        self.take_body(answer, &mut pending, stalled, progress).await?;
         verify(&pending, key).map_err(Try::No)?;
         let meta = Meta { quality: 0, origin: shown.to_owned() };
         pending.keep(key, meta).map_err(|error| Try::No(error.into()))
@@ -286,6 +287,7 @@ impl Debuginfod {
         mut answer: Response,
         to: &mut Pending<'_>,
         stalled: impl Fn() -> Try,
+        mut progress: Progress,
     ) -> Result<(), Try> {
         let mut taken = 0;
         loop {
@@ -293,6 +295,7 @@ impl Debuginfod {
             let piece = piece.map_err(|_elapsed| stalled())?.map_err(|error| cut(&error))?;
             let Some(piece) = piece else { return Ok(()) };
             taken += piece.len() as u64;
+            progress.show(taken);
             if taken > MAX_BYTES {
                 let why = format!("sends more than {MAX_BYTES} bytes");
                 return Err(Try::No(FetchError::Malformed(why)));
@@ -301,6 +304,46 @@ impl Debuginfod {
             to.write_all(&piece).map_err(|error| {
                 Try::No(FetchError::Failed(format!("cannot write to the cache: {error}")))
             })?;
+        }
+    }
+}
+
+/// How much of a file has come, on a terminal that is looked at.
+struct Progress {
+    what: String,
+    declared: Option<u64>,
+    /// When it was shown last; `None`: nobody looks.
+    shown: Option<Instant>,
+    drawn: bool,
+}
+
+impl Progress {
+    /// Between two lines.
+    const PAUSE: Duration = Duration::from_millis(200);
+
+    fn of(what: &str, declared: Option<u64>) -> Self {
+        let shown = std::io::stderr().is_terminal().then(Instant::now);
+        Self { what: what.to_owned(), declared, shown, drawn: false }
+    }
+
+    fn show(&mut self, taken: u64) {
+        if let Some(shown) = self.shown.filter(|shown| shown.elapsed() >= Self::PAUSE) {
+            self.shown = Some(shown + shown.elapsed());
+            self.drawn = true;
+            let megabytes = |bytes: u64| bytes as f64 / 1e6;
+            let of =
+                self.declared.map_or(String::new(), |all| format!(" of {:.1}", megabytes(all)));
+            let (taken, what) = (megabytes(taken), &self.what);
+            // The terminal may be gone; the file is not.
+            let _ = write!(std::io::stderr(), "\r{taken:.1}{of} MB of {what}\x1b[K");
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if self.drawn {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
     }
 }

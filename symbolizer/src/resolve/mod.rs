@@ -329,7 +329,9 @@ fn resolution(
     offset: u64,
     sources: &Sources,
 ) -> Resolution {
-    let at = |offset| address_of(offset).map(|address| sources.recent.named(table, address, sources.demangle));
+    let at = |offset| {
+        address_of(offset).map(|address| sources.recent.named(table, address, sources.demangle))
+    };
     let Some(mut named) = at(offset) else {
         return Resolution::Missing("not in a loaded segment of the file".to_owned());
     };

@@ -51,7 +51,7 @@ use self::bytes::Text;
 pub use self::write::{NodeKey, Writer};
 
 /// Magic with the version in its last byte.
-const MAGIC: [u8; 8] = *b"SWTABLE\x01";
+const MAGIC: [u8; 8] = *b"SWTABLE\x02";
 /// Bytes of the header.
 const HEADER: usize = 64;
 /// Words of a node.
@@ -179,7 +179,19 @@ impl Table {
         let base = long(16);
         let text = Text::new(bytes.clone(), at).ok_or(TableError::Cut)?;
         let checksum = long(8);
-        Ok(Self { bytes, checksum, base, shift, segments, starts, leaves, buckets, nodes, text, best })
+        Ok(Self {
+            bytes,
+            checksum,
+            base,
+            shift,
+            segments,
+            starts,
+            leaves,
+            buckets,
+            nodes,
+            text,
+            best,
+        })
     }
 
     /// What tells it from any other table.
