@@ -1,12 +1,17 @@
 //! `make bench`, second part: `stackwire symbolize` beside other symbolizers, on 20,000 random addresses of our own binary
 //! and of libjvm's debug file, with inlined calls, each as a command of its own.
 //!
-//! Prints a table and asserts nothing. `cold` compiles the table, `warm` finds it in the cache.
+//! Then the memory of `stackwire resolve` on a capture that touches copies of that debug file, 5 GB once decompressed.
+//!
+//! Prints tables and asserts nothing. `cold` compiles the table, `warm` finds it in the cache.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+use stackwire_proto::v1::collector_message::Body;
+use stackwire_proto::{FORMAT, FrameWriter, seal_epoch, v1};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -58,7 +63,111 @@ fn main() -> Result<()> {
             Err(error) => println!("| {} | eu-addr2line | {error} | | |", name_of(&object)),
         }
     }
+    match libjvm() {
+        Some((program, debug)) => memory(&stackwire, &program, &debug),
+        None => Ok(()),
+    }
+}
+
+/// Copies of the debug file, of more than 600 MB each once decompressed.
+const COPIES: u8 = 8;
+/// Places in each of them.
+const PLACES: u64 = 500;
+
+fn memory(stackwire: &Path, program: &Path, debug: &Path) -> Result<()> {
+    let directory = tempfile::tempdir_in("target")?;
+    let (program, debug) = (WithId::read(program)?, WithId::read(debug)?);
+    let mut epoch = v1::Epoch {
+        strings: vec![String::new()],
+        processes: vec![v1::Process { pid: 1, ..Default::default() }],
+        threads: vec![v1::Thread::default()],
+        ..Default::default()
+    };
+    let (mut nodes, mut samples) = (v1::StackNodes::default(), v1::Samples::default());
+    let mut before = 0u64;
+    for copy in 0..COPIES {
+        let path = std::fs::canonicalize(directory.path())?.join(format!("libjvm-{copy}.so"));
+        program.write(copy, &path)?;
+        let build_id = debug.id(copy);
+        let rest: String = build_id[1..].iter().map(|byte| format!("{byte:02x}")).collect();
+        let place = directory.path().join(format!(".build-id/{copy:02x}"));
+        std::fs::create_dir_all(&place)?;
+        debug.write(copy, &place.join(format!("{rest}.debug")))?;
+        epoch.strings.push(path.display().to_string());
+        let mut executable =
+            v1::Executable { path: u32::from(copy) + 1, build_id, ..Default::default() };
+        executable.set_kind(v1::ExecutableKind::File);
+        epoch.executables.push(executable);
+        let executable = u32::from(copy);
+        let start = 0x10_0000_0000 * (u64::from(copy) + 1);
+        // Where libjvm has its code.
+        let (length, file_offset) = (0xd5_8000, 0x25_2000);
+        epoch.mappings.push(v1::Mapping { process: 0, executable, start, length, file_offset });
+        for number in 0..PLACES {
+            let offset = file_offset + number * 0x6b00;
+            nodes.parent.push(0);
+            nodes.executable.push(executable);
+            nodes.offset_delta.push(offset.wrapping_sub(before) as i64);
+            nodes.kind.push(v1::FrameKind::Leaf as u32);
+            before = offset;
+            epoch.stacks.push(v1::Stack { node: nodes.parent.len() as u32, end: 1 });
+            samples.time_delta.push(1);
+            samples.thread.push(0);
+            samples.cpu.push(0);
+            samples.user_stack.push(nodes.parent.len() as u32);
+            samples.kernel_stack.push(0);
+        }
+    }
+    samples.value.push(1);
+    let taken = samples.cpu.len() as u64;
+    (epoch.nodes, epoch.samples) = (Some(nodes), Some(samples));
+    let capture = directory.path().join("capture.stackwire");
+    let mut out = FrameWriter::new(std::fs::File::create(&capture)?);
+    let hello = v1::Hello { format: FORMAT, capture_id: vec![1; 16], ..Default::default() };
+    let end = v1::End { epochs: 1, taken, ..Default::default() };
+    for body in [Body::Hello(hello), Body::Epoch(seal_epoch(&epoch)), Body::End(end)] {
+        out.write(&v1::CollectorMessage { body: Some(body) })?;
+    }
+    println!(
+        "\n| resolve of {COPIES} x libjvm's debug file | seconds | peak MiB (256) |\n|---|---|---|"
+    );
+    for name in ["cold", "warm"] {
+        let mut command = Command::new(stackwire);
+        command.arg("resolve").arg(&capture).arg("-o").arg(directory.path().join("out.pb.gz"));
+        command.arg("--symbol-cache-dir").arg(directory.path().join("cache"));
+        command.arg("--debug-dir").arg(directory.path());
+        let (seconds, peak) = measure(&mut command, "")?;
+        println!("| {name} | {seconds:.2} | {peak} |");
+    }
     Ok(())
+}
+
+/// A file whose build-id can be another.
+struct WithId {
+    bytes: Vec<u8>,
+    at: usize,
+}
+
+impl WithId {
+    fn read(path: &Path) -> Result<Self> {
+        let bytes = std::fs::read(path)?;
+        // NT_GNU_BUILD_ID of owner GNU: the id follows.
+        let words = [4u32.to_ne_bytes(), 20u32.to_ne_bytes(), 3u32.to_ne_bytes(), *b"GNU\0"];
+        let note = words.concat();
+        let at = bytes.windows(note.len()).position(|window| window == note);
+        let at = at.ok_or("a file without build-id")? + note.len();
+        Ok(Self { bytes, at })
+    }
+
+    fn id(&self, first: u8) -> Vec<u8> {
+        [&[first], &self.bytes[self.at + 1..self.at + 20]].concat()
+    }
+
+    fn write(&self, first: u8, path: &Path) -> Result<()> {
+        let mut bytes = self.bytes.clone();
+        bytes[self.at] = first;
+        Ok(std::fs::write(path, bytes)?)
+    }
 }
 
 fn name_of(path: &Path) -> String {

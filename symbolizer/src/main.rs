@@ -2,6 +2,7 @@
 
 mod cli;
 mod command;
+mod memory;
 
 use std::process::ExitCode;
 
@@ -9,6 +10,7 @@ use clap::Parser;
 use stackwire::say;
 
 fn main() -> ExitCode {
+    memory::give_back_large_blocks();
     match command::run(cli::Args::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(command::Failure::Usage(message)) => {

@@ -75,7 +75,9 @@ pub fn read<'a>(
         };
         let is_function =
             matches!(entry.tag(), gimli::DW_TAG_subprogram | gimli::DW_TAG_inlined_subroutine);
-        if let (true, Some(scope)) = (is_function, scope.filter(|_| scope != parent)) {
+        if let (true, Some(scope)) = (is_function, scope.filter(|_| scope != parent))
+            && !ends_beyond(dwarf, unit, &entry)
+        {
             let mut ranges = dwarf.die_ranges(unit, &entry)?;
             while let Some(range) = ranges.next()? {
                 debug.ranges().spend(1)?;
@@ -92,6 +94,20 @@ pub fn read<'a>(
         }
     }
     Ok(found)
+}
+
+/// Whether an entry's code would end beyond all addresses: gimli 0.34 adds without looking.
+fn ends_beyond<'a>(
+    dwarf: &gimli::Dwarf<Slice<'a>>,
+    unit: &gimli::Unit<Slice<'a>>,
+    entry: &Entry<Slice<'a>>,
+) -> bool {
+    let Some(AttributeValue::Udata(size)) = entry.attr_value(gimli::DW_AT_high_pc) else {
+        return false;
+    };
+    let low = entry.attr_value(gimli::DW_AT_low_pc);
+    let low = low.and_then(|low| dwarf.attr_address(unit, low).ok().flatten());
+    low.is_some_and(|low| low.checked_add(size).is_none())
 }
 
 /// Adds a scope for an entry that has code; of declarations and abstract instances, none.
