@@ -9,6 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use stackwire_proto::v1::collector_message::Body;
+use stackwire_proto::{FrameReader, open_piece};
+
 use crate::identical::{Server, profiles};
 use crate::privileges::{NOBODY, public_binaries};
 use crate::support::build::inlined_cc;
@@ -18,6 +21,7 @@ use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
 /// A program in a directory only root may enter, deleted as soon as it runs; `more` random bytes follow it.
 fn hidden(more: usize) -> Running {
     let directory = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
     let path = directory.path().join("hidden");
     std::fs::copy(inlined_cc(), &path).unwrap();
     let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
@@ -124,6 +128,139 @@ fn a_deleted_program_of_another_user_comes_through_the_collector_when_it_may() {
     assert_eq!(named(&profile), 0.0);
     let said = comments(second.path());
     assert!(said.contains("told to share no files"), "{said}");
+
+    // What the collector refused is in the capture too: resolved again it says the same.
+    let captures = std::fs::read_dir(second.path().join("captures")).unwrap();
+    let capture = captures
+        .map(|entry| entry.unwrap().path())
+        .find(|path| path.extension().is_some_and(|extension| extension == "stackwire"))
+        .unwrap();
+    let (again, cache) = (second.path().join("again"), second.path().join("other-cache"));
+    let mut resolve = Command::new("setpriv");
+    resolve.args(NOBODY).arg(binaries.path().join("stackwire")).arg("resolve").arg(capture);
+    resolve.arg("-o").arg(&again).arg("--symbol-cache-dir").arg(cache);
+    Ran::of(&mut resolve).succeeded();
+    let served = std::fs::read(&profiles(second.path())[0]).unwrap();
+    assert!(std::fs::read(again).unwrap() == served, "served and resolved differ");
+}
+
+/// Code in an anonymous executable mapping, an endless loop of two bytes, after `prepare`.
+fn spinning(prepare: &str) -> String {
+    format!(
+        "import ctypes, mmap, os, sys\n{prepare}\n\
+         m = mmap.mmap(-1, 4096, prot=7)\n\
+         m.write(b'\\xeb\\xfe')\n\
+         print('ready', flush=True)\n\
+         ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\n"
+    )
+}
+
+const LEAK: &str = r#"
+    #define _GNU_SOURCE
+    #include <fcntl.h>
+    #include <stdio.h>
+    #include <string.h>
+    #include <sys/mman.h>
+    #include <time.h>
+    #include <unistd.h>
+    int main(int argc, char **argv) {
+      char path[256];
+      snprintf(path, sizeof path, "%s/jit-%d.dump", argv[1], getpid());
+      int file = open(path, O_RDWR | O_CREAT, 0644);
+      if (ftruncate(file, 4096)) return 1;
+      void *dump = mmap(0, 4096, PROT_READ | PROT_EXEC, MAP_PRIVATE, file, 0);
+      unsigned char *code = mmap(0, 4096, 7, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      memcpy(code, "\x48\xff\xc7\x48\x81\xff\x00\x00\x00\x10\x75\xf4\xc3", 13);
+      puts("ready");
+      fflush(stdout);
+      for (time_t end = time(0) + 60, turn = time(0) + 2; time(0) < end;) {
+        ((void (*)(long))code)(0);
+        if (dump && time(0) >= turn) {
+          munmap(dump, 4096);
+          dump = 0;
+          unlink(path);
+          if (symlink(argv[2], path)) return 1;
+        }
+      }
+    }
+"#;
+
+#[test]
+fn the_broker_opens_nothing_its_user_may_not_read() {
+    if !privileged() {
+        return;
+    }
+    const SECRET: &[u8] = b"what nobody may read";
+    let hidden = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(hidden.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+    let secret = hidden.path().join("secret");
+    std::fs::write(&secret, SECRET).unwrap();
+    std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(0o644)).unwrap();
+    // Mapped as a jitdump; once that is known, a link to what lies in a directory its user may not enter.
+    let place = outputs();
+    std::fs::set_permissions(place.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let source = place.path().join("leak.c");
+    std::fs::write(&source, LEAK).unwrap();
+    let program = place.path().join("leak");
+    let built = Command::new("gcc").arg(&source).arg("-o").arg(&program).status().unwrap();
+    assert!(built.success());
+    let mut leak = Command::new("setpriv");
+    leak.args(NOBODY).arg(program).arg(place.path()).arg(&secret);
+    let program = Running::start(&mut leak);
+    let capture = place.path().join("capture");
+    let all = "+bpf,+perfmon,+syslog,+sys_ptrace,+checkpoint_restore,+dac_read_search";
+    let binaries = public_binaries(false);
+    Ran::of(
+        Command::new("setpriv")
+            .args(NOBODY)
+            .args([format!("--inh-caps={all}"), format!("--ambient-caps={all}")])
+            .arg(binaries.path().join("stackwire-collector"))
+            .args([&format!("--pid={}", program.pid()), "--duration=5s", "--epoch=500ms"])
+            .args([
+                "--share-executables=always".to_owned(),
+                format!("--output={}", capture.display()),
+            ]),
+    )
+    .succeeded();
+    let mut reader = FrameReader::new(std::fs::File::open(capture).unwrap());
+    let mut pieces = 0;
+    while let Some(message) = reader.next_message().unwrap() {
+        if let Some(Body::Artifact(chunk)) = message.body {
+            let piece = open_piece(&chunk).unwrap();
+            assert!(!piece.windows(SECRET.len()).any(|window| window == SECRET));
+            pieces += 1;
+        }
+    }
+    assert!(pieces > 2, "{pieces} pieces of artifacts");
+}
+
+#[test]
+fn a_process_of_another_namespace_does_not_get_the_map_of_this_one() {
+    if !privileged() {
+        return;
+    }
+    let map = Path::new("/tmp/perf-1.map");
+    assert!(!map.exists(), "somebody's perf-map of pid 1 is in the way");
+    std::fs::write(map, b"1000 7fffffff0000 wrong_from_host\n").unwrap();
+    std::os::unix::fs::chown(map, Some(65534), None).unwrap();
+    let script = spinning("");
+    let outer = Running::start(Command::new("unshare").args([
+        "--mount",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+        "sh",
+        "-c",
+        &format!("mount -t tmpfs none /tmp && exec python3 -c \"{script}\""),
+    ]));
+    let children = format!("/proc/{0}/task/{0}/children", outer.pid());
+    let inner: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+    let profile = crate::support::record(inner, 2, &[]);
+    let _ = std::fs::remove_file(map);
+    let names = profile.locations.values().flat_map(|location| &location.lines);
+    assert!(names.clone().count() > 0);
+    assert!(!names.map(|(name, ..)| name).any(|name| name == "wrong_from_host"));
 }
 
 #[test]
@@ -228,7 +365,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     assert!(named(&last) > 99.0, "{:.1} % named", named(&last));
     if named(&Pprof::read(&written[0])) < 99.0 {
         let said = comments(outputs.path());
-        assert!(said.contains("had not sent it when the capture ended"), "{said}");
+        assert!(said.contains("had not sent it by then"), "{said}");
     }
     let sent: Vec<usize> = counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
     assert!(sent[0] > CUT && sent[1] > 1 << 20, "the first connection was cut: {sent:?}");

@@ -146,6 +146,7 @@ fn better_files_are_noticed() {
 
 #[test]
 fn stubs_of_the_linkage_table_are_called_as_objdump_calls_them() {
+    let cache = tempfile::tempdir().unwrap();
     let mut stubs = 0;
     for program in
         [inlined_cc(), std::path::Path::new("/bin/bash"), std::path::Path::new("/usr/bin/git")]
@@ -174,4 +175,37 @@ fn stubs_of_the_linkage_table_are_called_as_objdump_calls_them() {
         stubs += named.len();
     }
     assert!(stubs > 300, "{stubs}");
+}
+
+#[test]
+fn a_debug_file_whose_relocations_refer_to_themselves_costs_its_names() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let run = |program: &str, arguments: &[&str]| {
+        let status = Command::new(program).args(arguments).current_dir(directory.path()).status();
+        assert!(status.unwrap().success(), "{program} {arguments:?}");
+    };
+    let source = "__attribute__((noinline)) int work(int x) { return x * 3; } int main(void) { return work(2); }";
+    std::fs::write(at("x.c"), source).unwrap();
+    run("gcc", &["-g", "-O1", "-c", "x.c", "-o", "evil.o"]);
+    run("gcc", &["-O1", "x.c", "-o", "program"]);
+    let mut object = std::fs::read(at("evil.o")).unwrap();
+    let number = |bytes: &[u8], at: usize, size: usize| {
+        bytes[at..at + size].iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte)) as usize
+    };
+    // Elf64_Ehdr: e_shoff, e_shnum; Elf64_Shdr: sh_type, sh_link, sh_info.
+    let (headers, count) = (number(&object, 0x28, 8), number(&object, 0x3c, 2));
+    for header in (0..count).map(|section| headers + section * 64) {
+        if number(&object, header + 4, 4) == 4 {
+            let info = object[header + 44..header + 48].to_vec();
+            object[header + 40..header + 44].copy_from_slice(&info);
+        }
+    }
+    std::fs::write(at("evil.o"), object).unwrap();
+    let work = address(&at("program"), "work");
+    run("objcopy", &["--add-gnu-debuglink=evil.o", "program"]);
+    let cache = format!("--symbol-cache-dir={}", at("cache").display());
+    let program = at("program").display().to_string();
+    let answer = stackwire(["symbolize", &cache, &program, &work]).succeeded().stdout;
+    assert!(answer.starts_with("work\n"), "{answer}");
 }

@@ -218,6 +218,7 @@ impl Pipeline {
         self.processes.end_epoch();
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
+        self.jit.end_epoch();
     }
 
     fn finish(mut self) -> Summary {

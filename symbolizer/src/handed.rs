@@ -55,12 +55,14 @@ impl FileKey {
 }
 
 /// What a piece did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Taken {
     /// It was not asked for, came before, or more is to come.
     Nothing,
     /// The file is whole now.
     Whole,
+    /// It will not come: this says so to who reads the capture again.
+    Refused(Box<v1::CollectorMessage>),
     /// It is of another file than what is here: to be asked for once more, from its beginning.
     Again,
 }
@@ -132,8 +134,7 @@ impl Handed {
             return Taken::Nothing;
         }
         if !chunk.refused.is_empty() {
-            *state = State::Refused(format!("the collector did not send it: {}", chunk.refused));
-            return Taken::Nothing;
+            return refuse(state, chunk, chunk.refused.clone());
         }
         match piece(state, chunk, &self.scratch, bytes) {
             Ok(Progress::Partial) => Taken::Nothing,
@@ -146,15 +147,16 @@ impl Handed {
                     true => check(partial, &key, &self.scratch, chunk.length),
                     false => Err("the collector sent more files than can be kept".to_owned()),
                 };
-                let good = checked.is_ok();
-                *whole += usize::from(good);
-                *state = checked.unwrap_or_else(State::Refused);
-                if good { Taken::Whole } else { Taken::Nothing }
+                match checked {
+                    Ok(checked) => {
+                        *whole += 1;
+                        *state = checked;
+                        Taken::Whole
+                    }
+                    Err(reason) => refuse(state, chunk, reason),
+                }
             }
-            Err(reason) => {
-                *state = State::Refused(reason);
-                Taken::Nothing
-            }
+            Err(reason) => refuse(state, chunk, reason),
         }
     }
 
@@ -170,9 +172,9 @@ impl Handed {
     pub fn get(&self, executable: &Executable) -> Option<Result<File, String>> {
         match self.lock().files.get(&FileKey::of(executable)?)? {
             State::Whole { file, .. } => Some(file.try_clone().map_err(|error| error.to_string())),
-            State::Refused(reason) => Some(Err(reason.clone())),
+            State::Refused(reason) => Some(Err(format!("it was not handed over: {reason}"))),
             State::Asked | State::Partial(_) => {
-                Some(Err("the collector had not sent it when the capture ended".to_owned()))
+                Some(Err("the collector had not sent it by then".to_owned()))
             }
         }
     }
@@ -209,6 +211,19 @@ impl Handed {
     }
 }
 
+fn refuse(state: &mut State, chunk: &v1::ArtifactChunk, reason: String) -> Taken {
+    let mut refused = v1::ArtifactChunk {
+        length: 0,
+        file: chunk.file.clone(),
+        refused: reason.clone(),
+        ..Default::default()
+    };
+    refused.set_kind(v1::ArtifactKind::File);
+    *state = State::Refused(reason);
+    let body = v1::collector_message::Body::Artifact(refused);
+    Taken::Refused(Box::new(v1::CollectorMessage { body: Some(body) }))
+}
+
 enum Progress {
     Partial,
     Whole,
@@ -227,6 +242,7 @@ fn piece(
     if let State::Partial(partial) = &*state
         && partial.hash != hash
     {
+        *bytes -= partial.at;
         *state = State::Asked;
         if chunk.offset > 0 {
             return Ok(Progress::Again);
@@ -342,7 +358,7 @@ mod tests {
         assert!(said(|c| c[1].zstd.truncate(4)).contains("does not decompress"));
         assert!(said(|c| c[2].piece_length += 9).contains("damaged"));
         assert!(said(|c| c.iter_mut().for_each(|c| c.hash[0] ^= 1)).contains("something else"));
-        assert!(said(|c| c[0].refused = "gone".into()).ends_with("did not send it: gone"));
+        assert!(said(|c| c[0].refused = "gone".into()).ends_with("not handed over: gone"));
     }
 
     #[test]

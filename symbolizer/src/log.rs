@@ -245,6 +245,7 @@ impl Log {
         let handed = Arc::clone(self.files.pinned.handed());
         match handed.take(chunk) {
             Taken::Nothing => Ok(Answer::default()),
+            Taken::Refused(message) => self.write(&message).map(|()| Answer::default()),
             Taken::Again => {
                 let key = chunk.file.as_ref().map(FileKey::read);
                 let want_files = key.into_iter().map(|key| (key, 0)).collect();

@@ -29,6 +29,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// The reason when there is no such file.
 pub const NONE: &str = "there is none";
+/// The reason when nobody can tell.
+const UNREACHABLE: &str = "the root directory of its process is out of reach";
 
 /// What is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +52,8 @@ pub enum Wanted {
         pid: u32,
         /// Absolute path.
         path: String,
+        /// Where that root is out of reach, the same path here will do.
+        here: bool,
     },
 }
 
@@ -84,15 +88,20 @@ impl Broker {
         Self { socket: None }
     }
 
-    /// Opens a file, a regular one.
+    /// Opens a file, a regular one: with the privileges of the broker what is certain, without any what is called
+    /// so. Whoever calls this holds none.
     ///
     /// # Errors
     /// In words for the report.
     pub fn open(&self, wanted: &Wanted) -> Result<File, String> {
-        match &self.socket {
+        let opened = match &self.socket {
             None => open::open(wanted),
             Some(socket) => socket.lock().unwrap_or_else(PoisonError::into_inner).open(wanted),
-        }
+        };
+        opened.or_else(|reason| match wanted {
+            Wanted::Own { here, .. } if !here || reason != UNREACHABLE => Err(reason),
+            _ => open::open_here(wanted).map_err(|_here| reason),
+        })
     }
 }
 
@@ -158,7 +167,7 @@ const MAX_MESSAGE: usize = 32 + libc::PATH_MAX as usize;
 fn encode(serial: u64, wanted: &Wanted) -> Vec<u8> {
     let (pid, kind, start, end, path) = match wanted {
         Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, *start, *end, path),
-        Wanted::Own { pid, path } => (*pid, 1, 0, 0, path),
+        Wanted::Own { pid, path, here } => (*pid, 1, u64::from(*here), 0, path),
     };
     let mut message = Vec::with_capacity(32 + path.len());
     message.extend(serial.to_ne_bytes());
@@ -179,7 +188,7 @@ fn decode(message: &[u8]) -> Option<(u64, Wanted)> {
     let (pid, path) = (word(8), std::str::from_utf8(path).ok()?.to_owned());
     let wanted = match word(12) {
         0 => Wanted::Mapped { pid, start: long(16), end: long(24), path },
-        1 => Wanted::Own { pid, path },
+        1 => Wanted::Own { pid, path, here: long(16) != 0 },
         _ => return None,
     };
     Some((long(0), wanted))
@@ -195,7 +204,7 @@ mod tests {
         let path = "/a b/c".to_owned();
         for wanted in [
             Wanted::Mapped { pid: 7, start: 0x1000, end: 0x2000, path: path.clone() },
-            Wanted::Own { pid: 8, path },
+            Wanted::Own { pid: 8, path, here: true },
         ] {
             assert_eq!(decode(&encode(5, &wanted)).unwrap(), (5, wanted));
         }

@@ -1,76 +1,100 @@
-//! What is opened, and what is refused: the rules of the broker, the same where there is none.
+//! What is opened, and what is refused: the rules of the broker, and of a collector without one.
 //!
 //! A process chooses its paths, its root directory and what is mounted there, so a path may lead to a FIFO, a
 //! device, or a file of somebody else that only a privileged opener could read. What is passed on is a regular
-//! file that was mapped, that belongs to the process's user, or that everybody may read.
+//! file: one that was mapped and that its process may read, or one of the process's user in its own root.
+//! Nothing is opened for reading before it is known what it is: to open a device can have an effect.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat, openat2};
 use rustix::io::Errno;
 
-use super::Wanted;
+use super::{NONE, UNREACHABLE, Wanted};
 
-/// Opens what is wanted.
+/// Opens what is wanted, with the privileges of the caller.
 ///
 /// # Errors
 /// In words for the report.
 pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
     match wanted {
-        Wanted::Mapped { pid, start, end, path } => {
+        Wanted::Mapped { pid, start, end, .. } => {
             // The file itself, deleted, replaced or hidden as it may be; proc_pid_map_files(5).
             let linked = format!("/proc/{pid}/map_files/{start:x}-{end:x}");
-            let mapped = plain(&linked, OFlags::empty())
-                .map_err(|error| error.to_string())
-                .and_then(|fd| regular(fd, |_| true));
-            mapped.or_else(|reason| {
-                // Gone, or we may not follow that link: then as everybody may.
-                let places = [format!("/proc/{pid}/root{path}"), path.clone()];
-                let mut places = places.iter().filter_map(|place| {
-                    let fd = plain(place, OFlags::empty()).ok()?;
-                    regular(fd, for_all).ok()
-                });
-                places.next().ok_or(reason)
-            })
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            let found = openat(CWD, linked, flags, Mode::empty()).map_err(why)?;
+            let user = user(*pid);
+            // What may be executed and not read stays unread.
+            read_if(found, |stat| Some(stat.st_uid) == user || is_for_all(stat))
         }
-        Wanted::Own { pid, path } => {
-            // Of a process that is gone nobody can tell the user: then only what is our own.
-            let user = user(*pid).unwrap_or(rustix::process::geteuid().as_raw());
-            // Where its root is out of reach, it is mostly the one we have.
-            let fd = plain(&format!("/proc/{pid}/root{path}"), OFlags::NOFOLLOW)
-                .or_else(|_| plain(path, OFlags::NOFOLLOW))
-                .map_err(why)?;
-            regular(fd, |stat| stat.st_uid == user || for_all(stat))
+        Wanted::Own { pid, path, .. } => {
+            let root = openat(
+                CWD,
+                format!("/proc/{pid}/root"),
+                OFlags::PATH | OFlags::CLOEXEC,
+                Mode::empty(),
+            )
+            .map_err(|_cause| UNREACHABLE.to_owned())?;
+            // Links in there are of that root, and lead nowhere else.
+            let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+            let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let found = openat2(&root, path.as_str(), flags, Mode::empty(), within).map_err(why)?;
+            let user = user(*pid).ok_or_else(|| UNREACHABLE.to_owned())?;
+            read_if(found, |stat| stat.st_uid == user)
         }
     }
 }
 
-/// Without waiting for a writer of a FIFO, or becoming the terminal's process.
-fn plain(path: &str, more: OFlags) -> Result<OwnedFd, Errno> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
-    openat(CWD, path, flags | more, Mode::empty())
+/// Opens it by its path as this process sees it, with what its user may do and no more.
+///
+/// # Errors
+/// In words for the report.
+pub(super) fn open_here(wanted: &Wanted) -> Result<File, String> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    match wanted {
+        Wanted::Mapped { pid, path, .. } => {
+            let places = [format!("/proc/{pid}/root{path}"), path.clone()];
+            let mut reason = NONE.to_owned();
+            for place in places {
+                let found = openat(CWD, place, flags, Mode::empty()).map_err(why);
+                match found.and_then(|found| read_if(found, |_| true)) {
+                    Ok(file) => return Ok(file),
+                    Err(why) => reason = why,
+                }
+            }
+            Err(reason)
+        }
+        Wanted::Own { pid, path, .. } => {
+            // Of a process that is gone nobody can tell the user: then only what is our own.
+            let user = user(*pid).unwrap_or(rustix::process::geteuid().as_raw());
+            let found = openat(CWD, path.as_str(), flags | OFlags::NOFOLLOW, Mode::empty());
+            read_if(found.map_err(why)?, |stat| stat.st_uid == user)
+        }
+    }
 }
 
-fn regular(fd: OwnedFd, allowed: impl Fn(&rustix::fs::Stat) -> bool) -> Result<File, String> {
-    let stat = fstat(&fd).map_err(|error| error.to_string())?;
+/// Opens what was found for reading, if it is a regular file that is allowed.
+fn read_if(found: OwnedFd, allowed: impl Fn(&Stat) -> bool) -> Result<File, String> {
+    let stat = fstat(&found).map_err(why)?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err("it is not a regular file".to_owned());
     }
     if !allowed(&stat) {
         return Err(format!("it belongs to user {}, not to the process", stat.st_uid));
     }
-    Ok(File::from(fd))
+    let itself = format!("/proc/self/fd/{}", found.as_fd().as_raw_fd());
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
+    openat(CWD, itself, flags, Mode::empty()).map(File::from).map_err(why)
 }
 
-fn for_all(stat: &rustix::fs::Stat) -> bool {
+fn is_for_all(stat: &Stat) -> bool {
     Mode::from_raw_mode(stat.st_mode).contains(Mode::ROTH)
 }
 
 fn why(error: Errno) -> String {
     match error {
-        Errno::NOENT => super::NONE.to_owned(),
-        Errno::LOOP | Errno::NXIO => "it is not a regular file".to_owned(),
+        Errno::NOENT => NONE.to_owned(),
         other => std::io::Error::from(other).to_string(),
     }
 }
@@ -91,7 +115,7 @@ mod tests {
         let pid = std::process::id();
         let path = path.to_str().unwrap().to_owned();
         let mut content = Vec::new();
-        let mut file = open(&Wanted::Own { pid, path })?;
+        let mut file = open(&Wanted::Own { pid, path, here: true })?;
         std::io::Read::read_to_end(&mut file, &mut content).unwrap();
         Ok(content)
     }
@@ -102,7 +126,7 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         std::fs::write(at("map"), b"1000 10 f\n").unwrap();
         assert_eq!(own(&at("map")).unwrap(), b"1000 10 f\n");
-        assert_eq!(own(&at("none")).unwrap_err(), super::super::NONE);
+        assert_eq!(own(&at("none")).unwrap_err(), NONE);
 
         std::fs::create_dir(at("directory")).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", at("link")).unwrap();
@@ -113,22 +137,33 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_user_only_when_all_may_read_it() {
+    fn a_file_of_another_user_is_refused_whoever_may_read_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("map");
         std::fs::write(&path, b"x").unwrap();
         if std::os::unix::fs::chown(&path, Some(65534), None).is_err() {
-            eprintln!("SKIPPED a_file_of_another_user_only_when_all_may_read_it: it needs root");
+            eprintln!(
+                "SKIPPED a_file_of_another_user_is_refused_whoever_may_read_it: it needs root"
+            );
             assert!(std::env::var_os("STACKWIRE_NO_SKIP").is_none());
             return;
         }
-        let mode = |mode| {
-            std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode))
-        };
-        mode(0o600).unwrap();
-        assert!(own(&path).unwrap_err().contains("belongs to user 65534"));
-        mode(0o644).unwrap();
-        assert_eq!(own(&path).unwrap(), b"x");
+        for mode in [0o600, 0o644] {
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+            std::fs::set_permissions(&path, mode).unwrap();
+            assert!(own(&path).unwrap_err().contains("belongs to user 65534"));
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_a_link_leads_nowhere_else() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("map"), b"x").unwrap();
+        let link = dir.path().join("link");
+        // Out of the process's root it would be another file.
+        std::os::unix::fs::symlink("/proc/self/root", &link).unwrap();
+        let inside = link.join(dir.path().strip_prefix("/").unwrap()).join("map");
+        assert!(own(&inside).is_err());
     }
 
     #[test]
@@ -146,6 +181,7 @@ mod tests {
             assert_eq!(file.unwrap().metadata().unwrap().ino(), own.ino());
         }
         let path = std::fs::read_link("/proc/self/exe").unwrap().to_str().unwrap().to_owned();
-        assert!(open(&Wanted::Mapped { pid, start: 0, end: 1, path }).is_ok(), "by its path");
+        let nowhere = Wanted::Mapped { pid, start: 0, end: 1, path };
+        assert!(open(&nowhere).is_err() && open_here(&nowhere).is_ok(), "by its path");
     }
 }

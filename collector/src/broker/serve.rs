@@ -51,12 +51,21 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
     rustix::stdio::dup2_stderr(&null)?;
     rustix::thread::set_name(c"sw-broker")?;
     privilege::keep(KEPT)?;
+    let mut children = 0;
     loop {
         let (message, _) = receive(socket)?;
         if message.is_empty() {
             return Ok(()); // the collector is gone
         }
         let Some((serial, wanted)) = decode(&message) else { continue };
+        // Those that were killed and do not die are on a file system that does not answer.
+        while let Ok(Some(_)) = waitpid(None, WaitOptions::NOHANG) {
+            children -= 1;
+        }
+        if children >= MAX_HANGING {
+            answer(socket, serial, Err("too many files hang already".to_owned()))?;
+            continue;
+        }
         // SAFETY: there is one thread, as above.
         match unsafe { libc::fork() } {
             -1 => answer(socket, serial, Err(io::Error::last_os_error().to_string()))?,
@@ -66,8 +75,8 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
                 unsafe { libc::_exit(if sent.is_ok() { 0 } else { 1 }) }
             }
             child => {
-                let child = Pid::from_raw(child).ok_or(io::ErrorKind::InvalidData)?;
-                if !ends(child)? {
+                children += 1;
+                if !Pid::from_raw(child).is_none_or(ends) {
                     let seconds = LIMIT.as_secs();
                     let reason = format!("it could not be opened within {seconds} s");
                     answer(socket, serial, Err(reason))?;
@@ -77,17 +86,19 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
     }
 }
 
-/// Whether the child ends by itself in time. One that does not, and does not even die, is left behind.
-fn ends(child: Pid) -> io::Result<bool> {
-    let pidfd = pidfd_open(child, PidfdFlags::empty())?;
-    let ended = readable(&pidfd, LIMIT)?;
+/// Opens that may hang at once before no more are tried.
+const MAX_HANGING: u32 = 4;
+
+/// Whether the child ends by itself in time.
+fn ends(child: Pid) -> bool {
+    // Without a descriptor it is not waited for: its answer comes all the same.
+    let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) else { return true };
+    let ended = readable(&pidfd, LIMIT).unwrap_or(true);
     if !ended {
         // It may have ended this moment.
         let _ = kill_process(child, Signal::KILL);
     }
-    // Those killed before are reaped with it.
-    while let Ok(Some(_)) = waitpid(None, WaitOptions::NOHANG) {}
-    Ok(ended)
+    ended
 }
 
 fn answer(socket: &OwnedFd, serial: u64, opened: Result<File, String>) -> io::Result<()> {

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::broker::{self, Broker, Wanted};
@@ -22,6 +22,8 @@ pub const MAX_BYTES: u64 = 64 << 20;
 const MAX_PIECES: usize = 64;
 /// How long a file may take to read.
 const LIMIT: Duration = Duration::from_secs(2);
+/// Time for all files of an epoch: samples wait meanwhile.
+const EPOCH_LIMIT: Duration = Duration::from_secs(2);
 /// Threads that may hang at once before no more are started.
 const MAX_HANGING: usize = 8;
 /// Bytes in front of what is taken next that must be what they were.
@@ -34,7 +36,7 @@ pub struct Taken {
     pub perf_map: Vec<Hash>,
     /// Those of its jitdump.
     pub jitdump: Vec<Hash>,
-    /// Why there is neither.
+    /// Why there is neither, or not the latest.
     pub missing: Option<String>,
 }
 
@@ -44,6 +46,8 @@ pub struct Snapshots {
     broker: Arc<Broker>,
     files: HashMap<(u64, Kind), Growing>,
     taken: HashMap<u64, Taken>,
+    /// Time spent in this epoch.
+    spent: Duration,
 }
 
 /// A file as far as it was taken.
@@ -62,7 +66,7 @@ impl Snapshots {
     /// Nothing taken yet.
     #[must_use]
     pub fn new(broker: Arc<Broker>) -> Self {
-        Self { broker, files: HashMap::new(), taken: HashMap::new() }
+        Self { broker, files: HashMap::new(), taken: HashMap::new(), spent: Duration::ZERO }
     }
 
     /// What there is of each image.
@@ -80,29 +84,29 @@ impl Snapshots {
         epoch: u64,
         outbox: &Outbox,
     ) {
+        let started = Instant::now();
         let mut taken = Taken::default();
         let own = namespace_pid(pid).unwrap_or(pid);
-        let map = Wanted::Own { pid, path: format!("/tmp/perf-{own}.map") };
-        match self.grow(image, Kind::PerfMap, map, epoch, outbox) {
-            Ok(pieces) => taken.perf_map = pieces,
-            Err(reason) if reason == broker::NONE => {
-                taken.missing = Some("the process wrote no perf-map".to_owned());
-            }
-            Err(reason) => taken.missing = Some(format!("its perf-map cannot be taken: {reason}")),
-        }
+        // In another namespace the same path here is of another process.
+        let map = Wanted::Own { pid, path: format!("/tmp/perf-{own}.map"), here: own == pid };
+        let (pieces, reason) = self.grow(image, Kind::PerfMap, map, epoch, outbox);
+        taken.perf_map = pieces;
+        taken.missing = reason.map(|reason| match reason == broker::NONE {
+            true => "the process wrote no perf-map".to_owned(),
+            false => format!("its perf-map cannot be taken: {reason}"),
+        });
         if let Some(wanted) = jitdump {
-            match self.grow(image, Kind::Jitdump, wanted, epoch, outbox) {
-                Ok(pieces) => {
-                    taken.jitdump = pieces;
-                    taken.missing = None;
-                }
-                Err(reason) if taken.perf_map.is_empty() => {
-                    taken.missing = Some(format!("its jitdump cannot be taken: {reason}"));
-                }
-                Err(_) => {}
-            }
+            let (pieces, reason) = self.grow(image, Kind::Jitdump, wanted, epoch, outbox);
+            taken.jitdump = pieces;
+            taken.missing = reason.map(|reason| format!("its jitdump cannot be taken: {reason}"));
         }
         self.taken.insert(image, taken);
+        self.spent += started.elapsed();
+    }
+
+    /// Called between epochs.
+    pub fn end_epoch(&mut self) {
+        self.spent = Duration::ZERO;
     }
 
     /// Forgets images of which this is not true.
@@ -111,6 +115,7 @@ impl Snapshots {
         self.files.retain(|&(image, _), _| self.taken.contains_key(&image));
     }
 
+    /// All pieces of a file there are by now, and why there are none, or no newer ones.
     fn grow(
         &mut self,
         image: u64,
@@ -118,28 +123,35 @@ impl Snapshots {
         wanted: Wanted,
         epoch: u64,
         outbox: &Outbox,
-    ) -> Result<Vec<Hash>, String> {
+    ) -> (Vec<Hash>, Option<String>) {
         let before = self.files.get(&(image, kind)).cloned();
         let kept = before.as_ref().is_none_or(|before| outbox.keep_for(&before.pieces, epoch));
         let broker = Arc::clone(&self.broker);
         let start = before.clone().filter(|before| kept && before.pieces.len() < MAX_PIECES);
-        let read = in_time(move || read(&broker, &wanted, start));
-        let (mut growing, content) = match (read.and_then(|read| read), before) {
-            (Ok(read), _) => read,
-            // A snapshot from before is better than a reason why there is none now.
-            (Err(_), Some(before)) if kept => return Ok(before.pieces),
-            (Err(reason), _) => return Err(reason),
+        let read = match self.spent < EPOCH_LIMIT {
+            true => in_time(move || read(&broker, &wanted, start)).and_then(|read| read),
+            false => Err("processes write more than there is time for".to_owned()),
         };
-        if !content.is_empty() {
-            let artifact = Artifact::new(kind, content);
-            growing.pieces.push(artifact.hash);
-            if !outbox.add_artifact(artifact, Some(epoch)) {
-                return Err("more is written in this epoch than can be kept".to_owned());
+        let taken = read.and_then(|(mut growing, content)| {
+            if !content.is_empty() {
+                let artifact = Artifact::new(kind, content);
+                growing.pieces.push(artifact.hash);
+                if !outbox.add_artifact(artifact, Some(epoch)) {
+                    return Err("processes write more than can be kept".to_owned());
+                }
             }
+            Ok(growing)
+        });
+        match taken {
+            Ok(growing) => {
+                let pieces = growing.pieces.clone();
+                self.files.insert((image, kind), growing);
+                let empty = pieces.is_empty().then(|| "it is empty".to_owned());
+                (pieces, empty)
+            }
+            // A snapshot from before is better than none; that it is old is said.
+            Err(reason) => (before.filter(|_| kept).map_or(Vec::new(), |b| b.pieces), Some(reason)),
         }
-        let pieces = growing.pieces.clone();
-        self.files.insert((image, kind), growing);
-        if pieces.is_empty() { Err("it is empty".to_owned()) } else { Ok(pieces) }
     }
 }
 
@@ -237,28 +249,28 @@ mod tests {
         let mut snapshots = Snapshots::new(Arc::new(Broker::none()));
         let mut take = |epoch| {
             let path = path.to_str().unwrap().to_owned();
-            let wanted = Wanted::Own { pid: std::process::id(), path };
-            let pieces = snapshots.grow(1, Kind::PerfMap, wanted, epoch, &outbox)?;
+            let wanted = Wanted::Own { pid: std::process::id(), path, here: true };
+            let (pieces, reason) = snapshots.grow(1, Kind::PerfMap, wanted, epoch, &outbox);
             let whole = pieces.iter().map(|hash| outbox.artifact(*hash).unwrap().content.to_vec());
-            Ok::<_, String>((
-                pieces.len(),
-                String::from_utf8(whole.collect::<Vec<_>>().concat()).unwrap(),
-            ))
+            let whole = whole.collect::<Vec<_>>().concat();
+            (pieces.len(), String::from_utf8(whole).unwrap(), reason)
         };
-        assert_eq!(take(0).unwrap_err(), broker::NONE);
+        assert_eq!(take(0), (0, String::new(), Some(broker::NONE.to_owned())));
         std::fs::write(&path, "a\n").unwrap();
-        assert_eq!(take(1).unwrap(), (1, "a\n".to_owned()));
-        assert_eq!(take(2).unwrap(), (1, "a\n".to_owned()), "nothing new");
+        assert_eq!(take(1), (1, "a\n".to_owned(), None));
+        assert_eq!(take(2), (1, "a\n".to_owned(), None), "nothing new");
         let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.write_all(b"b\n").unwrap();
-        assert_eq!(take(3).unwrap(), (2, "a\nb\n".to_owned()));
+        assert_eq!(take(3), (2, "a\nb\n".to_owned(), None));
         std::fs::write(&path, "another\n").unwrap();
-        assert_eq!(take(4).unwrap(), (1, "another\n".to_owned()));
+        assert_eq!(take(4), (1, "another\n".to_owned(), None));
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(take(5).unwrap(), (1, "another\n".to_owned()), "kept when it is gone");
+        assert_eq!(take(5), (1, "another\n".to_owned(), None), "kept when it is gone");
         let large = File::create(&path).unwrap();
         large.set_len(2 << 30).unwrap();
-        assert_eq!(take(6).unwrap(), (1, "another\n".to_owned()));
+        let (pieces, _, reason) = take(6);
+        assert_eq!(pieces, 1);
+        assert!(reason.unwrap().contains("2147483648 bytes"));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! The capture file as a sink: everything in it that reading it back needs, artifacts before the epochs
-//! that refer to them.
+//! that refer to them, files after.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -41,20 +41,21 @@ pub async fn run(
                         }
                     }
                 }
+                let number = epoch.number;
+                out.write(&wire::message(v1::collector_message::Body::Epoch(epoch)))
+                    .map_err(failed)?;
+                outbox.acknowledge(number);
+                // After it: a file that hangs must not cost what was sampled.
                 if handover.share() == Share::Always {
                     for id in handover.files() {
                         if files.insert(id.clone()) {
                             let mut sending = Sending::start(&handover, id, 0);
-                            while let Some(piece) = sending.next() {
+                            while let Some(piece) = sending.next().await {
                                 out.write(&piece).map_err(failed)?;
                             }
                         }
                     }
                 }
-                let number = epoch.number;
-                out.write(&wire::message(v1::collector_message::Body::Epoch(epoch)))
-                    .map_err(failed)?;
-                outbox.acknowledge(number);
                 from = number + 1;
             }
             Next::End(end) => {

@@ -10,7 +10,6 @@ use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
 use stackwire_proto::{FORMAT, v1};
 use tokio::sync::mpsc;
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
@@ -177,10 +176,7 @@ async fn connect_and_send(
         if file.is_none()
             && let Some((id, offset)) = files.pop_front()
         {
-            let handover = Arc::clone(handover);
-            // All of it is read, for its hash.
-            let opened = spawn_blocking(move || Sending::start(&handover, id, offset)).await;
-            file = opened.ok();
+            file = Some(Sending::start(handover, id, offset));
         }
         let may_send = sending.is_some() && last.is_none();
         tokio::select! {
@@ -200,14 +196,13 @@ async fn connect_and_send(
                     return Err(unreachable("it closed the stream".to_owned()));
                 }
             }
-            // Asked for room first: a piece is made when it can go.
-            room = room(&sending), if file.is_some() && pause.is_none() => {
-                let Some(room) = room else {
-                    return Err(unreachable("it closed the stream".to_owned()));
+            piece = next_piece(&mut file), if file.is_some() && sending.is_some() && pause.is_none() => {
+                let (Some(piece), Some(out)) = (piece, &sending) else {
+                    file = None;
+                    continue;
                 };
-                match file.as_mut().and_then(Sending::next) {
-                    Some(piece) => room.send(piece),
-                    None => file = None,
+                if out.send(piece).await.is_err() {
+                    return Err(unreachable("it closed the stream".to_owned()));
                 }
             }
             () = tokio::time::sleep_until(pause.unwrap_or_else(Instant::now)), if pause.is_some() => {
@@ -239,10 +234,8 @@ async fn connect_and_send(
     }
 }
 
-type Outgoing = mpsc::Sender<v1::CollectorMessage>;
-
-async fn room(out: &Option<Outgoing>) -> Option<mpsc::Permit<'_, v1::CollectorMessage>> {
-    out.as_ref()?.reserve().await.ok()
+async fn next_piece(file: &mut Option<Sending>) -> Option<v1::CollectorMessage> {
+    file.as_mut()?.next().await
 }
 
 /// tonic's errors say "transport error" and keep the reason below.

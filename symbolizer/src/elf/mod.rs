@@ -202,16 +202,23 @@ impl Elf {
     /// # Errors
     /// See [`ElfError`].
     pub fn content(&self, section: &Section) -> Result<Bytes, ElfError> {
-        let content = section::read(&self.file, section, self.is_64, self.endian, &self.scratch)?;
+        let content = self.as_it_is(section)?;
         match self.relocations_of(section) {
             Some(relocations) => relocate::apply(self, content, relocations),
             None => Ok(content),
         }
     }
 
+    /// The content of a section without regard to relocations.
+    fn as_it_is(&self, section: &Section) -> Result<Bytes, ElfError> {
+        section::read(&self.file, section, self.is_64, self.endian, &self.scratch)
+    }
+
     /// The section that says what in this one depends on addresses.
     fn relocations_of(&self, section: &Section) -> Option<&Section> {
-        let is_debug = self.relocatable && section.name.starts_with(".debug_");
+        // Of kernel modules alone: nothing else is loaded that no linker has seen.
+        let is_module = self.relocatable && self.is_kernel();
+        let is_debug = is_module && section.name.starts_with(".debug_");
         let number = is_debug.then(|| {
             self.sections.iter().position(|found| std::ptr::eq(found, section)).unwrap_or(0)
         })?;

@@ -35,8 +35,10 @@ pub(super) fn apply(elf: &Elf, content: Bytes, relocations: &Section) -> Result<
     let symbols = elf
         .sections
         .get(relocations.link as usize)
+        .filter(|symbols| symbols.kind == elf::SHT_SYMTAB)
         .ok_or_else(|| ElfError::Broken("its relocations have no symbols".to_owned()))?;
-    let (symbols, entries) = (elf.content(symbols)?, elf.content(relocations)?);
+    // As they are, whatever they are called: one that refers to itself is not followed.
+    let (symbols, entries) = (elf.as_it_is(symbols)?, elf.as_it_is(relocations)?);
     let mut content = content.to_vec();
     if !elf.is_64 || elf.endian != Endianness::Little {
         return Err(ElfError::Broken("an object file of this kind is not read".to_owned()));

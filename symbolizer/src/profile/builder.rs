@@ -82,7 +82,8 @@ impl Builder {
             known.comm = process.comm;
             add_snapshots(&mut known.perf_maps, process.perf_maps);
             add_snapshots(&mut known.jitdumps, process.jitdumps);
-            known.jit_missing = process.jit_missing.or(known.jit_missing.take());
+            // Of the last epoch: what was missing before may have come since.
+            known.jit_missing = process.jit_missing;
             return Ok(ProcessId(id));
         }
         let table = &mut self.profile.processes;

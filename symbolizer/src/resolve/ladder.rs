@@ -323,10 +323,11 @@ impl Climb<'_> {
         kernel: Option<&Kernel>,
     ) -> Option<At> {
         self.local_by_build_id(build_id)
+            .filter(has_addresses)
             .or_else(|| self.local_kernel(kernel?, build_id))
-            .or_else(|| self.local_by_link(executable?))
-            .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo))
-            .or_else(|| self.fetch(build_id, CacheKind::Debuginfo))
+            .or_else(|| self.local_by_link(executable?).filter(has_addresses))
+            .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo).filter(has_addresses))
+            .or_else(|| self.fetch(build_id, CacheKind::Debuginfo).filter(has_addresses))
     }
 
     /// `DIR/.build-id/NN/REST.debug`.
@@ -491,6 +492,11 @@ fn offers(elf: &Elf) -> Option<Kind> {
         (".dynsym", Kind::Dynsym),
     ];
     sections.into_iter().find(|(name, _)| elf.has(name)).map(|(_, kind)| kind)
+}
+
+/// An object file is no debug file, unless it is a kernel module's: its functions are nowhere yet.
+fn has_addresses(at: &At) -> bool {
+    !at.elf.relocatable || at.elf.is_kernel()
 }
 
 fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {

@@ -115,7 +115,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     for (id, locations) in by_executable {
         match &profile.executables[id.index()] {
             Executable::File { .. } | Executable::Vdso { .. } => jobs.push((id, locations)),
-            Executable::Anonymous => anonymous(profile, artifacts, &locations),
+            Executable::Anonymous => anonymous(profile, artifacts, id, &locations),
             Executable::Kernel { kallsyms, .. } => {
                 if let Some(hash) = kallsyms
                     && let Some(text) = artifacts.get(hash)
@@ -374,7 +374,12 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
     pids
 }
 
-fn anonymous(profile: &mut Profile, artifacts: &Artifacts, locations: &[LocationId]) {
+fn anonymous(
+    profile: &mut Profile,
+    artifacts: &Artifacts,
+    id: ExecutableId,
+    locations: &[LocationId],
+) {
     // By content, since many processes may have inherited one map.
     let mut known: HashMap<&[ArtifactHash], jit::Functions> = HashMap::new();
     let mut resolutions = Vec::with_capacity(locations.len());
@@ -416,7 +421,20 @@ fn anonymous(profile: &mut Profile, artifacts: &Artifacts, locations: &[Location
     for (location, resolution) in resolutions {
         profile.resolutions[location.index()] = resolution;
     }
+    // Names there are, and they may be of code that is there no more.
+    let old = profile.processes.iter().filter_map(|process| {
+        let has_names = !(process.perf_maps.is_empty() && process.jitdumps.is_empty());
+        let reason = process.jit_missing.as_ref().filter(|_| has_names)?;
+        Some(format!("pid {}: names are from before: {reason}", process.pid))
+    });
+    let mut notes: Vec<String> = old.collect();
+    notes.dedup();
+    notes.truncate(MAX_NOTES);
+    profile.sources[id.index()].notes = notes;
 }
+
+/// Most processes named in the notes of JIT code.
+const MAX_NOTES: usize = 20;
 
 type Parse = fn(&[u8]) -> jit::Functions;
 

@@ -72,8 +72,16 @@ impl Keepers {
 
     /// Finishes what a server before this one left open.
     pub(super) fn finish_old(&self) {
+        // One that ended a server while it was resolved would end every server after it.
+        for path in window::files(&self.config.log_dir, window::TRIED) {
+            window::give_up(&path);
+        }
         for path in window::files(&self.config.log_dir, "open") {
-            window::finish(&self.config, &path, Pinned::default());
+            let tried = path.with_extension(window::TRIED);
+            match fs::rename(&path, &tried) {
+                Ok(()) => window::finish(&self.config, &tried, Pinned::default()),
+                Err(_) => window::finish(&self.config, &path, Pinned::default()),
+            }
         }
     }
 }

@@ -29,6 +29,21 @@ pub(super) fn finish(config: &Config, path: &Path, pinned: Pinned) {
     prune(&config.log_dir, config.log_max);
 }
 
+/// Extension of a log a server was killed with, and which the next one is resolving.
+pub(super) const TRIED: &str = "tried";
+
+/// Keeps a log as a capture, without a profile.
+pub(super) fn give_up(path: &Path) {
+    let kept = path.with_extension("stackwire");
+    let (from, to) = (path.display(), kept.display());
+    match fs::rename(path, &kept) {
+        Ok(()) => say(&format!(
+            "stackwire: the server ended twice while it resolved a window: kept as {to}, without a profile"
+        )),
+        Err(error) => say(&format!("stackwire: cannot keep {from} as {to}: {error}")),
+    }
+}
+
 fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result<Option<PathBuf>> {
     let file = fs::File::open(path)?;
     let (mut profile, artifacts) = capture::read(io::BufReader::new(file))?;

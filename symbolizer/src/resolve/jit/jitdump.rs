@@ -26,14 +26,16 @@ pub fn parse(content: &[u8]) -> Functions {
     let mut dump = Dump::default();
     // Only what was read stays when it ends in the middle.
     let _ = dump.read(content);
-    let mut functions = Functions::of(dump.made.into_iter());
+    let mut functions = Functions::of(dump.functions, dump.made);
     functions.files = dump.files;
     functions
 }
 
 #[derive(Default)]
 struct Dump {
-    made: Vec<(u64, u64, Function)>,
+    functions: Vec<Function>,
+    /// Start, end, number of the function.
+    made: Vec<(u64, u64, usize)>,
     /// By the index its compiler gave it, which moved code keeps: the last of them.
     by_index: HashMap<u64, usize>,
     /// Of the code that comes next, by its address.
@@ -89,22 +91,17 @@ impl Dump {
         lines.retain(|line| line.0 < size);
         lines.sort_by_key(|line| line.0);
         let name = String::from_utf8_lossy(name).into_owned();
-        self.by_index.insert(index, self.made.len());
-        self.made.push((start, end, Function { name, lines }));
+        self.by_index.insert(index, self.functions.len());
+        self.made.push((start, end, self.functions.len()));
+        self.functions.push(Function { name, lines });
         Some(())
     }
 
     fn moved(&mut self, mut body: Reader<'_>) -> Option<()> {
         body.skip(16)?; // pid, tid, vma
         let (_old, new, size, index) = (body.long()?, body.long()?, body.long()?, body.long()?);
-        let (.., function) = self.made.get(*self.by_index.get(&index)?)?;
-        let function = function.clone();
-        self.line_count += function.lines.len();
-        if self.line_count > MAX_LINES {
-            return None;
-        }
+        let function = *self.by_index.get(&index)?;
         let end = new.checked_add(size).filter(|end| *end > new)?;
-        self.by_index.insert(index, self.made.len());
         self.made.push((new, end, function));
         Some(())
     }
@@ -267,12 +264,23 @@ mod tests {
     #[test]
     fn cut_anywhere_it_gives_what_comes_before() {
         let whole = dump();
-        let all = parse(&whole).functions.len();
-        let count = |end: usize| parse(&whole[..end]).functions.len();
+        let all = parse(&whole).places.len();
+        let count = |end: usize| parse(&whole[..end]).places.len();
         let counts: Vec<_> = (0..=whole.len()).map(count).collect();
         assert!(counts.is_sorted(), "{counts:?}");
         let code = 0x10;
         assert_eq!((count(whole.len() - code), count(whole.len() - code - 1)), (all, all - 1));
+    }
+
+    #[test]
+    fn a_function_moved_a_thousand_times_is_there_once() {
+        let mut bytes = [header(), load(0x1000, 0x10, 1, &"long".repeat(1000))].concat();
+        for n in 1..=1000 {
+            bytes.extend(record(1, &longs(&[0, 0x1000, 0x1000, 0x1000 + n * 0x100, 0x10, 1])));
+        }
+        let functions = parse(&bytes);
+        assert_eq!((functions.functions.len(), functions.places.len()), (1, 1001));
+        assert_eq!(at(&functions, 0x1000 + 700 * 0x100).0.len(), 4000);
     }
 
     #[test]

@@ -25,22 +25,22 @@ pub struct Function {
 /// Functions without overlaps.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Functions {
-    /// Start, end, function; by start.
+    /// Start, end, place; by start.
     spans: Vec<(u64, u64, usize)>,
-    /// Functions with where they begin, which may have been overwritten since.
-    functions: Vec<(u64, Function)>,
+    /// Where functions begin, which may have been overwritten since, and which they are: one that was moved has
+    /// several.
+    places: Vec<(u64, usize)>,
+    functions: Vec<Function>,
     files: Vec<String>,
 }
 
 impl Functions {
-    /// From functions in the order they were made: start, end, function.
-    fn of(made: impl Iterator<Item = (u64, u64, Function)>) -> Self {
-        let (mut entries, mut functions) = (Vec::new(), Vec::new());
-        for (start, end, function) in made {
-            entries.push((start, end, functions.len()));
-            functions.push((start, function));
-        }
-        Self { spans: flatten(entries), functions, files: Vec::new() }
+    /// From functions, and the places they were put at, in this order: start, end, number of the function.
+    fn of(functions: Vec<Function>, made: Vec<(u64, u64, usize)>) -> Self {
+        let places = made.iter().map(|&(start, _, function)| (start, function)).collect();
+        let entries = made.into_iter().enumerate();
+        let entries = entries.map(|(place, (start, end, _))| (start, end, place)).collect();
+        Self { spans: flatten(entries), places, functions, files: Vec::new() }
     }
 
     /// Function, file and line at an address.
@@ -58,10 +58,12 @@ impl Functions {
         Some(line)
     }
 
-    fn at(&self, address: u64) -> Option<&(u64, Function)> {
+    /// Where the function at an address begins, and which it is.
+    fn at(&self, address: u64) -> Option<(u64, &Function)> {
         let after = self.spans.partition_point(|&(start, ..)| start <= address);
-        let &(_, end, function) = self.spans.get(after.checked_sub(1)?)?;
-        if address < end { self.functions.get(function) } else { None }
+        let &(_, end, place) = self.spans.get(after.checked_sub(1)?)?;
+        let &(start, function) = self.places.get(place).filter(|_| address < end)?;
+        Some((start, self.functions.get(function)?))
     }
 }
 

@@ -11,12 +11,13 @@ const MAX_LINES: usize = 1 << 20;
 /// Parses a perf-map; lines that do not parse are passed over, other bytes than UTF-8 replaced.
 #[must_use]
 pub fn parse(content: &[u8]) -> Functions {
-    let lines = content.split(|&byte| byte == b'\n');
-    let functions = lines.filter_map(parse_line).take(MAX_LINES).map(|(start, end, name)| {
-        let function = Function { name, ..Function::default() };
-        (start, end, function)
-    });
-    Functions::of(functions)
+    let (mut functions, mut made) = (Vec::new(), Vec::new());
+    let lines = content.split(|&byte| byte == b'\n').filter_map(parse_line);
+    for (start, end, name) in lines.take(MAX_LINES) {
+        made.push((start, end, functions.len()));
+        functions.push(Function { name, ..Function::default() });
+    }
+    Functions::of(functions, made)
 }
 
 fn parse_line(line: &[u8]) -> Option<(u64, u64, String)> {
