@@ -250,3 +250,74 @@ fn a_stripped_go_program() {
         wrong[..wrong.len().min(20)].join("\n")
     );
 }
+
+/// Programs of Go 1.16, 1.17 and 1.18, by their tables alone, against Go's own reader of them (`debug/gosym`), which
+/// knows the function and the innermost line.
+#[test]
+fn go_of_every_age() {
+    let corpus = corpus();
+    let oracle = corpus.join("pclntab");
+    let built = Command::new("go")
+        .args(["build", "-o"])
+        .arg(&oracle)
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/corpus/pclntab.go"))
+        .env("GO111MODULE", "off")
+        .env("GOCACHE", corpus.join("gocache"))
+        .status();
+    assert!(built.unwrap().success());
+    let programs =
+        ["0.12.0", "0.14.0", "0.14.40"].map(|version| corpus.join("esbuild").join(version));
+    if !crate::support::can(
+        "programs of Go 1.16 to 1.18, from npm",
+        programs.iter().all(|p| p.exists()),
+    ) {
+        return;
+    }
+    for program in programs {
+        let list = Command::new(&oracle).arg(&program).arg("list").output().unwrap();
+        let list = String::from_utf8(list.stdout).unwrap();
+        let functions: Vec<(u64, u64)> = list
+            .lines()
+            .filter_map(|line| {
+                let mut words = line.split(' ').map(|word| u64::from_str_radix(word, 16).ok());
+                Some((words.next()??, words.next()??))
+            })
+            .filter(|(start, end)| start < end)
+            .collect();
+        // All over the code, out of order, the same every time.
+        let addresses: Vec<u64> = (0..20_000usize)
+            .map(|n| {
+                let (start, end) = functions[n * 7_919 % functions.len()];
+                start + (n as u64 * 31) % (end - start)
+            })
+            .collect();
+        let theirs = ask(Command::new(&oracle).arg(&program), &addresses);
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = Command::new(binary("stackwire"));
+        command.args(["symbolize", "--json", "--debug-dir=/none", "--symbol-cache-dir"]);
+        let ours = ask(command.arg(cache.path()).arg(&program), &addresses);
+        let (mut inlined, mut wrong) = (0, Vec::new());
+        for (address, (ours, theirs)) in addresses.iter().zip(ours.iter().zip(&theirs)) {
+            let chain = chain(ours, "frames", ["function", "file", "line"]);
+            inlined += usize::from(chain.len() > 1);
+            let said = match (chain.first(), chain.last()) {
+                (Some((_, file, line)), Some((function, ..))) => {
+                    format!("{function}\t{file}\t{line}")
+                }
+                _ => "??".to_owned(),
+            };
+            // Of padding it says line -1, which we call none.
+            if said != theirs.replace("\t-1", "\t0") {
+                wrong.push(format!("{address:#x}: {said}, debug/gosym: {theirs}"));
+            }
+        }
+        let name = program.display();
+        assert!(
+            wrong.is_empty(),
+            "{name}: {} differ:\n{}",
+            wrong.len(),
+            wrong[..wrong.len().min(10)].join("\n")
+        );
+        assert!(inlined > 1000, "{name}: {inlined} with inlined calls");
+    }
+}

@@ -18,6 +18,9 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 const ADDRESSES: usize = 20_000;
 
 fn main() -> Result<()> {
+    if std::env::args().nth(1).as_deref() == Some("blazesym") {
+        return blazesym(&std::env::args().nth(2).ok_or("blazesym OBJECT")?);
+    }
     let binaries = std::env::args().nth(1).ok_or("usage: bench-symbols DIRECTORY-OF-BINARIES")?;
     let stackwire = Path::new(&binaries).join("stackwire");
     println!(
@@ -39,6 +42,9 @@ fn main() -> Result<()> {
             command
         };
         let mut rows = vec![("stackwire, cold", own()), ("stackwire, warm", own())];
+        let mut blazesym = Command::new(std::env::current_exe()?);
+        blazesym.arg("blazesym").arg(&object);
+        rows.push(("blazesym", blazesym));
         rows.push(("llvm-symbolizer-22", other("llvm-symbolizer-22", &["--no-demangle", "--obj"])));
         rows.push(("addr2line", other("addr2line", &["-f", "-i", "-e"])));
         for (name, mut command) in rows {
@@ -172,6 +178,25 @@ impl WithId {
 
 fn name_of(path: &Path) -> String {
     path.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned())
+}
+
+/// What `stackwire symbolize` does, with blazesym: addresses from standard input, functions and lines out.
+fn blazesym(object: &str) -> Result<()> {
+    use blazesym::symbolize::source::{Elf, Source};
+    use blazesym::symbolize::{Input, Symbolizer};
+    let text = std::io::read_to_string(std::io::stdin())?;
+    let hex = |line: &str| u64::from_str_radix(line.trim_start_matches("0x"), 16);
+    let addresses = text.lines().map(hex).collect::<std::result::Result<Vec<_>, _>>()?;
+    let symbolizer = Symbolizer::builder().enable_demangling(false).build();
+    let source = Source::Elf(Elf::new(object));
+    let mut out = std::io::BufWriter::new(std::io::stdout());
+    for symbol in symbolizer.symbolize(&source, Input::VirtOffset(&addresses))? {
+        match symbol.as_sym() {
+            Some(symbol) => writeln!(out, "{symbol:?}")?,
+            None => writeln!(out, "??")?,
+        }
+    }
+    Ok(())
 }
 
 /// The pair `tests/corpus.sh` fetched, if it was run.

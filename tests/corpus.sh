@@ -30,6 +30,23 @@ fetch python python3.11-minimal libpython3.11 python3.11-dbg libpython3.11-dbg
 version=$(apt-cache madison openjdk-17-dbg | awk 'NR == 1 { print $3 }')
 fetch java "openjdk-17-dbg=$version" "openjdk-17-jre-headless=$version"
 
+# Programs of Go 1.16, 1.17 and 1.18, stripped by their author: each release before 1.20 has another table.
+go_of_old() {
+  done_ esbuild && return
+  local to; to=$(mktemp -d "$D/npm.XXXXXX")
+  for version in 0.12.0 0.14.0 0.14.40; do
+    if (cd "$to" && npm pack --silent "esbuild-linux-64@$version" >/dev/null && tar xzf ./*.tgz && rm ./*.tgz); then
+      mkdir -p "$D/esbuild" && mv "$to/package/bin/esbuild" "$D/esbuild/$version" && rm -r "$to/package"
+    else
+      echo "tests/corpus.sh: could not fetch esbuild $version" >&2
+    fi
+  done
+  rm -rf "$to"
+  [ "$(ls "$D/esbuild" 2>/dev/null | wc -l)" = 3 ] && touch "$D/.esbuild"
+  return 0
+}
+go_of_old
+
 cpp() { # DIR FLAGS...: the C++ program
   local out=$1; shift; mkdir -p "$out"
   (cd "$out" && for unit in a b c d; do echo $unit; done |

@@ -186,3 +186,48 @@ fn java_is_named_with_spaces_and_all() {
     assert!(spin.contains(' ') || spin.contains("Hot.spin"), "{spin}");
     assert!(share(&profile, &spin) > 80.0, "{spin}: {:.1} %", share(&profile, &spin));
 }
+
+const WASM: &str = "\
+import sys, time, wasmtime
+config = wasmtime.Config()
+config.profiler = sys.argv[1]
+engine = wasmtime.Engine(config)
+store = wasmtime.Store(engine)
+module = wasmtime.Module(engine, '''(module (func $spin (export \"spin\") (param i32) (result i32) (local i32)
+  (loop $l (local.set 1 (i32.add (i32.mul (local.get 1) (i32.const 31)) (local.get 0)))
+           (local.set 0 (i32.sub (local.get 0) (i32.const 1)))
+           (br_if $l (local.get 0)))
+  (local.get 1)))''')
+spin = wasmtime.Instance(store, module, []).exports(store)['spin']
+print('ready', flush=True)
+end = time.time() + 60
+while time.time() < end: spin(store, 10000000)
+";
+
+#[test]
+fn wasmtime_is_named_by_either_file() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let installed = Command::new("python3")
+        .args(["-m", "pip", "install", "-q", "--target"])
+        .arg(directory.path())
+        .arg("wasmtime")
+        .stderr(Stdio::null())
+        .status();
+    if !crate::support::can("wasmtime, from PyPI", installed.is_ok_and(|status| status.success())) {
+        return;
+    }
+    for profiler in ["perfmap", "jitdump"] {
+        let program = Running::start(
+            Command::new("python3")
+                .args(["-c", WASM, profiler])
+                .env("PYTHONPATH", directory.path())
+                .current_dir(directory.path()),
+        );
+        let profile = record(program.pid(), 2, &[]);
+        assert!(share(&profile, "spin") > 90.0, "{profiler}: {:.1} %", share(&profile, "spin"));
+        let _ = std::fs::remove_file(format!("/tmp/perf-{}.map", program.pid()));
+    }
+}

@@ -183,3 +183,34 @@ fn a_server_whose_directory_is_removed_says_so_and_its_collector_fails() {
     assert!(!stderr.contains("panicked"), "{stderr}");
     server.kill();
 }
+
+#[test]
+fn a_window_that_ended_its_server_twice_ends_no_third() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let captures = directory.path().join("captures");
+    std::fs::create_dir(&captures).unwrap();
+    let program = Running::start(Command::new(work()).args(["plain", "20"]));
+    let capture = directory.path().join("capture");
+    let status = Command::new(binary("stackwire-collector"))
+        .args([format!("--pid={}", program.pid()), format!("--output={}", capture.display())])
+        .args(["--duration=1s", "--sample-rate=199"])
+        .status();
+    assert!(status.unwrap().success());
+    // As two servers left them that were killed: one while it received, one while it resolved again.
+    for (id, extension) in [("a", "open"), ("b", "tried")] {
+        let name = format!("{}-000000.{extension}", id.repeat(32));
+        std::fs::copy(&capture, captures.join(name)).unwrap();
+    }
+    let server = Server::start(directory.path(), "127.0.0.1:0", &[]);
+    server.terminate();
+    let written = profiles(directory.path());
+    assert_eq!(written.len(), 1, "{written:?}");
+    assert!(written[0].display().to_string().contains("-aaaaaaaa-"), "{written:?}");
+    for id in ["a", "b"] {
+        let kept = captures.join(format!("{}-000000.stackwire", id.repeat(32)));
+        assert!(kept.exists(), "{}", kept.display());
+    }
+}

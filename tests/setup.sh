@@ -6,7 +6,8 @@ set -uo pipefail
 declare -A packages=(
   [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
-  [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod
+  [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
+  [npm]=npm [unshare]=util-linux
 )
 wanted=()
 for command in "${!packages[@]}"; do

@@ -274,6 +274,21 @@ mod tests {
     }
 
     #[test]
+    fn processes_that_write_too_much_keep_no_sample_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("map").to_str().unwrap().to_owned();
+        std::fs::write(&path, "a\n").unwrap();
+        let outbox = Outbox::new(Limits::default());
+        let mut snapshots = Snapshots::new(Arc::new(Broker::none()));
+        let wanted = || Wanted::Own { pid: std::process::id(), path: path.clone(), here: true };
+        snapshots.spent = EPOCH_LIMIT;
+        let (pieces, reason) = snapshots.grow(1, Kind::PerfMap, wanted(), 0, &outbox);
+        assert!(pieces.is_empty() && reason.unwrap().contains("more than there is time for"));
+        snapshots.end_epoch();
+        assert_eq!(snapshots.grow(1, Kind::PerfMap, wanted(), 1, &outbox).1, None);
+    }
+
+    #[test]
     fn what_hangs_is_given_up() {
         let started = std::time::Instant::now();
         let (_hold, forever) = mpsc::channel::<()>();

@@ -6,14 +6,83 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use super::kallsyms::Symbols;
-use super::ladder::Kernel;
-use crate::profile::{Quality, Resolution};
+use super::ladder::{self, Kernel, Wanted};
+use super::{Snapshots, Sources, resolution, source, without};
+use crate::profile::{Executable, ExecutableId, LocationId, Profile, Quality, Resolution, Source};
 use crate::table::Table;
 
+/// Names in the kernel or a module of it.
+pub(super) fn job(
+    profile: &Profile,
+    snapshots: &Snapshots<'_>,
+    sources: &Sources,
+    id: ExecutableId,
+    locations: &[LocationId],
+    deadline: Instant,
+) -> Result<(Source, Vec<Resolution>), Source> {
+    let executable = &profile.executables[id.index()];
+    let Executable::Kernel { module, build_id, kallsyms } = executable else {
+        return Err(without("not of the kernel"));
+    };
+    let symbols = kallsyms.and_then(|hash| snapshots.get(&hash));
+    let found = match build_id.is_empty() {
+        true => None,
+        false => {
+            let wanted = Wanted {
+                build_id: build_id.clone(),
+                executable: Err(String::new()),
+                code: None,
+                kernel: Some(Kernel {
+                    release: profile.origin.kernel_release.clone(),
+                    module: module.clone(),
+                }),
+            };
+            Some(ladder::find(wanted, sources, deadline))
+        }
+    };
+    let offsets = || locations.iter().map(|location| profile.locations[location.index()].offset);
+    let by_kallsyms = |offset| symbols.map(|symbols| from_kallsyms(symbols, module, offset));
+    match found {
+        Some(Ok(found)) => {
+            let layout = Layout::of(&found.table, module, symbols);
+            let resolutions = offsets().map(|offset| {
+                let address = |offset| layout.address(offset);
+                match resolution(&found.table, address, offset, sources) {
+                    // What is patched in at run time is in no file.
+                    Resolution::Missing(reason) => {
+                        by_kallsyms(offset).unwrap_or(Resolution::Missing(reason))
+                    }
+                    named => named,
+                }
+            });
+            let resolutions = resolutions.collect();
+            Ok((source(found), resolutions))
+        }
+        missing => {
+            let (notes, fetch_failed) = match missing {
+                Some(Err(nothing)) => (nothing.notes, nothing.fetch_failed),
+                _ => (Vec::new(), false),
+            };
+            let resolutions: Option<Vec<_>> = offsets().map(by_kallsyms).collect();
+            let Some(resolutions) = resolutions else {
+                let reason = match kallsyms {
+                    Some(_) => "its kallsyms snapshot was not sent",
+                    None => {
+                        "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
+                    }
+                };
+                return Err(without(reason));
+            };
+            Ok((Source { notes, fetch_failed, ..Source::default() }, resolutions))
+        }
+    }
+}
+
 /// Names from kallsyms, or nothing.
-pub(super) fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
+fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
     match symbols.find(module, offset) {
         Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Kallsyms },
         None => Resolution::Missing("not in kallsyms".to_owned()),
@@ -22,7 +91,7 @@ pub(super) fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) ->
 
 /// Offsets → addresses in a table made from debug information.
 #[derive(Debug)]
-pub(super) enum Layout<'t> {
+enum Layout<'t> {
     /// The kernel's.
     Kernel(&'t Table),
     /// A module's: where its functions begin, as offset and address, by offset. No address: nobody can tell.
@@ -30,7 +99,7 @@ pub(super) enum Layout<'t> {
 }
 
 impl<'t> Layout<'t> {
-    pub(super) fn of(table: &'t Table, module: &str, symbols: Option<&Symbols<'_>>) -> Self {
+    fn of(table: &'t Table, module: &str, symbols: Option<&Symbols<'_>>) -> Self {
         if module.is_empty() {
             return Self::Kernel(table);
         }
@@ -74,7 +143,7 @@ impl<'t> Layout<'t> {
     }
 
     /// The address of an offset, when it can be told.
-    pub(super) fn address(&self, offset: u64) -> Option<u64> {
+    fn address(&self, offset: u64) -> Option<u64> {
         match self {
             Self::Kernel(table) => table.address_of(offset),
             Self::Module(starts) => {

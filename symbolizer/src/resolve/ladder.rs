@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use stackwire_cache::{Blob, Cache, Id, Key, Kind as CacheKind, Meta};
+use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
 
 use super::Sources;
 use super::debuginfod::FetchError;
@@ -499,7 +499,7 @@ fn has_addresses(at: &At) -> bool {
     !at.elf.relocatable || at.elf.is_kernel()
 }
 
-fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {
+pub(super) fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {
     Some(Key::new(Id::of_bytes(build_id).ok()?, kind))
 }
 
@@ -508,24 +508,4 @@ fn open(path: &Path, scratch: &Scratch) -> Option<At> {
     let origin = file::shown(path.to_str()?);
     let elf = Elf::open(file, scratch).ok()?;
     Some(At { elf, path: path.to_owned(), origin, rung: Rung::DebugFile })
-}
-
-/// Adds an ELF file to a cache, as the kind it is.
-///
-/// # Errors
-/// In words, when it is no ELF file or has no build-id.
-pub fn add(path: &Path, cache: &Cache) -> Result<Key, String> {
-    let name = path.to_str().ok_or("its path is not UTF-8")?;
-    let mut file = file::open_regular(name)?;
-    let copy = file.try_clone().map_err(|error| error.to_string())?;
-    let elf = Elf::open(copy, &Scratch::default()).map_err(|error| error.to_string())?;
-    let id = elf.ids.gnu.as_deref().ok_or("it has no build-id, so nothing could find it again")?;
-    // In a debug file what is loaded has no content.
-    let kind = if elf.has(".text") { CacheKind::Executable } else { CacheKind::Debuginfo };
-    let key = key(id, kind).ok_or("its build-id has an impossible length")?;
-    let mut pending = cache.begin().map_err(|error| error.to_string())?;
-    std::io::copy(&mut file, &mut pending).map_err(|error| error.to_string())?;
-    let meta = Meta { quality: 0, origin: name.to_owned() };
-    pending.keep(&key, meta).map_err(|error| error.to_string())?;
-    Ok(key)
 }

@@ -3,6 +3,7 @@
 //! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails ends in
 //! `Missing` with the reason, never in an error: a profile without some names is still a profile.
 
+mod add;
 mod debuginfod;
 mod demangle;
 mod file;
@@ -20,11 +21,11 @@ use std::time::{Duration, Instant};
 
 use stackwire_cache::Cache;
 
+pub use self::add::add as add_to_cache;
 pub use self::debuginfod::{Debuginfod, FetchError};
 pub use self::file::Pinned;
 pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
-pub use self::ladder::add as add_to_cache;
 pub use self::one::{Answer, Symbols};
 use self::recent::Recent;
 use crate::capture::Artifacts;
@@ -115,7 +116,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     for (id, locations) in by_executable {
         match &profile.executables[id.index()] {
             Executable::File { .. } | Executable::Vdso { .. } => jobs.push((id, locations)),
-            Executable::Anonymous => anonymous(profile, artifacts, id, &locations),
+            Executable::Anonymous => jit::name(profile, artifacts, id, &locations),
             Executable::Kernel { kallsyms, .. } => {
                 if let Some(hash) = kallsyms
                     && let Some(text) = artifacts.get(hash)
@@ -164,7 +165,7 @@ fn run_jobs(
                     let Some((id, locations)) = job else { break };
                     let result = match reader.executables[id.index()] {
                         Executable::Kernel { .. } => {
-                            kernel_job(reader, snapshots, sources, id, &locations, deadline)
+                            kernel::job(reader, snapshots, sources, id, &locations, deadline)
                         }
                         _ => elf_job(reader, artifacts, sources, id, &locations, deadline),
                     };
@@ -243,74 +244,6 @@ fn source(found: ladder::Found) -> Source {
     }
 }
 
-/// Names in the kernel or a module of it.
-fn kernel_job(
-    profile: &Profile,
-    snapshots: &Snapshots<'_>,
-    sources: &Sources,
-    id: ExecutableId,
-    locations: &[LocationId],
-    deadline: Instant,
-) -> Result<(Source, Vec<Resolution>), Source> {
-    let executable = &profile.executables[id.index()];
-    let Executable::Kernel { module, build_id, kallsyms } = executable else {
-        return Err(without("not of the kernel"));
-    };
-    let symbols = kallsyms.and_then(|hash| snapshots.get(&hash));
-    let found = match build_id.is_empty() {
-        true => None,
-        false => {
-            let wanted = Wanted {
-                build_id: build_id.clone(),
-                executable: Err(String::new()),
-                code: None,
-                kernel: Some(ladder::Kernel {
-                    release: profile.origin.kernel_release.clone(),
-                    module: module.clone(),
-                }),
-            };
-            Some(ladder::find(wanted, sources, deadline))
-        }
-    };
-    let offsets = || locations.iter().map(|location| profile.locations[location.index()].offset);
-    let by_kallsyms =
-        |offset| symbols.map(|symbols| kernel::from_kallsyms(symbols, module, offset));
-    match found {
-        Some(Ok(found)) => {
-            let layout = kernel::Layout::of(&found.table, module, symbols);
-            let resolutions = offsets().map(|offset| {
-                let address = |offset| layout.address(offset);
-                match resolution(&found.table, address, offset, sources) {
-                    // What is patched in at run time is in no file.
-                    Resolution::Missing(reason) => {
-                        by_kallsyms(offset).unwrap_or(Resolution::Missing(reason))
-                    }
-                    named => named,
-                }
-            });
-            let resolutions = resolutions.collect();
-            Ok((source(found), resolutions))
-        }
-        missing => {
-            let (notes, fetch_failed) = match missing {
-                Some(Err(nothing)) => (nothing.notes, nothing.fetch_failed),
-                _ => (Vec::new(), false),
-            };
-            let resolutions: Option<Vec<_>> = offsets().map(by_kallsyms).collect();
-            let Some(resolutions) = resolutions else {
-                let reason = match kallsyms {
-                    Some(_) => "its kallsyms snapshot was not sent",
-                    None => {
-                        "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
-                    }
-                };
-                return Err(without(reason));
-            };
-            Ok((Source { notes, fetch_failed, ..Source::default() }, resolutions))
-        }
-    }
-}
-
 fn without(reason: &str) -> Source {
     Source { notes: vec![reason.to_owned()], ..Source::default() }
 }
@@ -373,70 +306,6 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
     pids.dedup();
     pids
 }
-
-fn anonymous(
-    profile: &mut Profile,
-    artifacts: &Artifacts,
-    id: ExecutableId,
-    locations: &[LocationId],
-) {
-    // By content, since many processes may have inherited one map.
-    let mut known: HashMap<&[ArtifactHash], jit::Functions> = HashMap::new();
-    let mut resolutions = Vec::with_capacity(locations.len());
-    for location in locations {
-        let at = profile.locations[location.index()];
-        let Some(process) = at.process else { continue };
-        let process = &profile.processes[process.index()];
-        let sources: [(&[Vec<ArtifactHash>], Parse, Quality); 2] = [
-            (&process.jitdumps, jit::parse_jitdump, Quality::Jitdump),
-            (&process.perf_maps, jit::parse_perf_map, Quality::PerfMap),
-        ];
-        let mut missing = None;
-        let found = sources.into_iter().find_map(|(snapshots, parse, quality)| {
-            // The newest that came: a later one may have been cut off with the end of the capture.
-            let has = |hash: &&ArtifactHash| artifacts.get(hash).is_some();
-            let came = |snapshot: &&Vec<ArtifactHash>| snapshot.iter().take_while(has).count();
-            let snapshot = snapshots
-                .iter()
-                .max_by_key(|snapshot| (came(snapshot) == snapshot.len(), came(snapshot) > 0))?;
-            let pieces = &snapshot[..came(&snapshot)];
-            if pieces.is_empty() {
-                missing.get_or_insert_with(|| format!("its {} was not sent", quality.text()));
-                return None;
-            }
-            let functions = known.entry(pieces).or_insert_with(|| {
-                let content = pieces.iter().filter_map(|hash| artifacts.get(hash));
-                parse(&content.collect::<Vec<_>>().concat())
-            });
-            let line = functions.line(at.offset);
-            if line.is_none() {
-                missing = Some(format!("not in the {}", quality.text()));
-            }
-            Some(Resolution::Found { lines: [line?].into(), quality })
-        });
-        let missing = missing.or_else(|| process.jit_missing.clone());
-        let missing = missing.unwrap_or_else(|| "the process wrote no perf-map".to_owned());
-        resolutions.push((*location, found.unwrap_or(Resolution::Missing(missing))));
-    }
-    for (location, resolution) in resolutions {
-        profile.resolutions[location.index()] = resolution;
-    }
-    // Names there are, and they may be of code that is there no more.
-    let old = profile.processes.iter().filter_map(|process| {
-        let has_names = !(process.perf_maps.is_empty() && process.jitdumps.is_empty());
-        let reason = process.jit_missing.as_ref().filter(|_| has_names)?;
-        Some(format!("pid {}: names are from before: {reason}", process.pid))
-    });
-    let mut notes: Vec<String> = old.collect();
-    notes.dedup();
-    notes.truncate(MAX_NOTES);
-    profile.sources[id.index()].notes = notes;
-}
-
-/// Most processes named in the notes of JIT code.
-const MAX_NOTES: usize = 20;
-
-type Parse = fn(&[u8]) -> jit::Functions;
 
 fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: &str) {
     for location in locations {

@@ -32,21 +32,28 @@ pub fn parse(content: &[u8]) -> Functions {
 }
 
 #[derive(Default)]
-struct Dump {
+struct Dump<'a> {
     functions: Vec<Function>,
     /// Start, end, number of the function.
     made: Vec<(u64, u64, usize)>,
     /// By the index its compiler gave it, which moved code keeps: the last of them.
     by_index: HashMap<u64, usize>,
     /// Of the code that comes next, by its address.
-    lines: HashMap<u64, Vec<(u64, u32, u32)>>,
+    lines: HashMap<u64, Lines<'a>>,
     line_count: usize,
     files: Vec<String>,
     file_numbers: HashMap<String, u32>,
 }
 
-impl Dump {
-    fn read(&mut self, content: &[u8]) -> Option<()> {
+/// The lines of a function: address, file, line.
+enum Lines<'a> {
+    Read(Vec<(u64, u32, u32)>),
+    /// So many entries, whose files are no text.
+    WithoutFiles(u64, Reader<'a>),
+}
+
+impl<'a> Dump<'a> {
+    fn read(&mut self, content: &'a [u8]) -> Option<()> {
         let (magic, _) = content.split_first_chunk::<4>()?;
         let big = match (u32::from_le_bytes(*magic), u32::from_be_bytes(*magic)) {
             (MAGIC, _) => false,
@@ -83,7 +90,13 @@ impl Dump {
         let (start, size, index) = (body.long()?, body.long()?, body.long()?);
         let name = body.text()?;
         let end = start.checked_add(size).filter(|end| *end > start)?;
-        let mut lines = self.lines.remove(&start).unwrap_or_default();
+        let mut lines = match self.lines.remove(&start) {
+            Some(Lines::Read(lines)) => lines,
+            Some(Lines::WithoutFiles(count, entries)) => {
+                self.of_one_file(count, entries, name).unwrap_or_default()
+            }
+            None => Vec::new(),
+        };
         let offset = if is_v8(name) { V8_OFFSET } else { 0 };
         for line in &mut lines {
             line.0 = line.0.wrapping_sub(start).wrapping_sub(offset);
@@ -106,8 +119,9 @@ impl Dump {
         Some(())
     }
 
-    fn debug_info(&mut self, mut body: Reader<'_>) -> Option<()> {
+    fn debug_info(&mut self, mut body: Reader<'a>) -> Option<()> {
         let (code, count) = (body.long()?, body.long()?);
+        let entries = body;
         let mut lines = Vec::new();
         let mut file = None;
         for _ in 0..count {
@@ -117,14 +131,43 @@ impl Dump {
                 return None;
             }
             if name != SAME_FILE {
-                // Node 20 writes memory it has freed as the file of some functions: nothing of them is true then.
-                let name = std::str::from_utf8(name).ok();
-                file = Some(self.file(name.filter(|name| !name.contains(char::is_control))?));
+                let text = std::str::from_utf8(name).ok();
+                let Some(text) = text.filter(|text| !text.contains(char::is_control)) else {
+                    self.lines.insert(code, Lines::WithoutFiles(count, entries));
+                    return Some(());
+                };
+                file = Some(self.file(text));
             }
             lines.push((address, file?, line));
         }
-        self.lines.insert(code, lines);
+        self.lines.insert(code, Lines::Read(lines));
         Some(())
+    }
+
+    /// Node 20 writes memory it has freed where the file's name was, as many bytes as that had. The name of the
+    /// function has the file, and its length fits when it is the one that was meant.
+    fn of_one_file(
+        &mut self,
+        count: u64,
+        mut entries: Reader<'a>,
+        function: &[u8],
+    ) -> Option<Vec<(u64, u32, u32)>> {
+        let file = super::name::line(std::str::from_utf8(function).ok()?).file;
+        let length = file.len() + 1;
+        let size = count.checked_mul(16 + length as u64)?;
+        (!file.is_empty() && entries.bytes.len() as u64 == size).then_some(())?;
+        let file = self.file(&file);
+        let mut lines = Vec::new();
+        for _ in 0..count {
+            self.line_count += 1;
+            if self.line_count > MAX_LINES {
+                return None;
+            }
+            let (address, line) = (entries.long()?, entries.word()?);
+            entries.skip(4 + length)?;
+            lines.push((address, file, line));
+        }
+        Some(lines)
     }
 
     fn file(&mut self, name: &str) -> u32 {
@@ -147,6 +190,7 @@ fn is_v8(name: &[u8]) -> bool {
     prefixes.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
 }
 
+#[derive(Clone, Copy)]
 struct Reader<'a> {
     bytes: &'a [u8],
     big: bool,
@@ -288,6 +332,21 @@ mod tests {
         let entries: &[(u64, u32, &[u8])] = &[(0x1000, 3, b"\x9a)\x04"), (0x1004, 4, b"/x.js")];
         let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, "f")].concat();
         assert_eq!(at(&parse(&bytes), 0x1006), ("f".to_owned(), String::new(), 0));
+    }
+
+    #[test]
+    fn a_file_that_is_overwritten_is_the_one_of_its_function() {
+        // As many bytes as `/app/x.js` and its end.
+        let garbage = b"\x77\x4e\x01\0\0\x82|\x03\x88";
+        let entries: &[(u64, u32, &[u8])] = &[(0x1040, 3, garbage), (0x1048, 4, garbage)];
+        let name = "JS:*hot /app/x.js:2:1";
+        let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, name)].concat();
+        let is = |line| ("hot".to_owned(), "/app/x.js".to_owned(), line);
+        assert_eq!((at(&parse(&bytes), 0x1001), at(&parse(&bytes), 0x1009)), (is(3), is(4)));
+        // Of another length: nothing is believed but the name.
+        let name = "JS:*hot /app/other.js:2:1";
+        let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, name)].concat();
+        assert_eq!(at(&parse(&bytes), 0x1009).2, 2);
     }
 
     proptest! {

@@ -3,12 +3,14 @@
 //! A compiler appends what it makes and reuses memory, so where functions overlap the later holds. Called by
 //! `resolve/mod.rs` for addresses in anonymous memory.
 
+mod anonymous;
 mod jitdump;
 mod name;
 mod perf_map;
 
 use std::collections::BinaryHeap;
 
+pub use self::anonymous::name;
 pub use self::jitdump::parse as parse_jitdump;
 pub use self::perf_map::parse as parse_perf_map;
 use crate::profile::Line;

@@ -3,6 +3,8 @@
 //! Only names that are mangled: `cpp_demangle` takes any that parses as a type, and would call the C function
 //! `i` "int" and `t` "unsigned short".
 
+mod dlang;
+
 use cpp_demangle::DemangleOptions;
 
 use crate::profile::Line;
@@ -37,6 +39,12 @@ pub fn demangle(name: &str) -> String {
             return readable.0;
         }
     }
+    // Names of Swift stay as they are: nothing but Swift's own library reads all of them.
+    if is(&["_D"])
+        && let Some(readable) = dlang::demangle(name)
+    {
+        return readable;
+    }
     name.to_owned()
 }
 
@@ -70,7 +78,24 @@ mod tests {
     #[test]
     fn names_of_c_stay_what_they_are() {
         for name in [
-            "a", "i", "t", "z", "Pc", "PKc", "St", "Ss", "Dn", "main", "_start", "_Zebra", "_R", "",
+            "$s4main3fooyyF",
+            "_$s4main3fooyyF",
+            "_T04main3fooyyF",
+            "_Dispatch",
+            "a",
+            "i",
+            "t",
+            "z",
+            "Pc",
+            "PKc",
+            "St",
+            "Ss",
+            "Dn",
+            "main",
+            "_start",
+            "_Zebra",
+            "_R",
+            "",
         ] {
             assert_eq!(demangle(name), name);
         }
