@@ -27,14 +27,19 @@ fn main() {
 
 /// The pair `tests/corpus.sh` fetched, if it was run.
 fn libjvm() -> Option<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/corpus");
-    let list = std::fs::read_to_string(root.join("objects.tsv")).ok()?;
+    let list = std::fs::read_to_string(corpus().join("objects.tsv")).ok()?;
     let line = list.lines().find(|line| line.starts_with("libjvm\t"))?;
-    Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(line.split('\t').nth(1)?))
+    Some(line.split('\t').nth(1)?.into())
+}
+
+fn corpus() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/corpus")
 }
 
 fn measure(path: &Path) -> Result<String, String> {
-    let symbols = Symbols::of_file(path, &Sources::default())?;
+    let mut sources = Sources::default();
+    sources.debug_dirs.push(corpus().join("root/usr/lib/debug"));
+    let symbols = Symbols::of_file(path, &sources)?;
     let table = symbols.table();
     // All over the code, out of order, the same every time.
     let functions: Vec<u64> = table.functions().map(|(address, _)| address).collect();
