@@ -1,10 +1,10 @@
 //! The resolve ladder: from an executable to the best table of its symbols that can be had.
 //!
-//! [`find`] is the order of the rungs, each a function below it. What a rung could not give is a note for the report,
+//! [`find`] is the order of the rungs, each a function below it; files of this host are found by `local.rs`. What a rung could not give is a note for the report,
 //! never an error: a lower rung may have it.
 
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
@@ -12,9 +12,9 @@ use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
 use super::Sources;
 use super::debuginfod::FetchError;
 use super::file::{self, Opened};
-use super::kernel;
+use super::local::{At, Local, open};
 use crate::compile::{self, Files};
-use crate::elf::{Elf, Scratch};
+use crate::elf::Elf;
 use crate::metrics::Rung;
 use crate::profile::hex;
 use crate::table::{self, Bytes, Kind, Table};
@@ -66,16 +66,6 @@ pub struct Nothing {
     pub notes: Vec<String>,
     /// A server was asked and did not give what it was asked for.
     pub fetch_failed: bool,
-}
-
-/// An ELF file and where it was found.
-struct At {
-    elf: Elf,
-    /// Where it lies.
-    path: PathBuf,
-    /// For people: a path or an address.
-    origin: String,
-    rung: Rung,
 }
 
 /// Climbs the ladder. Servers are waited for until `deadline`.
@@ -145,8 +135,8 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     let alt = with_dwarf.and_then(|at| climb.alt_file(at));
     let beside =
         debug.as_ref().or(executable.as_ref()).map(|at| at.path.clone()).unwrap_or_default();
-    let package = climb.package(&beside);
-    let split = |directory: &str, name: &str| climb.split(&beside, directory, name);
+    let package = climb.local().package(&beside);
+    let split = |directory: &str, name: &str| climb.local().split(&beside, directory, name);
     let files = Files {
         executable: executable.as_ref().map(|at| &at.elf),
         debug: debug.as_ref().map(|at| &at.elf),
@@ -314,6 +304,10 @@ impl Climb<'_> {
         format!("{HANDED_OVER} ({bytes} bytes)")
     }
 
+    fn local(&self) -> Local<'_> {
+        Local(self.sources)
+    }
+
     // The debug file: by build-id, by link, from the cache, from servers.
 
     fn debug_file(
@@ -322,51 +316,13 @@ impl Climb<'_> {
         build_id: &[u8],
         kernel: Option<&Kernel>,
     ) -> Option<At> {
-        self.local_by_build_id(build_id)
+        self.local()
+            .by_build_id(build_id)
             .filter(has_addresses)
-            .or_else(|| self.local_kernel(kernel?, build_id))
-            .or_else(|| self.local_by_link(executable?).filter(has_addresses))
+            .or_else(|| self.local().kernel(kernel?, build_id))
+            .or_else(|| self.local().by_link(executable?).filter(has_addresses))
             .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo).filter(has_addresses))
             .or_else(|| self.fetch(build_id, CacheKind::Debuginfo).filter(has_addresses))
-    }
-
-    /// `DIR/.build-id/NN/REST.debug`.
-    fn local_by_build_id(&self, build_id: &[u8]) -> Option<At> {
-        let hex = hex(build_id);
-        let (first, rest) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty())?;
-        self.sources.debug_dirs.iter().find_map(|dir| {
-            let path = dir.join(".build-id").join(first).join(format!("{rest}.debug"));
-            open(&path, &self.sources.scratch)
-                .filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
-        })
-    }
-
-    /// Where distributions put the debug files of kernels, which are by release and not by build-id.
-    fn local_kernel(&self, kernel: &Kernel, build_id: &[u8]) -> Option<At> {
-        let paths = kernel::places(kernel, &self.sources.debug_dirs);
-        paths.into_iter().find_map(|path| {
-            open(&path, &self.sources.scratch)
-                .filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
-                // The module itself lies where its debug file does and knows no more than kallsyms.
-                .filter(|at| at.elf.has(".debug_info"))
-        })
-    }
-
-    /// The places gdb looks in, with the checksum the link demands.
-    fn local_by_link(&self, executable: &At) -> Option<At> {
-        let link = executable.elf.debug_link()?;
-        let directory = executable.path.parent()?;
-        // Of a file seen through /proc/PID/root, the path it has in there.
-        let inside: PathBuf = match directory.strip_prefix("/proc") {
-            Ok(rest) => rest.components().skip(2).collect(),
-            Err(_) => directory.strip_prefix("/").unwrap_or(directory).to_owned(),
-        };
-        let beside = [directory.join(&link.name), directory.join(".debug").join(&link.name)];
-        let below = self.sources.debug_dirs.iter().map(|dir| dir.join(&inside).join(&link.name));
-        beside.into_iter().chain(below).find_map(|path| {
-            open(&path, &self.sources.scratch)
-                .filter(|at| at.elf.crc().is_ok_and(|crc| crc == link.crc))
-        })
     }
 
     /// The file `dwz` moved common parts to.
@@ -381,7 +337,8 @@ impl Climb<'_> {
         });
         let same = |at: &At| at.elf.ids.gnu.as_deref() == Some(link.build_id.as_slice());
         let found = self
-            .local_by_build_id(&link.build_id)
+            .local()
+            .by_build_id(&link.build_id)
             .or_else(|| {
                 let mut paths = beside.into_iter().chain(below);
                 paths.find_map(|path| open(&path, &self.sources.scratch).filter(same))
@@ -393,22 +350,6 @@ impl Climb<'_> {
             self.note(format!("its common debug information, build-id {id}, is missing"));
         }
         found
-    }
-
-    /// `PROGRAM.dwp` beside the program.
-    fn package(&self, program: &Path) -> Option<At> {
-        let mut path = program.as_os_str().to_owned();
-        path.push(".dwp");
-        open(Path::new(&path), &self.sources.scratch)
-    }
-
-    /// A `.dwo` where it was written, or beside the program. That it is the right one its id tells.
-    fn split(&self, program: &Path, directory: &str, name: &str) -> Option<Elf> {
-        let written = Path::new(directory).join(name);
-        let moved =
-            program.parent().and_then(|parent| Some(parent.join(Path::new(name).file_name()?)));
-        let paths = [Some(written), moved].into_iter().flatten();
-        paths.into_iter().find_map(|path| open(&path, &self.sources.scratch)).map(|at| at.elf)
     }
 
     /// Whether offsets cannot become addresses with the debug file alone.
@@ -501,11 +442,4 @@ fn has_addresses(at: &At) -> bool {
 
 pub(super) fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {
     Some(Key::new(Id::of_bytes(build_id).ok()?, kind))
-}
-
-fn open(path: &Path, scratch: &Scratch) -> Option<At> {
-    let file = file::open_regular(path.to_str()?).ok()?;
-    let origin = file::shown(path.to_str()?);
-    let elf = Elf::open(file, scratch).ok()?;
-    Some(At { elf, path: path.to_owned(), origin, rung: Rung::DebugFile })
 }

@@ -11,6 +11,7 @@ mod jit;
 mod kallsyms;
 mod kernel;
 mod ladder;
+mod local;
 mod one;
 mod recent;
 
