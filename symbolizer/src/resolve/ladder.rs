@@ -1,7 +1,7 @@
 //! The resolve ladder: from an executable to the best table of its symbols that can be had.
 //!
-//! [`find`] is the order of the rungs, each a function below it; files of this host are found by `local.rs`. What a rung could not give is a note for the report,
-//! never an error: a lower rung may have it.
+//! [`find`] is the order of the rungs, each a function below it; files of this host are found by `local.rs`. What a rung
+//! could not give is a note for the report, never an error: a lower rung may have it.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
