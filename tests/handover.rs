@@ -244,7 +244,8 @@ fn a_process_of_another_namespace_does_not_get_the_map_of_this_one() {
     std::fs::write(map, b"1000 7fffffff0000 wrong_from_host\n").unwrap();
     std::os::unix::fs::chown(map, Some(65534), None).unwrap();
     let script = spinning("");
-    let outer = Running::start(Command::new("unshare").args([
+    // Not in a directory below /tmp, which is another one in there.
+    let outer = Running::start(Command::new("unshare").current_dir("/").args([
         "--mount",
         "--pid",
         "--fork",

@@ -88,7 +88,7 @@ fn a_perf_map_in_a_container_is_found_by_its_own_pid_in_its_own_root() {
          exec setpriv --reuid=65534 --regid=65534 --clear-groups node --perf-basic-prof /tmp/hot.js",
         script.display()
     );
-    let outer = Running::start(Command::new("unshare").args([
+    let outer = Running::start(Command::new("unshare").current_dir("/").args([
         "--mount",
         "--pid",
         "--fork",

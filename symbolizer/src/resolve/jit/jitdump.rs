@@ -38,19 +38,15 @@ struct Dump<'a> {
     made: Vec<(u64, u64, usize)>,
     /// By the index its compiler gave it, which moved code keeps: the last of them.
     by_index: HashMap<u64, usize>,
-    /// Of the code that comes next, by its address.
-    lines: HashMap<u64, Lines<'a>>,
+    /// How many lines the code that comes next has, and they, by its address.
+    lines: HashMap<u64, (u64, Reader<'a>)>,
     line_count: usize,
     files: Vec<String>,
     file_numbers: HashMap<String, u32>,
 }
 
-/// The lines of a function: address, file, line.
-enum Lines<'a> {
-    Read(Vec<(u64, u32, u32)>),
-    /// So many entries, whose files are no text.
-    WithoutFiles(u64, Reader<'a>),
-}
+/// Address, file, line.
+type Lines = Vec<(u64, u32, u32)>;
 
 impl<'a> Dump<'a> {
     fn read(&mut self, content: &'a [u8]) -> Option<()> {
@@ -91,9 +87,9 @@ impl<'a> Dump<'a> {
         let name = body.text()?;
         let end = start.checked_add(size).filter(|end| *end > start)?;
         let mut lines = match self.lines.remove(&start) {
-            Some(Lines::Read(lines)) => lines,
-            Some(Lines::WithoutFiles(count, entries)) => {
-                self.of_one_file(count, entries, name).unwrap_or_default()
+            Some((count, entries)) => {
+                let lines = self.of_one_file(count, entries, name);
+                lines.or_else(|| self.of_files(count, entries)).unwrap_or_default()
             }
             None => Vec::new(),
         };
@@ -121,27 +117,27 @@ impl<'a> Dump<'a> {
 
     fn debug_info(&mut self, mut body: Reader<'a>) -> Option<()> {
         let (code, count) = (body.long()?, body.long()?);
-        let entries = body;
+        self.lines.insert(code, (count, body));
+        Some(())
+    }
+
+    /// Each line with its file.
+    fn of_files(&mut self, count: u64, mut entries: Reader<'a>) -> Option<Lines> {
         let mut lines = Vec::new();
         let mut file = None;
         for _ in 0..count {
-            let Some((address, line, name)) = entry(&mut body) else { break };
+            let Some((address, line, name)) = entry(&mut entries) else { break };
             self.line_count += 1;
             if self.line_count > MAX_LINES {
                 return None;
             }
             if name != SAME_FILE {
-                let text = std::str::from_utf8(name).ok();
-                let Some(text) = text.filter(|text| !text.contains(char::is_control)) else {
-                    self.lines.insert(code, Lines::WithoutFiles(count, entries));
-                    return Some(());
-                };
-                file = Some(self.file(text));
+                let name = std::str::from_utf8(name).ok();
+                file = Some(self.file(name.filter(|name| !name.contains(char::is_control))?));
             }
             lines.push((address, file?, line));
         }
-        self.lines.insert(code, Lines::Read(lines));
-        Some(())
+        Some(lines)
     }
 
     /// Node 20 writes memory it has freed where the file's name was, as many bytes as that had. The name of the
@@ -151,7 +147,7 @@ impl<'a> Dump<'a> {
         count: u64,
         mut entries: Reader<'a>,
         function: &[u8],
-    ) -> Option<Vec<(u64, u32, u32)>> {
+    ) -> Option<Lines> {
         let file = super::name::line(std::str::from_utf8(function).ok()?).file;
         let length = file.len() + 1;
         let size = count.checked_mul(16 + length as u64)?;
@@ -343,6 +339,11 @@ mod tests {
         let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, name)].concat();
         let is = |line| ("hot".to_owned(), "/app/x.js".to_owned(), line);
         assert_eq!((at(&parse(&bytes), 0x1001), at(&parse(&bytes), 0x1009)), (is(3), is(4)));
+        // What was there before may be text, and shorter.
+        let text: &[u8] = b"abc\0efghi";
+        let texts: &[(u64, u32, &[u8])] = &[(0x1040, 3, text), (0x1048, 4, text)];
+        let shorter = [header(), lines(0x1000, texts), load(0x1000, 0x20, 1, name)].concat();
+        assert_eq!((at(&parse(&shorter), 0x1001), at(&parse(&shorter), 0x1009)), (is(3), is(4)));
         // Of another length: nothing is believed but the name.
         let name = "JS:*hot /app/other.js:2:1";
         let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, name)].concat();
