@@ -259,8 +259,8 @@ fn a_process_of_another_namespace_does_not_get_the_map_of_this_one() {
     let inner: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
     let profile = crate::support::record(inner, 2, &[]);
     let _ = std::fs::remove_file(map);
+    assert!(profile.count() > 100, "{} samples", profile.count());
     let names = profile.locations.values().flat_map(|location| &location.lines);
-    assert!(names.clone().count() > 0);
     assert!(!names.map(|(name, ..)| name).any(|name| name == "wrong_from_host"));
 }
 
