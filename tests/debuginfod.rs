@@ -376,6 +376,8 @@ fn a_better_source_later_gives_better_frames_and_the_same_source_the_same_bytes(
 fn killed_at_any_moment_the_cache_is_whole() {
     let stripped = Stripped::of(inlined_cc());
     let file = std::fs::read(&stripped.debug).unwrap();
+    // Room for one of the two, the file and its table.
+    let room = format!("--symbol-cache-max={}", file.len() + 1000);
     let (url, _) = serve(Mode::Good, file, &stripped.build_id);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut finished = 0;
@@ -388,7 +390,7 @@ fn killed_at_any_moment_the_cache_is_whole() {
             let _ = std::fs::remove_dir_all(stripped.at("cache"));
         }
         let mut child = Command::new(binary("stackwire"))
-            .args(["symbolize", "--symbol-cache-max=20kB"])
+            .args(["symbolize", &room])
             .arg(format!("--symbol-cache-dir={}", stripped.at("cache").display()))
             .arg(format!("--debuginfod-url={url}"))
             .arg(&stripped.program)
@@ -412,6 +414,43 @@ fn killed_at_any_moment_the_cache_is_whole() {
         "0x1200",
     ]);
     assert!(unread.succeeded().stdout.contains("\"quality\":\"dwarf\""));
+}
+
+/// What the cache has no room for is not fetched to be dropped again: its functions come by section, from a real server,
+/// and lines as soon as there is room.
+#[test]
+fn of_a_debug_file_too_large_come_its_functions() {
+    let stripped = Stripped::of(inlined_cc());
+    let state = stripped.at("state.sqlite");
+    let server = RealServer::start(&stripped.at("served"), &state);
+    server.wait_for(&stripped.build_id);
+    let bytes = std::fs::metadata(&stripped.debug).unwrap().len();
+    let function = Command::new("nm").arg(&stripped.debug).output().unwrap();
+    let function = String::from_utf8(function.stdout).unwrap();
+    let address =
+        function.lines().find(|line| line.ends_with(" T main")).unwrap().split(' ').next().unwrap();
+    let symbolize = |room: u64| {
+        stackwire([
+            "symbolize",
+            "--json",
+            &format!("--symbol-cache-max={room}"),
+            &format!("--symbol-cache-dir={}", stripped.at("cache").display()),
+            &format!("--debuginfod-url={}", server.url),
+            stripped.program.to_str().unwrap(),
+            &format!("0x{address}"),
+        ])
+        .succeeded()
+    };
+    for _ in 0..2 {
+        let small = symbolize(bytes - 1);
+        let answer = small.stdout;
+        assert!(answer.contains("\"function\":\"main\""), "{answer}");
+        assert!(answer.contains("\"quality\":\"symtab\""), "{answer}");
+        assert!(answer.contains("/section/.symtab and .strtab"), "{answer}");
+        stripped.verify("cache");
+    }
+    let answer = symbolize(1 << 30).stdout;
+    assert!(answer.contains("\"quality\":\"dwarf\"") && answer.contains("\"line\":"), "{answer}");
 }
 
 /// A debug file alone does not say where offsets are loaded: a table made of it must not be what captures get.

@@ -128,6 +128,12 @@ impl Cache {
         &self.directory
     }
 
+    /// How much it may hold.
+    #[must_use]
+    pub fn max_bytes(&self) -> u64 {
+        self.max_bytes
+    }
+
     /// A directory for temporary files, swept when their writers are gone.
     #[must_use]
     pub fn scratch(&self) -> PathBuf {

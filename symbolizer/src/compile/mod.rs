@@ -13,10 +13,19 @@ mod scopes;
 mod symbols;
 
 use crate::elf::Elf;
-use crate::table::{Segment, Writer};
+use crate::table::{Bytes, Segment, Writer};
 
 /// Finds a `.dwo` by directory of the compilation and name.
 pub type FindSplit<'a> = dyn Fn(&str, &str) -> Option<Elf> + Sync + 'a;
+
+/// A `.symtab` without its file; class, byte order and sections are the executable's.
+#[derive(Debug)]
+pub struct SymbolTable {
+    /// Its entries.
+    pub entries: Bytes,
+    /// The `.strtab` they refer to.
+    pub strings: Bytes,
+}
 
 /// The files of one executable.
 #[derive(Clone, Copy, Default)]
@@ -25,6 +34,8 @@ pub struct Files<'a> {
     pub executable: Option<&'a Elf>,
     /// What holds its DWARF, when that is another file.
     pub debug: Option<&'a Elf>,
+    /// What came in place of a debug file that is too large.
+    pub symbols: Option<&'a SymbolTable>,
     /// What `dwz` moved common parts to.
     pub alt: Option<&'a Elf>,
     /// The package of what `-gsplit-dwarf` kept out of it (`.dwp`).
@@ -35,10 +46,11 @@ pub struct Files<'a> {
 
 impl std::fmt::Debug for Files<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { executable, debug, alt, package, split } = self;
+        let Self { executable, debug, symbols, alt, package, split } = self;
         f.debug_struct("Files")
             .field("executable", executable)
             .field("debug", debug)
+            .field("symbols", symbols)
             .field("alt", alt)
             .field("package", package)
             .field("split", &split.is_some())

@@ -3,8 +3,8 @@
 use object::Endianness;
 use object::elf;
 
-use super::Files;
 use super::paint::{Span, paint};
+use super::{Files, SymbolTable};
 use crate::elf::{Elf, ElfError, Section};
 use crate::table::{Bytes, Kind, NodeKey, Writer};
 
@@ -27,6 +27,10 @@ pub fn read(files: &Files<'_>, notes: &mut Vec<String>) -> Symbols {
     };
     if let Some(elf) = elfs().find(|elf| elf.has(".symtab")) {
         take(elf, ".symtab", Kind::Symtab, &mut found);
+    } else if let (Some(elf), Some(table)) = (files.executable, files.symbols)
+        && let Err(error) = symbols(elf, table, Kind::Symtab, &mut found)
+    {
+        unreadable.push(format!("its .symtab: {error}"));
     }
     if found.is_empty() {
         // The two complete each other: the first has no function the second exports.
@@ -101,15 +105,25 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     if !elf.has(table) {
         return Ok(());
     }
-    let content = elf.content(section)?;
+    let entries = elf.content(section)?;
     let Some(strings) = elf.sections.get(section.link as usize) else {
         return Err(ElfError::Broken("it has no string table".to_owned()));
     };
-    let strings = elf.content(strings)?;
+    let table = SymbolTable { entries, strings: elf.content(strings)? };
+    symbols(elf, &table, kind, out)
+}
+
+/// Functions of a table that counts sections as `elf` does. Stripping removes none with code, and none before them.
+fn symbols(
+    elf: &Elf,
+    SymbolTable { entries, strings }: &SymbolTable,
+    kind: Kind,
+    out: &mut Vec<Symbol>,
+) -> Result<(), ElfError> {
     let size = if elf.is_64 { 24 } else { 16 };
     // Names may share their ends; all together they are not much longer than the table they are in.
     let mut text_left = strings.len().saturating_mul(2);
-    for entry in content.chunks_exact(size) {
+    for entry in entries.chunks_exact(size) {
         let Some(raw) = Raw::of(entry, elf) else { continue };
         let code = elf.sections.get(usize::from(raw.section)).filter(|section| section.is_code());
         // In an object file a symbol counts from its section.
@@ -122,7 +136,7 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
         if !is_function {
             continue;
         }
-        let Some(name) = name(&strings, raw.name) else { continue };
+        let Some(name) = name(strings, raw.name) else { continue };
         let Some(left) = text_left.checked_sub(name.len()) else {
             return Err(ElfError::TooLarge(
                 "its names are longer than its string table".to_owned(),

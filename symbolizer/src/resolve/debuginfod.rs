@@ -1,14 +1,15 @@
 //! The debuginfod client: files by build-id from servers, in order, into the cache. One fetch a file however many ask.
 //!
 //! A server that stalls, dies or lies costs a bounded time once and is then left alone; what it could not give is a
-//! reason for the report. The protocol is elfutils' (debuginfod(8)): `GET /buildid/HEX/{debuginfo,executable}`, hex in
-//! lower case. Used by `ladder.rs`, from threads that may wait.
+//! reason for the report. The protocol is elfutils' (debuginfod(8)): `GET /buildid/HEX/{debuginfo,executable,section/NAME}`,
+//! hex in lower case. Used by `ladder.rs`, from threads that may wait.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reqwest::{Client, Response, StatusCode};
+use sha2::{Digest, Sha256};
 use stackwire_cache::{Blob, Cache, CacheError, Id, Key, Kind, Meta, Negative, Pending};
 use tokio::runtime::Runtime;
 
@@ -26,6 +27,9 @@ pub enum FetchError {
     /// What the servers sent cannot be used; remembered.
     #[error("{0}")]
     Malformed(String),
+    /// It does not fit into the cache. Sections of it may.
+    #[error("{0}")]
+    TooLarge(String),
     /// It might come another time.
     #[error("{0}")]
     Failed(String),
@@ -35,6 +39,59 @@ impl From<CacheError> for FetchError {
     fn from(error: CacheError) -> Self {
         Self::Failed(error.to_string())
     }
+}
+
+/// What is asked for, of a build-id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Artifact {
+    /// The executable.
+    Executable,
+    /// The file with its debug information.
+    Debuginfo,
+    /// The content of a section, wherever the server has it.
+    Section(&'static str),
+}
+
+impl Artifact {
+    /// The words of the protocol.
+    pub fn path(self) -> String {
+        match self {
+            Self::Executable => "executable".to_owned(),
+            Self::Debuginfo => "debuginfo".to_owned(),
+            Self::Section(name) => format!("section/{name}"),
+        }
+    }
+
+    /// For the metrics, of which there must not be many.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Executable => "executable",
+            Self::Debuginfo => "debuginfo",
+            Self::Section(_) => "section",
+        }
+    }
+
+    /// What it is kept under; a section is no file that gdb or perf could read, and has a name of its own.
+    fn key(self, build_id: &[u8]) -> Result<Key, FetchError> {
+        let hash: [u8; 32];
+        let (id, kind) = match self {
+            Self::Executable => (build_id, Kind::Executable),
+            Self::Debuginfo => (build_id, Kind::Debuginfo),
+            Self::Section(name) => {
+                hash = Sha256::new().chain_update(build_id).chain_update(name).finalize().into();
+                (&hash[..], Kind::Other)
+            }
+        };
+        let id = Id::of_bytes(id).map_err(|error| FetchError::Failed(error.to_string()))?;
+        Ok(Key::new(id, kind))
+    }
+}
+
+/// What is asked for and where it will be kept.
+struct Asked {
+    artifact: Artifact,
+    build_id: String,
+    key: Key,
 }
 
 /// Servers, and how long and how much may be waited for.
@@ -122,13 +179,12 @@ impl Debuginfod {
     pub fn fetch(
         &self,
         build_id: &[u8],
-        kind: Kind,
+        artifact: Artifact,
         cache: &Cache,
         deadline: Instant,
         metrics: &Metrics,
     ) -> Result<Blob, FetchError> {
-        let id = Id::of_bytes(build_id).map_err(|error| FetchError::Failed(error.to_string()))?;
-        let key = Key::new(id, kind);
+        let key = artifact.key(build_id)?;
         if let Some(blob) = cache.get(&key)? {
             return Ok(blob);
         }
@@ -146,8 +202,9 @@ impl Debuginfod {
             return Err(FetchError::Failed("the client is closed".to_owned()));
         };
         let started = Instant::now();
+        let asked = Asked { artifact, build_id: hex(build_id), key: key.clone() };
         let fetched = runtime.block_on(async {
-            let all = self.ask_servers(&key, cache);
+            let all = self.ask_servers(&asked, cache);
             tokio::time::timeout(left(), all).await.unwrap_or_else(|_elapsed| {
                 let seconds = self.timeout.as_secs_f32();
                 Err(FetchError::Failed(format!(
@@ -159,9 +216,10 @@ impl Debuginfod {
             Ok(blob) => ("ok", blob.file.metadata().map_or(0, |metadata| metadata.len())),
             Err(FetchError::Missing(_)) => ("missing", 0),
             Err(FetchError::Malformed(_)) => ("malformed", 0),
+            Err(FetchError::TooLarge(_)) => ("too_large", 0),
             Err(FetchError::Failed(_)) => ("failed", 0),
         };
-        metrics.fetched(what(kind), outcome, started.elapsed(), bytes);
+        metrics.fetched(artifact.label(), outcome, started.elapsed(), bytes);
         match &fetched {
             Err(FetchError::Missing(id)) => {
                 let negative = Negative::Missing(self.with_servers(id));
@@ -195,15 +253,16 @@ impl Debuginfod {
         format!("{}\n{text}", servers.join(" "))
     }
 
-    async fn ask_servers(&self, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
+    async fn ask_servers(&self, asked: &Asked, cache: &Cache) -> Result<Blob, FetchError> {
         let mut failures = Vec::new();
         let mut malformed = Vec::new();
+        let mut too_large = None;
         for server in &self.servers {
             if let Some(why) = server.is_left_alone() {
                 failures.push(format!("{}: {why}", server.shown));
                 continue;
             }
-            match self.ask(server, key, cache).await {
+            match self.ask(server, asked, cache).await {
                 Ok(blob) => {
                     server.answered();
                     return Ok(blob);
@@ -213,27 +272,34 @@ impl Debuginfod {
                     server.answered();
                     malformed.push(format!("{}: {why}", server.shown));
                 }
+                Err(FetchError::TooLarge(why)) => {
+                    server.answered();
+                    too_large = Some(format!("{}: {why}", server.shown));
+                }
                 Err(FetchError::Failed(why)) => {
                     server.failed();
                     failures.push(format!("{}: {why}", server.shown));
                 }
             }
         }
+        if let Some(why) = too_large {
+            return Err(FetchError::TooLarge(why));
+        }
         // A server that could not be asked may have it: nothing to remember.
         match (failures.is_empty(), malformed.is_empty()) {
             (false, _) => Err(FetchError::Failed(failures.join("; "))),
             (true, false) => Err(FetchError::Malformed(malformed.join("; "))),
-            (true, true) => Err(FetchError::Missing(key.id.to_string())),
+            (true, true) => Err(FetchError::Missing(asked.build_id.clone())),
         }
     }
 
-    async fn ask(&self, server: &Server, key: &Key, cache: &Cache) -> Result<Blob, FetchError> {
-        let what = what(key.kind);
+    async fn ask(&self, server: &Server, asked: &Asked, cache: &Cache) -> Result<Blob, FetchError> {
+        let (id, path) = (&asked.build_id, asked.artifact.path());
         let [url, shown] =
-            [&server.url, &server.shown].map(|url| format!("{url}/buildid/{}/{what}", key.id));
+            [&server.url, &server.shown].map(|url| format!("{url}/buildid/{id}/{path}"));
         let mut tries = 1;
         loop {
-            match self.ask_once(&url, &shown, key, cache).await {
+            match self.ask_once(&url, &shown, asked, cache).await {
                 Err(Try::Again(why)) if tries == TRIES => {
                     return Err(FetchError::Failed(format!("{why}, {TRIES} times")));
                 }
@@ -251,7 +317,7 @@ impl Debuginfod {
         &self,
         url: &str,
         shown: &str,
-        key: &Key,
+        asked: &Asked,
         cache: &Cache,
     ) -> Result<Blob, Try> {
         let stalled = || {
@@ -263,7 +329,9 @@ impl Debuginfod {
         let status = answer.status();
         match status {
             StatusCode::OK => {}
-            StatusCode::NOT_FOUND => return Err(Try::No(FetchError::Missing(key.id.to_string()))),
+            StatusCode::NOT_FOUND => {
+                return Err(Try::No(FetchError::Missing(asked.build_id.clone())));
+            }
             _ if status.is_server_error() => return Err(Try::Again(status.to_string())),
             _ => return Err(Try::No(FetchError::Failed(status.to_string()))),
         }
@@ -273,12 +341,19 @@ impl Debuginfod {
                 "sends {bytes} bytes, more than any debug file has"
             ))));
         }
+        // What the cache would drop again at once is not fetched.
+        let room = cache.max_bytes().min(MAX_BYTES);
+        if let Some(bytes) = declared.filter(|&bytes| bytes > room) {
+            return Err(Try::No(too_large(bytes, room)));
+        }
         let mut pending = cache.begin().map_err(|error| Try::No(error.into()))?;
         let progress = Progress::of(shown, declared);
-        self.take_body(answer, &mut pending, stalled, progress).await?;
-        verify(&pending, key).map_err(Try::No)?;
+        self.take_body(answer, &mut pending, stalled, progress, room).await?;
+        if !matches!(asked.artifact, Artifact::Section(_)) {
+            verify(&pending, &asked.build_id).map_err(Try::No)?;
+        }
         let meta = Meta { quality: 0, origin: shown.to_owned() };
-        pending.keep(key, meta).map_err(|error| Try::No(error.into()))
+        pending.keep(&asked.key, meta).map_err(|error| Try::No(error.into()))
     }
 
     /// Writes the body as it comes: never more than a piece of it is in memory.
@@ -288,6 +363,7 @@ impl Debuginfod {
         to: &mut Pending<'_>,
         stalled: impl Fn() -> Try,
         mut progress: Progress,
+        room: u64,
     ) -> Result<(), Try> {
         let mut taken = 0;
         loop {
@@ -296,9 +372,8 @@ impl Debuginfod {
             let Some(piece) = piece else { return Ok(()) };
             taken += piece.len() as u64;
             progress.show(taken);
-            if taken > MAX_BYTES {
-                let why = format!("sends more than {MAX_BYTES} bytes");
-                return Err(Try::No(FetchError::Malformed(why)));
+            if taken > room {
+                return Err(Try::No(too_large(taken, room)));
             }
             // A full disk is no fault of the server.
             to.write_all(&piece).map_err(|error| {
@@ -348,9 +423,10 @@ impl Drop for Progress {
     }
 }
 
-/// The word for a kind of file in the protocol.
-fn what(kind: Kind) -> &'static str {
-    if kind == Kind::Executable { "executable" } else { "debuginfo" }
+fn too_large(bytes: u64, room: u64) -> FetchError {
+    FetchError::TooLarge(format!(
+        "sends {bytes} bytes, and the cache has room for {room}: raise --symbol-cache-max"
+    ))
 }
 
 impl Drop for Debuginfod {
@@ -394,12 +470,12 @@ fn chain(error: &(dyn std::error::Error + 'static)) -> String {
 }
 
 /// Whether what came is what was asked for.
-fn verify(pending: &Pending<'_>, key: &Key) -> Result<(), FetchError> {
+fn verify(pending: &Pending<'_>, build_id: &str) -> Result<(), FetchError> {
     let file = pending.reader().map_err(|error| FetchError::Failed(error.to_string()))?;
     let elf = Elf::open(file, &Scratch::default())
         .map_err(|error| FetchError::Malformed(format!("sends what is {error}")))?;
     match elf.ids.gnu {
-        Some(id) if hex(&id) == key.id.as_str() => Ok(()),
+        Some(id) if hex(&id) == build_id => Ok(()),
         Some(id) => Err(FetchError::Malformed(format!("sends a file with build-id {}", hex(&id)))),
         None => Err(FetchError::Malformed("sends a file without a build-id".to_owned())),
     }

@@ -10,10 +10,10 @@ use std::time::Instant;
 use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
 
 use super::Sources;
-use super::debuginfod::FetchError;
+use super::debuginfod::{Artifact, FetchError};
 use super::file::{self, Opened};
 use super::local::{At, Local, open};
-use crate::compile::{self, Files};
+use crate::compile::{self, Files, SymbolTable};
 use crate::elf::Elf;
 use crate::metrics::Rung;
 use crate::profile::hex;
@@ -85,7 +85,8 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
 }
 
 fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
-    let mut climb = Climb { sources, deadline, notes: Vec::new(), fetch_failed: false };
+    let notes = Vec::new();
+    let mut climb = Climb { sources, deadline, notes, fetch_failed: false, too_large: false };
     // Not opened when its table is there and whole: what names need is all in that.
     let known = climb.cached_table(&wanted.build_id, wanted.code.is_some());
     if is_best(known.as_ref()) {
@@ -117,13 +118,18 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
         && wanted.kernel.is_none()
         && (debug.is_none() || climb.needs_executable(debug.as_ref(), &wanted.code))
     {
-        executable = climb.fetch(&build_id, CacheKind::Executable);
+        executable = climb.fetch(&build_id, Artifact::Executable);
     }
     // Nothing the table in the cache does not have.
     let offered = executable.as_ref().and_then(|at| offers(&at.elf));
     let had = known.as_ref().and_then(|known| known.table.best());
     let is_better = offered.is_some_and(|offered| had.is_none_or(|had| offered < had));
-    if known.is_some() && !in_itself && debug.is_none() && !is_better {
+    // Of a debug file that is too large, its functions.
+    let symbols = match climb.too_large && had.is_none_or(|had| Kind::Symtab < had) {
+        true => executable.as_ref().and_then(|_| climb.symbol_table(&build_id)),
+        false => None,
+    };
+    if known.is_some() && !in_itself && debug.is_none() && symbols.is_none() && !is_better {
         return climb.with_table(known, None);
     }
     if executable.is_none() && debug.is_none() {
@@ -140,6 +146,7 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     let files = Files {
         executable: executable.as_ref().map(|at| &at.elf),
         debug: debug.as_ref().map(|at| &at.elf),
+        symbols: symbols.as_ref().map(|(table, _)| table),
         alt: alt.as_ref().map(|at| &at.elf),
         package: package.as_ref().map(|at| &at.elf),
         split: Some(&split),
@@ -154,8 +161,12 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     };
     let whole = compiled.notes.is_empty() && (alt.is_some() || !wants_alt);
     let has_segments = executable.is_some() || debug.as_ref().is_some_and(|at| at.elf.is_kernel());
-    let (origin, rung) =
-        debug.or(executable).map_or((String::new(), Rung::Nothing), |at| (at.origin, at.rung));
+    let (origin, rung) = match symbols {
+        Some((_, origin)) => (origin, Rung::Debuginfod),
+        None => {
+            debug.or(executable).map_or((String::new(), Rung::Nothing), |at| (at.origin, at.rung))
+        }
+    };
     // What the file itself lacks belongs to the table; what servers said today does not. A line each.
     let line = |text: &String| text.replace('\n', "?");
     let origin: Vec<String> = [&[origin], &compiled.notes[..]].concat().iter().map(line).collect();
@@ -186,6 +197,8 @@ struct Climb<'s> {
     deadline: Instant,
     notes: Vec<String>,
     fetch_failed: bool,
+    /// The debug file is known to be larger than the cache.
+    too_large: bool,
 }
 
 impl Climb<'_> {
@@ -322,7 +335,7 @@ impl Climb<'_> {
             .or_else(|| self.local().kernel(kernel?, build_id))
             .or_else(|| self.local().by_link(executable?).filter(has_addresses))
             .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo).filter(has_addresses))
-            .or_else(|| self.fetch(build_id, CacheKind::Debuginfo).filter(has_addresses))
+            .or_else(|| self.fetch(build_id, Artifact::Debuginfo).filter(has_addresses))
     }
 
     /// The file `dwz` moved common parts to.
@@ -344,7 +357,7 @@ impl Climb<'_> {
                 paths.find_map(|path| open(&path, &self.sources.scratch).filter(same))
             })
             .or_else(|| self.cached_file(&link.build_id, CacheKind::Debuginfo))
-            .or_else(|| self.fetch(&link.build_id, CacheKind::Debuginfo));
+            .or_else(|| self.fetch(&link.build_id, Artifact::Debuginfo));
         if found.is_none() {
             let id = hex(&link.build_id);
             self.note(format!("its common debug information, build-id {id}, is missing"));
@@ -365,20 +378,37 @@ impl Climb<'_> {
         self.of_blob(blob)
     }
 
-    fn fetch(&mut self, build_id: &[u8], kind: CacheKind) -> Option<At> {
+    fn fetch(&mut self, build_id: &[u8], artifact: Artifact) -> Option<At> {
+        let blob = self.fetch_blob(build_id, artifact)?;
+        self.of_blob(blob)
+    }
+
+    /// Functions of a debug file that was too large, by the sections that have them; and where they are from.
+    fn symbol_table(&mut self, build_id: &[u8]) -> Option<(SymbolTable, String)> {
+        let entries = self.fetch_blob(build_id, Artifact::Section(".symtab"))?;
+        let strings = self.fetch_blob(build_id, Artifact::Section(".strtab"))?;
+        let bytes = |blob: &Blob| blob.file.metadata().map_or(0, |metadata| metadata.len());
+        let total = bytes(&entries) + bytes(&strings);
+        let origin = format!("{} and .strtab ({total} bytes)", entries.meta.origin);
+        let [entries, strings] = [entries, strings].map(|blob| Bytes::map(&blob.file));
+        Some((SymbolTable { entries: entries.ok()?, strings: strings.ok()? }, origin))
+    }
+
+    fn fetch_blob(&mut self, build_id: &[u8], artifact: Artifact) -> Option<Blob> {
         let (debuginfod, cache) = (self.sources.debuginfod.as_ref()?, self.sources.cache.as_ref()?);
         if build_id.is_empty() {
             self.note("it has no build-id to ask servers for".to_owned());
             return None;
         }
-        match debuginfod.fetch(build_id, kind, cache, self.deadline, &self.sources.metrics) {
-            Ok(blob) => self.of_blob(blob),
+        match debuginfod.fetch(build_id, artifact, cache, self.deadline, &self.sources.metrics) {
+            Ok(blob) => Some(blob),
             Err(error) => {
                 self.fetch_failed = true;
-                let what = if kind == CacheKind::Executable { "executable" } else { "debuginfo" };
+                self.too_large |=
+                    artifact == Artifact::Debuginfo && matches!(error, FetchError::TooLarge(_));
                 self.note(match error {
                     FetchError::Missing(_) => error.to_string(),
-                    _ => format!("{what}: {error}"),
+                    _ => format!("{}: {error}", artifact.path()),
                 });
                 None
             }

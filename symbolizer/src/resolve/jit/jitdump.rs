@@ -151,7 +151,9 @@ impl<'a> Dump<'a> {
         let file = super::name::line(std::str::from_utf8(function).ok()?).file;
         let length = file.len() + 1;
         let size = count.checked_mul(16 + length as u64)?;
-        (!file.is_empty() && entries.bytes.len() as u64 == size).then_some(())?;
+        // V8 fills records up to a multiple of eight.
+        let filled = (entries.bytes.len() as u64).checked_sub(size)?;
+        (!file.is_empty() && filled < 8).then_some(())?;
         let file = self.file(&file);
         let mut lines = Vec::new();
         for _ in 0..count {
@@ -344,6 +346,13 @@ mod tests {
         let texts: &[(u64, u32, &[u8])] = &[(0x1040, 3, text), (0x1048, 4, text)];
         let shorter = [header(), lines(0x1000, texts), load(0x1000, 0x20, 1, name)].concat();
         assert_eq!((at(&parse(&shorter), 0x1001), at(&parse(&shorter), 0x1009)), (is(3), is(4)));
+        // Filled up to a multiple of eight, as V8 does.
+        let mut filled = lines(0x1000, texts);
+        filled.extend([0; 4]);
+        let size = filled.len() as u32;
+        filled[4..8].copy_from_slice(&size.to_le_bytes());
+        let filled = [header(), filled, load(0x1000, 0x20, 1, name)].concat();
+        assert_eq!(at(&parse(&filled), 0x1009), is(4));
         // Of another length: nothing is believed but the name.
         let name = "JS:*hot /app/other.js:2:1";
         let bytes = [header(), lines(0x1000, entries), load(0x1000, 0x20, 1, name)].concat();
