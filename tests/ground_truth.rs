@@ -13,8 +13,7 @@ fn start(mode: &str, seconds: u32) -> Running {
 }
 
 /// Each sample in alpha, beta or gamma has exactly the callers the source has, leaf first: no frame is
-/// missing, none invented. A sample in the first or last instructions of a function, where the frame is
-/// not there yet or not any more, may lack its immediate caller: that is the price of frame pointers.
+/// missing, none invented. Until the kernel side has heard of a new program its stacks end after one frame.
 #[track_caller]
 fn assert_stacks(profile: &Pprof, callers: &[&str]) {
     let mut whole = 0;
@@ -30,12 +29,11 @@ fn assert_stacks(profile: &Pprof, callers: &[&str]) {
         if functions.starts_with(&expected) {
             whole += sample.count;
         } else {
-            let without = [&expected[..1], &expected[2..]].concat();
-            assert!(functions.starts_with(&without), "{functions:?} is no stack of this program");
+            assert!(expected.starts_with(&functions), "{functions:?} is no stack of this program");
         }
     }
     let share = whole as f64 / profile.count() as f64;
-    assert!(share > 0.97, "only {share} of the stacks are whole");
+    assert!(share > 0.995, "only {share} of the stacks are whole");
 }
 
 #[test]
@@ -198,6 +196,14 @@ fn a_deleted_binary() {
     assert_shares(&profile, &SHARES);
 }
 
+/// A profile, or if its shares are wrong another: a neighbour of this machine that takes its CPU for seconds shifts
+/// shares once; what is wrong is so twice.
+fn with_shares(take: impl Fn() -> Pprof, expected: &[(&str, f64)]) -> Pprof {
+    let profile = take();
+    let is_off = |(function, share): &(&str, f64)| (profile.share_of(function) - share).abs() > 2.0;
+    if expected.iter().any(is_off) { take() } else { profile }
+}
+
 #[test]
 fn code_loaded_by_a_second_thread() {
     if !privileged() {
@@ -212,11 +218,7 @@ fn code_loaded_by_a_second_thread() {
         let program = Running::start(Command::new(work()).args(["dlopen", "30"]).arg(&copy));
         record(program.pid(), 10, &[])
     };
-    let mut profile = take();
-    // A neighbour of this machine that takes its CPU for seconds shifts shares once; what is wrong is so twice.
-    if LIBRARY.iter().any(|(function, share)| (profile.share_of(function) - share).abs() > 2.0) {
-        profile = take();
-    }
+    let profile = with_shares(take, &LIBRARY);
     assert_shares(&profile, &LIBRARY);
     let leaf = profile.samples.iter().max_by_key(|sample| sample.count).unwrap().locations[0];
     assert_eq!(profile.file_of(leaf), copy.to_str().unwrap());
@@ -231,8 +233,12 @@ fn libraries_unloaded_and_loaded_where_others_were() {
     let (one, two) = (directory.path().join("one.so"), directory.path().join("two.so"));
     std::fs::copy(library(), &one).unwrap();
     std::fs::copy(crate::support::build::other_library(), &two).unwrap();
-    let program = Running::start(Command::new(work()).args(["reload", "30"]).arg(&one).arg(&two));
-    let profile = record(program.pid(), 10, &[]);
+    let take = || {
+        let program =
+            Running::start(Command::new(work()).args(["reload", "30"]).arg(&one).arg(&two));
+        record(program.pid(), 10, &[])
+    };
+    let profile = with_shares(take, &LIBRARY.map(|(function, share)| (function, share / 2.0)));
     for (prefix, file) in [("lib_", &one), ("other_", &two)] {
         assert_shares(
             &profile,

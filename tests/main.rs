@@ -31,6 +31,8 @@ mod kernel_stacks;
 mod library;
 /// Signal handlers, execve, io_uring workers: registers that are not where they usually are.
 mod odd_registers;
+/// The unwinder's walker against gimli and eu-stack, on stopped threads of real programs.
+mod oracle;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;
 /// Capabilities, other users, what is dropped, linked and sent.

@@ -3,7 +3,10 @@
 //! Compiled twice, for `bpfel-unknown-none` and for the host, from this one file. It holds plain
 //! data only; the programs are in `main.rs`, the only host-side decoder in `collector/src/sample.rs`.
 
-#![cfg_attr(target_arch = "bpf", no_std)]
+#![cfg_attr(target_arch = "bpf", no_std, feature(asm_experimental_arch))]
+
+pub mod tables;
+pub mod unwind;
 
 /// Frames of user stack a sample may carry, the interrupted instruction included.
 pub const MAX_USER_FRAMES: usize = 1024;
@@ -66,6 +69,22 @@ pub enum UserEnd {
     NoFramePointer = 4,
     /// A 32-bit process: only the interrupted instruction is known.
     Compat = 5,
+    /// A return address outside executable memory.
+    NotCode = 6,
+    /// The unwind table of this code is not there yet.
+    NoTableYet = 7,
+    /// There is no unwind table of this code.
+    NoTable = 8,
+    /// The table has no rule for this address.
+    NoRule = 9,
+    /// The rule needs a register that is not known in this frame.
+    RegisterLost = 10,
+    /// The caller's frame would not lie above.
+    BadStack = 11,
+    /// The mappings of the process are not known yet.
+    NoMappingsYet = 12,
+    /// Tables were replaced while this stack was walked.
+    TablesReplaced = 13,
 }
 
 /// Why a kernel stack ended where it did.
@@ -137,6 +156,23 @@ pub struct Config {
     pub task_group_leader: u32,
     /// Offset of `start_boottime`.
     pub task_start_boottime: u32,
+    /// [`Unwind`] as a number.
+    pub unwind: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// How user stacks are walked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Unwind {
+    /// By frame pointers alone.
+    FramePointers = 0,
+    /// By tables, and by frame pointers through code made at run time.
+    #[default]
+    Auto = 1,
+    /// By tables alone.
+    Tables = 2,
 }
 
 impl Config {
@@ -154,6 +190,8 @@ impl Config {
             self.task_tgid,
             self.task_group_leader,
             self.task_start_boottime,
+            self.unwind,
+            self.reserved,
         ];
         for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             slot.copy_from_slice(&word.to_ne_bytes());
@@ -161,6 +199,9 @@ impl Config {
         bytes
     }
 }
+
+/// Set in a user frame's address: it was interrupted by a signal, and is no return address. No user address has it.
+pub const INTERRUPTED: u64 = 1 << 63;
 
 /// Bytes of the ring buffer, a power of two of pages.
 pub const RING_BYTES: u32 = 8 << 20;
@@ -170,5 +211,5 @@ mod layout {
     //! What the two compilations must agree on.
     use super::{Config, SampleHeader};
     const _: () = assert!(size_of::<SampleHeader>() == 72 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 40);
+    const _: () = assert!(size_of::<Config>() == 48);
 }

@@ -3,12 +3,14 @@
 //! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf` builds
 //! the real one. Loaded and attached by `collector/src/sampler/`.
 
-#![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
+#![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
 mod sample;
+#[cfg(target_arch = "bpf")]
+mod table_walk;
 #[cfg(target_arch = "bpf")]
 mod targets;
 #[cfg(target_arch = "bpf")]

@@ -2,6 +2,8 @@
 
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
+use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
+use stackwire_collector_ebpf::unwind::{Cursor, Rule, SignalFrame};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES,
     RING_BYTES, SampleHeader,
@@ -14,6 +16,22 @@ pub struct Scratch {
     pub frames: [u64; MAX_USER_FRAMES + MAX_KERNEL_FRAMES + 1],
     /// Not part of the record: where the walk stands between two programs.
     pub walk: Walk,
+    /// Likewise, for a walk by tables.
+    pub tables: TableWalk,
+}
+
+/// A walk by unwind tables, half done.
+#[repr(C)]
+pub struct TableWalk {
+    pub cursor: Cursor,
+    /// The mapping of the frame before: often that of the next.
+    pub mapping: Mapping,
+    /// Of the process: first mapping, number of mappings.
+    pub first: u32,
+    pub count: u32,
+    /// Of the tables, when the walk began.
+    pub generation: u64,
+    pub signal: SignalFrame,
 }
 
 /// A walk of a user stack, half done.
@@ -55,6 +73,24 @@ pub static COUNTERS: Array<u64> =
 #[map]
 pub static TARGETS: HashMap<u32, u64> = HashMap::with_max_entries(MAX_TARGETS, 0);
 
+/// Unwind tables, see `tables.rs`. All written by the collector, through mmap.
+#[map]
+pub static PROCESSES: Array<u64> = Array::with_max_entries(tables::PROCESS_SLOTS, BPF_F_MMAPABLE);
+#[map]
+pub static MAPPINGS: Array<Mapping> = Array::with_max_entries(tables::MAPPINGS, BPF_F_MMAPABLE);
+#[map]
+pub static EXECUTABLES: Array<Executable> =
+    Array::with_max_entries(tables::EXECUTABLES, BPF_F_MMAPABLE);
+#[map]
+pub static PAGES: Array<u64> = Array::with_max_entries(tables::PAGES, BPF_F_MMAPABLE);
+#[map]
+pub static ROWS: Array<[u32; CHUNK as usize]> = Array::with_max_entries(CHUNKS, BPF_F_MMAPABLE);
+#[map]
+pub static RULES: Array<Rule> = Array::with_max_entries(tables::RULES, BPF_F_MMAPABLE);
+/// Counts up before anything in them is used again for something else.
+#[map]
+pub static GENERATION: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
+
 #[unsafe(no_mangle)]
 static CONFIG: Config = Config {
     cgroup_id: 0,
@@ -66,6 +102,8 @@ static CONFIG: Config = Config {
     task_tgid: 0,
     task_group_leader: 0,
     task_start_boottime: 0,
+    unwind: 0,
+    reserved: 0,
 };
 
 /// The configuration the collector wrote before load.

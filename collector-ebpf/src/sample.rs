@@ -11,13 +11,15 @@ use aya_ebpf::helpers::generated::{
 use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES, SampleHeader, UserEnd,
+    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES, SampleHeader, Unwind,
+    UserEnd,
 };
 
 use crate::maps::{SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count};
 use crate::targets::wanted;
 use crate::task::Task;
-use crate::user_stack::{Registers, begin, step};
+use crate::user_stack::Registers;
+use crate::{table_walk, user_stack};
 
 /// Requested privilege level 3 in the code segment: the registers are of user mode.
 const USER_MODE: u64 = 3;
@@ -66,7 +68,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };
     if interrupted.cs & USER_MODE == USER_MODE {
-        walk_from(scratch, registers(interrupted), interrupted.cs);
+        walk_from(scratch, pid, interrupted);
     } else if !Task(task as u64).is_kernel_thread() {
         // The interrupted registers are the kernel's; the user's were saved when it was entered.
         // SAFETY: `task` is the current task, as the helper demands.
@@ -76,7 +78,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
             && saved.cs & USER_MODE == USER_MODE
             && is_where_it_will_return(&saved)
         {
-            walk_from(scratch, registers(&saved), saved.cs);
+            walk_from(scratch, pid, &saved);
         }
     }
     // SAFETY: the map holds programs of this type only. Returns only when the call failed, which the
@@ -88,17 +90,28 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
 
 /// Walks on where the program before left off; when the walk is over, hands the record over.
 #[perf_event]
-pub fn walk_on(ctx: PerfEventContext) -> u32 {
+pub fn walk_frame_pointers(ctx: PerfEventContext) -> u32 {
+    walk_on(&ctx, user_stack::step)
+}
+
+/// Likewise, by tables: the collector puts one of the two into `STAGES`.
+#[perf_event]
+pub fn walk_tables(ctx: PerfEventContext) -> u32 {
+    walk_on(&ctx, table_walk::step)
+}
+
+#[inline(always)]
+fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return 0 };
     // SAFETY: as in `sample`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
     step(scratch);
     if scratch.walk.end == WALKING {
         // SAFETY: as in `sample`. Fails at the kernel's limit of tail calls, beyond MAX_USER_FRAMES.
-        let _ = unsafe { STAGES.tail_call(&ctx, 0) };
+        let _ = unsafe { STAGES.tail_call(ctx, 0) };
         scratch.walk.end = UserEnd::DepthLimit as u64;
     }
-    finish(&ctx, scratch);
+    finish(ctx, scratch);
     0
 }
 
@@ -112,14 +125,14 @@ fn is_where_it_will_return(saved: &pt_regs) -> bool {
 }
 
 #[inline(always)]
-fn registers(regs: &pt_regs) -> Registers {
-    Registers { ip: regs.rip, sp: regs.rsp, fp: regs.rbp }
-}
-
-#[inline(always)]
-fn walk_from(scratch: &mut Scratch, start: Registers, cs: u64) {
-    begin(scratch, start);
-    if cs == USER32_CS {
+fn walk_from(scratch: &mut Scratch, pid: u32, regs: &pt_regs) {
+    if config().unwind == Unwind::FramePointers as u32 || regs.cs == USER32_CS {
+        let start = Registers { ip: regs.rip, sp: regs.rsp, fp: regs.rbp };
+        user_stack::begin(scratch, start);
+    } else {
+        table_walk::begin(scratch, pid, regs);
+    }
+    if regs.cs == USER32_CS {
         scratch.walk.end = UserEnd::Compat as u64;
     }
 }

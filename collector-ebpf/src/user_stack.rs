@@ -1,12 +1,11 @@
-//! The frame-pointer walk of a user stack. Its own, because `bpf_get_stackid` on user stacks gives no
+//! The walk of a user stack by frame pointers alone (`--unwind fp`). Its own, because `bpf_get_stackid` on user stacks gives no
 //! end reason, stops at 127 frames, starts from the interrupted registers and has crashed kernels.
 //!
 //! The walk is cut into steps of [`STEP`] frames, each a program that tail-calls the next. In one loop of
 //! 1,024 the verifier spends 0.8 s at every start; `bpf_loop` needs 5.17 and has regressed since.
 
-use core::arch::asm;
-
 use aya_ebpf::helpers::bpf_probe_read_user;
+use stackwire_collector_ebpf::unwind::masked;
 use stackwire_collector_ebpf::{MAX_USER_FRAMES, UserEnd};
 
 use crate::maps::{Scratch, WALKING, Walk};
@@ -64,7 +63,11 @@ pub fn step(scratch: &mut Scratch) {
                 Ok(frame) => {
                     // SAFETY: the index is masked to less than MAX_USER_FRAMES, the array is longer.
                     unsafe {
-                        *scratch.frames.as_mut_ptr().add(masked(depth)) = frame.return_address;
+                        *scratch
+                            .frames
+                            .as_mut_ptr()
+                            .add(masked::<{ MAX_USER_FRAMES as u64 - 1 }>(depth)) =
+                            frame.return_address;
                     }
                     depth += 1;
                     lowest = fp + 16;
@@ -75,16 +78,4 @@ pub fn step(scratch: &mut Scratch) {
         }
     }
     scratch.walk = Walk { fp, lowest, depth, end };
-}
-
-/// `depth & (MAX_USER_FRAMES - 1)`, where LLVM cannot prove it needless and drop it, or turn the index
-/// into a pointer that runs along, whose bounds the verifier does not see.
-#[inline(always)]
-fn masked(depth: u64) -> usize {
-    let mut index = depth;
-    // SAFETY: one arithmetic instruction on a register.
-    unsafe {
-        asm!("{0} &= {1}", inout(reg) index, const MAX_USER_FRAMES - 1, options(pure, nomem, nostack));
-    }
-    index as usize
 }

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgGroup, Parser, ValueEnum};
-use stackwire_collector::{Config, Destination, Event, Limits, Scope, Share, Target, VERSION};
+use stackwire_collector::{
+    Config, Destination, Event, Limits, Scope, Share, Target, Unwind, VERSION,
+};
 
 /// Sample stacks with eBPF and stream them unsymbolized.
 ///
@@ -66,6 +68,13 @@ pub struct Args {
     /// have samples (into a capture file, too).
     #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
     share_executables: ShareExecutables,
+    /// How user stacks are walked: by the tables of their executables, and by frame pointers through code made at run
+    /// time (auto); by tables alone (dwarf); by frame pointers alone (fp).
+    #[arg(long, value_enum, value_name = "HOW", default_value = "auto")]
+    unwind: UnwindHow,
+    /// Directory for unwind tables, kept from run to run; $XDG_CACHE_HOME/stackwire/unwind unless told.
+    #[arg(long, value_name = "DIRECTORY")]
+    unwind_cache_dir: Option<PathBuf>,
     /// End when standard input closes, and do not reconnect. `stackwire record` uses it.
     #[arg(long)]
     until_stdin_closes: bool,
@@ -78,6 +87,13 @@ pub struct Args {
 enum EventName {
     CpuClock,
     Cycles,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum UnwindHow {
+    Auto,
+    Dwarf,
+    Fp,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -115,6 +131,12 @@ impl Args {
         };
         config.frequency = self.sample_rate;
         config.kernel_stacks = self.kernel_stacks;
+        config.unwind = match self.unwind {
+            UnwindHow::Auto => Unwind::Auto,
+            UnwindHow::Dwarf => Unwind::Tables,
+            UnwindHow::Fp => Unwind::FramePointers,
+        };
+        config.unwind_cache = self.unwind_cache_dir.or_else(unwind_cache);
         config.duration = self.duration;
         config.epoch = self.epoch;
         config.limits = Limits {
@@ -142,4 +164,14 @@ impl Args {
             verbose: self.verbose,
         }
     }
+}
+
+/// The user's cache directory, where there is one; a service's.
+fn unwind_cache() -> Option<PathBuf> {
+    let of =
+        |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let cache = of("XDG_CACHE_HOME")
+        .or_else(|| of("CACHE_DIRECTORY"))
+        .or_else(|| Some(of("HOME")?.join(".cache")))?;
+    cache.is_absolute().then(|| cache.join("stackwire/unwind"))
 }

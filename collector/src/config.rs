@@ -5,6 +5,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use stackwire_collector_ebpf::Unwind;
+
 use crate::handover::Share;
 use crate::outbox::Limits;
 use crate::process::has_ended;
@@ -47,6 +49,10 @@ pub struct Config {
     pub frequency: u32,
     /// Record kernel stacks.
     pub kernel_stacks: bool,
+    /// How user stacks are walked.
+    pub unwind: Unwind,
+    /// Where unwind tables are kept from run to run.
+    pub unwind_cache: Option<PathBuf>,
     /// Longest capture; none: until told to stop.
     pub duration: Option<Duration>,
     /// Length of an epoch.
@@ -120,6 +126,8 @@ impl Config {
             event: Event::CpuClock,
             frequency: 99,
             kernel_stacks: true,
+            unwind: Unwind::default(),
+            unwind_cache: None,
             duration: None,
             epoch: Duration::from_secs(10),
             limits: Limits::default(),

@@ -21,6 +21,7 @@
 mod artifact;
 mod batch;
 mod broker;
+mod channel;
 mod clock;
 mod config;
 mod event;
@@ -35,17 +36,19 @@ mod sample;
 mod sampler;
 mod session;
 mod sink;
+mod unwind;
 mod wire;
 
-pub use broker::Broker;
 pub use config::{Config, ConfigError, Destination, Scope};
 pub use handover::Share;
 pub use outbox::Limits;
 pub use pipeline::Summary;
 pub use privilege::drop_all as drop_capabilities;
 pub use sampler::{Event, SamplerError};
-pub use session::{Builder, Session, SessionError};
+pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{SinkError, Target};
+pub use stackwire_collector_ebpf::Unwind;
+pub use unwind::Stats as TableStats;
 pub use wire::LostReason;
 
 /// Version of this crate with the commit it was built from.

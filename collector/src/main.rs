@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
-use stackwire_collector::{Broker, ConfigError, Session, SessionError};
+use stackwire_collector::{ConfigError, Helpers, Session, SessionError};
 
 fn main() -> ExitCode {
     let run = cli::Args::parse().into_run();
-    // Before there is a second thread. Without it files are opened with what this process may.
-    let broker = Broker::start().unwrap_or_else(|_| Broker::none());
-    match capture(run, broker) {
+    // Before there is a second thread.
+    let helpers = Helpers::start();
+    match capture(run, helpers) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("stackwire-collector: {error}");
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn capture(run: cli::Run, broker: Broker) -> Result<(), SessionError> {
+fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         // A second one ends it at once: delivering what is left may take long.
@@ -39,7 +39,7 @@ fn capture(run: cli::Run, broker: Broker) -> Result<(), SessionError> {
             .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
             .map_err(|error| SessionError::Internal(format!("cannot handle signals: {error}")))?;
     }
-    let session = Session::to(run.config, run.destination, broker)?;
+    let session = Session::to(run.config, run.destination, helpers)?;
     // The sampling thread has dropped its own; this one needs none from here on.
     stackwire_collector::drop_capabilities()
         .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
@@ -62,6 +62,11 @@ fn capture(run: cli::Run, broker: Broker) -> Result<(), SessionError> {
         eprintln!(
             "stackwire-collector: {} samples taken, {} delivered in {} epochs",
             summary.taken, summary.delivered, summary.epochs
+        );
+        let tables = summary.tables;
+        eprintln!(
+            "stackwire-collector: unwind tables: {} loaded, {} evicted, {} executables have none",
+            tables.loaded, tables.evicted, tables.failed
         );
         for (reason, count) in &summary.lost {
             eprintln!("stackwire-collector: lost: {reason:?} {count}");

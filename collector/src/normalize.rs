@@ -5,7 +5,7 @@
 
 use std::rc::Rc;
 
-use stackwire_collector_ebpf::{KernelEnd, UserEnd};
+use stackwire_collector_ebpf::{INTERRUPTED, KernelEnd, UserEnd};
 
 use crate::host::kallsyms::KernelLayout;
 use crate::process::executable::{Executable, Executables, Kind};
@@ -18,6 +18,8 @@ pub enum FrameKind {
     Leaf,
     /// A return address.
     Caller,
+    /// Interrupted by a signal: the instruction that was running then.
+    Interrupted,
 }
 
 /// A frame, independent of where its code was loaded.
@@ -52,6 +54,20 @@ pub enum End {
     Failed,
     /// The mappings of the process are not known.
     NoMappings,
+    /// The unwind table of this code was not there yet.
+    NoTableYet,
+    /// There is no unwind table of this code.
+    NoTable,
+    /// The table has no rule for this address.
+    NoRule,
+    /// The rule needs a register that is not known here.
+    RegisterLost,
+    /// The caller's frame would not lie above.
+    BadStack,
+    /// The kernel side had not heard of the process's mappings.
+    NoMappingsYet,
+    /// Tables were replaced meanwhile.
+    TablesReplaced,
 }
 
 /// A stack, leaf first.
@@ -79,9 +95,14 @@ pub fn user(
     let known = matches!(process.mappings, Mappings::Known(_));
     let mut frames = Vec::with_capacity(addresses.len());
     for (index, &address) in addresses.iter().enumerate() {
-        let kind = if index == 0 { FrameKind::Leaf } else { FrameKind::Caller };
+        let kind = match index {
+            0 => FrameKind::Leaf,
+            _ if address & INTERRUPTED != 0 => FrameKind::Interrupted,
+            _ => FrameKind::Caller,
+        };
+        let address = if index == 0 { address } else { address & !INTERRUPTED };
         // A call may be the last instruction of a mapping, its return address just behind it.
-        let inside = if index == 0 { address } else { address.wrapping_sub(1) };
+        let inside = if kind == FrameKind::Caller { address.wrapping_sub(1) } else { address };
         match process.mapping(inside) {
             Some(mapping) => frames.push(Frame {
                 executable: Rc::clone(&mapping.executable),
@@ -135,17 +156,22 @@ pub fn kernel(
 }
 
 fn user_end(end: u8) -> End {
-    const UNREADABLE: u8 = UserEnd::Unreadable as u8;
-    const DEPTH: u8 = UserEnd::DepthLimit as u8;
-    const NO_FP: u8 = UserEnd::NoFramePointer as u8;
-    const COMPAT: u8 = UserEnd::Compat as u8;
-    match end {
-        UNREADABLE => End::Unreadable,
-        DEPTH => End::DepthLimit,
-        NO_FP => End::NoFramePointer,
-        COMPAT => End::Compat,
-        _ => End::Root,
-    }
+    const ENDS: [(UserEnd, End); 12] = [
+        (UserEnd::Unreadable, End::Unreadable),
+        (UserEnd::DepthLimit, End::DepthLimit),
+        (UserEnd::NoFramePointer, End::NoFramePointer),
+        (UserEnd::Compat, End::Compat),
+        (UserEnd::NotCode, End::NotCode),
+        (UserEnd::NoTableYet, End::NoTableYet),
+        (UserEnd::NoTable, End::NoTable),
+        (UserEnd::NoRule, End::NoRule),
+        (UserEnd::RegisterLost, End::RegisterLost),
+        (UserEnd::BadStack, End::BadStack),
+        (UserEnd::NoMappingsYet, End::NoMappingsYet),
+        (UserEnd::TablesReplaced, End::TablesReplaced),
+    ];
+    let found = ENDS.iter().find(|(number, _)| *number as u8 == end);
+    found.map_or(End::Root, |&(_, end)| end)
 }
 
 fn kernel_end(end: u8) -> End {

@@ -19,6 +19,7 @@ use crate::host::kallsyms::KernelLayout;
 use crate::outbox::Outbox;
 use crate::process::Processes;
 use crate::sampler::{Batch, Sampler};
+use crate::unwind::{Stats, Unwind};
 use crate::wire::{self, LostReason, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
@@ -39,6 +40,8 @@ pub struct Summary {
     pub lost: Vec<(LostReason, u64)>,
     /// Processes whose mappings could not be read for want of permission.
     pub denied: u64,
+    /// What became of unwind tables.
+    pub tables: Stats,
 }
 
 /// The loop's state.
@@ -47,6 +50,8 @@ pub struct Pipeline {
     started: Instant,
     sampler: Sampler,
     processes: Processes,
+    /// `None`: stacks are walked by frame pointers.
+    unwind: Option<Unwind>,
     layout: KernelLayout,
     identity: Identity,
     references: References,
@@ -72,8 +77,7 @@ impl Pipeline {
     /// long an epoch is.
     #[must_use]
     pub fn new(
-        sampler: Sampler,
-        processes: Processes,
+        (sampler, processes, unwind): (Sampler, Processes, Option<Unwind>),
         (layout, identity, references): (KernelLayout, Identity, References),
         (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
         (started, epoch_start, epoch_length): (Instant, u64, Duration),
@@ -82,6 +86,7 @@ impl Pipeline {
             started,
             sampler,
             processes,
+            unwind,
             layout,
             identity,
             references,
@@ -113,7 +118,9 @@ impl Pipeline {
     pub fn run(mut self, mut stop: impl FnMut() -> bool) -> Summary {
         let mut second = Instant::now();
         while !stop() && self.outbox.stopped().is_none() {
-            self.sampler.wait(Duration::from_millis(50));
+            // What has been drained and not settled yet is not waited for in the rings.
+            let pending = !self.batch.events.is_empty();
+            self.sampler.wait(if pending { SETTLE } else { Duration::from_millis(50) });
             self.take(SETTLE);
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
@@ -162,6 +169,9 @@ impl Pipeline {
             events += 1;
         }
         self.batch.advance(samples, events);
+        if let Some(unwind) = &mut self.unwind {
+            unwind.update(&mut self.processes);
+        }
     }
 
     fn apply(&mut self, index: usize) {
@@ -216,6 +226,9 @@ impl Pipeline {
         self.epoch_number += 1;
         self.epoch_start = now;
         self.processes.end_epoch();
+        if let Some(unwind) = &mut self.unwind {
+            unwind.end_epoch(&self.processes);
+        }
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
         self.jit.end_epoch();
@@ -232,6 +245,7 @@ impl Pipeline {
             epochs: self.epoch_number,
             lost: lost.into_iter().filter(|(_, count)| *count > 0).collect(),
             denied: self.processes.denied,
+            tables: self.unwind.as_ref().map(Unwind::stats).unwrap_or_default(),
         }
     }
 

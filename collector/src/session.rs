@@ -25,6 +25,7 @@ use crate::privilege;
 use crate::process::Processes;
 use crate::sampler::{Filter, Sampler, SamplerError};
 use crate::sink::{self, SinkError};
+use crate::unwind::{Compiler, Sources, Unwind};
 use crate::wire::{self, Head, References, Sampling};
 
 /// A capture that could not start or finish.
@@ -97,7 +98,30 @@ impl Builder {
             let message = "nothing to sample: call profile() on the builder";
             return Err(SessionError::Internal(message.to_owned()));
         }
-        Session::start(self.config, Out::Writer(Box::new(out)), Broker::none())
+        Session::start(self.config, Out::Writer(Box::new(out)), Helpers::none())
+    }
+}
+
+/// Processes that do for a session what it must not: forked by [`Helpers::start`] before there are threads.
+#[derive(Debug)]
+pub struct Helpers {
+    broker: Broker,
+    compiler: Compiler,
+}
+
+impl Helpers {
+    /// Starts them. One that does not start is done without: files are opened with what this process may, stacks are
+    /// walked by frame pointers.
+    #[must_use]
+    pub fn start() -> Self {
+        let compiler = Compiler::start().unwrap_or_else(|_| Compiler::none());
+        Self { broker: Broker::start().unwrap_or_else(|_| Broker::none()), compiler }
+    }
+
+    /// None of them.
+    #[must_use]
+    pub fn none() -> Self {
+        Self { broker: Broker::none(), compiler: Compiler::none() }
     }
 }
 
@@ -124,19 +148,19 @@ impl Session {
         Builder { config: Config::new(Scope::All), profile: false, follow: false }
     }
 
-    /// Starts a capture to a destination; files of other processes are opened through `broker`.
+    /// Starts a capture to a destination.
     ///
     /// # Errors
     /// See [`SessionError`]. An output that cannot be written is found out before sampling starts.
     pub fn to(
         config: Config,
         destination: Destination,
-        broker: Broker,
+        helpers: Helpers,
     ) -> Result<Self, SessionError> {
-        Self::start(config, Out::Destination(destination), broker)
+        Self::start(config, Out::Destination(destination), helpers)
     }
 
-    fn start(config: Config, out: Out, broker: Broker) -> Result<Self, SessionError> {
+    fn start(mut config: Config, out: Out, helpers: Helpers) -> Result<Self, SessionError> {
         config.check()?;
         let mut made = None;
         let out = match out {
@@ -153,14 +177,19 @@ impl Session {
         };
         let stop = Arc::new(AtomicBool::new(false));
         let outbox = Arc::new(Outbox::new(config.limits.clone()));
-        let broker = Arc::new(broker);
+        let broker = Arc::new(helpers.broker);
+        if !helpers.compiler.is_there() {
+            config.unwind = abi::Unwind::FramePointers;
+        }
+        let cache = config.unwind_cache.clone();
+        let sources = Sources { broker: Arc::clone(&broker), compiler: helpers.compiler, cache };
         let handover = Arc::new(Handover::new(config.share, Arc::clone(&broker)));
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
         let queue = (Snapshots::new(broker), Arc::clone(&handover), Arc::clone(&outbox));
         let pipeline = std::thread::Builder::new()
             .name("collect".to_owned())
-            .spawn(move || match prepare(&config, queue) {
+            .spawn(move || match prepare(&config, queue, sources) {
                 Ok((hello, pipeline)) => {
                     let deadline = config
                         .duration
@@ -263,12 +292,23 @@ fn deliver(
 fn prepare(
     config: &Config,
     (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
+    sources: Sources,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, wanted, sampling) = describe(config)?;
-    let sampler = Sampler::start(&filter, config.event, config.frequency)?;
-    let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
+    let mut sampler = Sampler::start(&filter, config.event, config.frequency)?;
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.scan();
+    let unwind = match config.unwind {
+        abi::Unwind::FramePointers => None,
+        _ => {
+            let tables = sampler.take_tables()?;
+            let unwind = Unwind::start(tables, sources, &mut processes, wanted.is_some());
+            let error = |error| SessionError::Internal(format!("cannot set up unwinding: {error}"));
+            Some(unwind.map_err(error)?)
+        }
+    };
+    sampler.admit(&filter.pids)?;
+    let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
     if config.kernel_stacks {
@@ -307,7 +347,8 @@ fn prepare(
     let head = Head { capture_id, identity: identity.clone(), clocks, sampling, share_all };
     let known = (layout, identity, references);
     let times = (started, clocks.0, config.epoch);
-    let pipeline = Pipeline::new(sampler, processes, known, (jit, handover, outbox), times);
+    let parts = (sampler, processes, unwind);
+    let pipeline = Pipeline::new(parts, known, (jit, handover, outbox), times);
     Ok((wire::hello(&head), pipeline))
 }
 
@@ -320,6 +361,7 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
     };
     let mut filter = Filter::default();
     filter.config.kernel_stacks = config.kernel_stacks.into();
+    filter.config.unwind = config.unwind as u32;
     let mut wanted = None;
     match &config.scope {
         Scope::All => filter.config.scope = abi::Scope::All as u32,

@@ -301,6 +301,7 @@ fn nodes(epoch: &Epoch) -> v1::StackNodes {
         wire.kind.push(match node.kind {
             FrameKind::Leaf => v1::FrameKind::Leaf as u32,
             FrameKind::Caller => v1::FrameKind::Caller as u32,
+            FrameKind::Interrupted => v1::FrameKind::Signal as u32,
         });
         before = node.offset;
     }
@@ -354,6 +355,13 @@ fn end_reason(end: End) -> v1::EndReason {
         End::Compat => v1::EndReason::Compat,
         End::Failed => v1::EndReason::Failed,
         End::NoMappings => v1::EndReason::NoMappings,
+        End::NoTableYet => v1::EndReason::NoTableYet,
+        End::NoTable => v1::EndReason::NoTable,
+        End::NoRule => v1::EndReason::NoUnwindRule,
+        End::RegisterLost => v1::EndReason::RegisterLost,
+        End::BadStack => v1::EndReason::BadStack,
+        End::NoMappingsYet => v1::EndReason::NoMappingsYet,
+        End::TablesReplaced => v1::EndReason::TablesReplaced,
     }
 }
 

@@ -61,8 +61,8 @@ pub struct Record {
     /// What makes the kernel take a sample.
     #[arg(long, value_enum, default_value = "cpu-clock")]
     pub event: Event,
-    /// How to unwind user stacks.
-    #[arg(long, value_enum, default_value = "fp")]
+    /// How user stacks are walked.
+    #[arg(long, value_enum, value_name = "HOW", default_value = "auto")]
     pub unwind: Unwind,
     /// Record kernel stacks.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
@@ -93,7 +93,11 @@ pub struct Record {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Unwind {
-    /// By frame pointers.
+    /// By the unwind tables of executables, and by frame pointers through code made at run time.
+    Auto,
+    /// By unwind tables alone.
+    Dwarf,
+    /// By frame pointers alone.
     Fp,
 }
 

@@ -353,6 +353,13 @@ fn end_reason(wire: v1::EndReason) -> EndReason {
         v1::EndReason::NotCode => EndReason::NotCode,
         v1::EndReason::Compat => EndReason::Compat,
         v1::EndReason::NoMappings => EndReason::NoMappings,
+        v1::EndReason::NoTableYet => EndReason::NoTableYet,
+        v1::EndReason::NoTable => EndReason::NoTable,
+        v1::EndReason::NoUnwindRule => EndReason::NoUnwindRule,
+        v1::EndReason::RegisterLost => EndReason::RegisterLost,
+        v1::EndReason::BadStack => EndReason::BadStack,
+        v1::EndReason::NoMappingsYet => EndReason::NoMappingsYet,
+        v1::EndReason::TablesReplaced => EndReason::TablesReplaced,
         v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
     }
 }

@@ -75,6 +75,7 @@ pub struct Builder {
     frequency: u32,
     event: String,
     kernel_stacks: bool,
+    unwind: &'static str,
     duration: Option<Duration>,
     collector: Option<PathBuf>,
     capture: Option<PathBuf>,
@@ -132,6 +133,13 @@ impl Builder {
     #[must_use]
     pub fn kernel_stacks(mut self, record: bool) -> Self {
         self.kernel_stacks = record;
+        self
+    }
+
+    /// How user stacks are walked: "auto" (unless told), "dwarf" or "fp".
+    #[must_use]
+    pub fn unwind(mut self, how: &'static str) -> Self {
+        self.unwind = how;
         self
     }
 
@@ -268,6 +276,7 @@ impl Builder {
             .arg(format!("--sample-rate={}", self.frequency))
             .arg(format!("--event={}", self.event))
             .arg(format!("--kernel-stacks={}", self.kernel_stacks))
+            .arg(format!("--unwind={}", self.unwind))
             // Often, so that files are opened while their processes live.
             .arg("--epoch=1s")
             .args(self.share.map(|which| format!("--share-executables={which}")))
@@ -320,6 +329,7 @@ impl Session {
             frequency: 99,
             event: "cpu-clock".to_owned(),
             kernel_stacks: true,
+            unwind: "auto",
             duration: None,
             collector: None,
             capture: None,

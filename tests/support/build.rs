@@ -126,3 +126,26 @@ pub(crate) fn inlined_rs() -> &'static Path {
         out
     })
 }
+
+/// `unwind.c` and the inlined programs without frame pointers, each as a compiler would by default: name and program.
+pub(crate) fn unwind_corpus() -> &'static [(&'static str, PathBuf)] {
+    static BUILT: OnceLock<Vec<(&str, PathBuf)>> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let build = |name: &'static str, compiler: &str, arguments: &[&str], file: &str| {
+            let out = output(name);
+            run(Command::new(compiler).args(arguments).arg(source(file)).arg("-o").arg(&out));
+            (name, out)
+        };
+        vec![
+            build("unwind_o2", "gcc", &["-O2", "-g"], "unwind.c"),
+            build("unwind_o3", "gcc", &["-O3", "-fno-plt", "-flto", "-g"], "unwind.c"),
+            build("unwind_static", "gcc", &["-O2", "-static", "-g"], "unwind.c"),
+            build(
+                "unwind_lazy",
+                "gcc",
+                &["-O2", "-Wl,-z,lazy", "-fcf-protection=none", "-g"],
+                "unwind.c",
+            ),
+        ]
+    })
+}

@@ -2,6 +2,7 @@
 
 pub(crate) mod build;
 pub(crate) mod pprof;
+pub(crate) mod stopped;
 
 use std::cell::RefCell;
 use std::fmt::Write as _;

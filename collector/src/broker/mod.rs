@@ -9,17 +9,12 @@ mod open;
 mod serve;
 
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
-};
+use crate::channel::{self, readable, receive};
 
 /// How long an open may take: what hangs is on a file system that a process of the host made up, or a server
 /// that is gone.
@@ -76,9 +71,7 @@ impl Broker {
     /// # Errors
     /// When there is more than one thread, or no process to be had.
     pub fn start() -> io::Result<Self> {
-        let (ours, theirs) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        let ours = serve::fork(ours, theirs)?;
+        let ours = channel::start(c"sw-broker", serve::serve)?;
         Ok(Self { socket: Some(Mutex::new(Socket { fd: ours, serial: 0 })) })
     }
 
@@ -110,13 +103,7 @@ impl Socket {
         let gone = |error: rustix::io::Errno| format!("the collector's broker is gone: {error}");
         self.serial += 1;
         let request = encode(self.serial, wanted);
-        sendmsg(
-            &self.fd,
-            &[IoSlice::new(&request)],
-            &mut SendAncillaryBuffer::default(),
-            SendFlags::NOSIGNAL,
-        )
-        .map_err(gone)?;
+        channel::send(&self.fd, &request, None).map_err(gone)?;
         let deadline = Instant::now() + PATIENCE;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -135,33 +122,6 @@ impl Socket {
         }
     }
 }
-
-fn readable(fd: impl AsFd, within: Duration) -> rustix::io::Result<bool> {
-    let timeout =
-        Timespec { tv_sec: within.as_secs() as i64, tv_nsec: i64::from(within.subsec_nanos()) };
-    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
-        Err(rustix::io::Errno::INTR) => Ok(true),
-        other => other.map(|ready| ready > 0),
-    }
-}
-
-/// A message and the descriptor that came with it.
-fn receive(fd: impl AsFd) -> rustix::io::Result<(Vec<u8>, Option<File>)> {
-    let mut bytes = vec![0; MAX_MESSAGE];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC;
-    let got = recvmsg(fd, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
-    let file = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    });
-    bytes.truncate(got.bytes);
-    Ok((bytes, file.map(File::from)))
-}
-
-/// Longest message: numbers and a path.
-const MAX_MESSAGE: usize = 32 + libc::PATH_MAX as usize;
 
 /// Serial, pid, kind, start, end; then the path.
 fn encode(serial: u64, wanted: &Wanted) -> Vec<u8> {

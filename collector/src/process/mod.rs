@@ -32,6 +32,8 @@ pub struct Processes {
     /// Wanted, and found ended at the last look.
     gone: std::collections::HashSet<u32>,
     next_image: u64,
+    /// Mappings that are others than at the last [`Processes::take_changed`].
+    changed: std::collections::HashSet<u32>,
     /// Processes to hold before the next attempt to forget some.
     most: usize,
     /// Processes whose mappings could not be read, by cause.
@@ -92,7 +94,11 @@ impl Processes {
             }
             Change::Map(mapped) => {
                 if let Some(process) = self.by_pid.get_mut(&pid) {
+                    let version = process.version;
                     process.map(mapped, &mut self.executables);
+                    if process.version != version {
+                        self.changed.insert(pid);
+                    }
                 }
             }
             Change::Exit { tid } if *tid == pid => {
@@ -149,6 +155,20 @@ impl Processes {
     #[must_use]
     pub fn image(&self, pid: u32) -> Option<u64> {
         self.by_pid.get(&pid).map(|process| process.image)
+    }
+
+    /// Processes whose mappings have changed since the last call, gone ones among them.
+    pub fn take_changed(&mut self) -> std::collections::HashSet<u32> {
+        std::mem::take(&mut self.changed)
+    }
+
+    /// The mappings of a process, if they are known.
+    #[must_use]
+    pub fn known_mappings(&self, pid: u32) -> Option<&Rc<Vec<Mapping>>> {
+        match &self.by_pid.get(&pid)?.mappings {
+            Mappings::Known(mappings) => Some(mappings),
+            _ => None,
+        }
     }
 
     /// Where a process has mapped a jitdump: JIT compilers do so for this alone, that it is found.
@@ -226,10 +246,12 @@ impl Processes {
         self.next_image += 1;
         let mut process = Process::new(self.next_image, pid, comm.unwrap_or_default(), mappings);
         process.read_ns = read_ns;
+        self.changed.insert(pid);
         self.by_pid.insert(pid, process);
     }
 
     fn fork(&mut self, parent: u32, pid: u32, time_ns: u64) {
+        self.changed.insert(pid);
         if !self.by_pid.contains_key(&parent) {
             self.load(parent);
         }
@@ -249,6 +271,7 @@ impl Processes {
     }
 
     fn exec(&mut self, pid: u32, comm: &str) {
+        self.changed.insert(pid);
         self.next_image += 1;
         let mappings = Mappings::Known(Rc::default());
         let mut process = Process::new(self.next_image, pid, comm.to_owned(), mappings);
@@ -270,6 +293,7 @@ impl Processes {
             }
             _ => {
                 before.stale = false;
+                self.changed.insert(pid);
                 self.by_pid.insert(pid, before);
             }
         }

@@ -1,4 +1,4 @@
-//! Memory shared with the kernel: perf rings and the counters array. Knows no layout.
+//! Memory shared with the kernel: perf rings, counters, unwind tables. Knows no layout.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -34,10 +34,28 @@ impl Mapped {
         Self::map(fd, length, ProtFlags::READ)
     }
 
+    /// Maps `length` bytes of `fd` from `offset` on, readable and writable; both are multiples of a page.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn window(fd: BorrowedFd<'_>, offset: u64, length: usize) -> io::Result<Self> {
+        Self::map_at(fd, offset, length, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
     fn map(fd: BorrowedFd<'_>, length: usize, protection: ProtFlags) -> io::Result<Self> {
+        Self::map_at(fd, 0, length, protection)
+    }
+
+    fn map_at(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        length: usize,
+        protection: ProtFlags,
+    ) -> io::Result<Self> {
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
-        let base =
-            unsafe { mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0)? };
+        let base = unsafe {
+            mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, fd, offset)?
+        };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { base, length })
     }

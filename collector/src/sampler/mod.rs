@@ -4,7 +4,7 @@
 //! capability happens in [`Sampler::start`], except opening events on CPUs that come online later.
 
 mod btf;
-mod mapped;
+pub(crate) mod mapped;
 mod object;
 mod perf_event;
 
@@ -21,6 +21,7 @@ use self::object::Object;
 pub use self::object::{BTF_PATH, Filter, LoadError};
 pub use self::perf_event::Event;
 use self::perf_event::PerfEvent;
+use crate::unwind::Descriptors;
 use crate::{event, sample};
 
 /// Sampling could not start.
@@ -132,7 +133,7 @@ impl fmt::Debug for Sampler {
 }
 
 impl Sampler {
-    /// Loads, attaches to every online CPU, and starts sampling.
+    /// Loads, attaches to every online CPU, and starts sampling; of single processes once they are admitted.
     ///
     /// # Errors
     /// See [`SamplerError`].
@@ -150,6 +151,22 @@ impl Sampler {
             event.enable().map_err(|error| sampler.open_error(0, error))?;
         }
         Ok(sampler)
+    }
+
+    /// Lets samples of these processes through.
+    ///
+    /// # Errors
+    /// See [`SamplerError`].
+    pub fn admit(&mut self, pids: &[u32]) -> Result<(), SamplerError> {
+        Ok(self.object.admit(pids)?)
+    }
+
+    /// The maps of unwind tables, once.
+    ///
+    /// # Errors
+    /// See [`SamplerError`].
+    pub fn take_tables(&mut self) -> Result<Descriptors, SamplerError> {
+        Ok(self.object.take_tables()?)
     }
 
     /// Opens events on CPUs that came online, for the first time or again, and forgets those of CPUs that

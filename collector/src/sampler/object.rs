@@ -8,13 +8,16 @@ use std::os::fd::{AsFd, BorrowedFd};
 use aya::maps::{HashMap, MapData, ProgramArray, RingBuf};
 use aya::programs::{BtfTracePoint, PerfEvent as PerfEventProgram};
 use aya::{Btf, Ebpf, EbpfLoader};
-use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS};
+use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, Unwind};
 
 use super::btf::{BtfError, member_offsets};
 use super::mapped::Mapped;
+use crate::unwind::Descriptors;
 
 /// The programs, compiled from `collector-ebpf/`.
 static OBJECT: &[u8] = aya::include_bytes_aligned!("../../ebpf/stackwire.bpf.o");
+
+const FRAME_POINTERS: u32 = Unwind::FramePointers as u32;
 
 /// Where the kernel publishes its BTF (CONFIG_DEBUG_INFO_BTF).
 pub const BTF_PATH: &str = "/sys/kernel/btf/vmlinux";
@@ -49,7 +52,7 @@ pub enum LoadError {
 /// What is to be sampled, in kernel terms.
 #[derive(Clone, Debug, Default)]
 pub struct Filter {
-    /// Scope, cgroup and kernel stacks; the offsets are filled in here.
+    /// Scope, cgroup, kernel stacks and unwinding; the offsets are filled in here.
     pub config: Config,
     /// Processes to start with, for the process scope.
     pub pids: Vec<u32>,
@@ -85,24 +88,23 @@ impl Object {
             .load(OBJECT)
             .map_err(load_error)?;
 
-        for name in ["sample", "walk_on"] {
+        let walk = match config.unwind {
+            FRAME_POINTERS => "walk_frame_pointers",
+            _ => "walk_tables",
+        };
+        for name in ["sample", walk] {
             let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
             program.load().map_err(load_error)?;
         }
         let stages = ebpf.take_map("STAGES").ok_or_else(|| missing("STAGES"))?;
         let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
-        let walk_on: &mut PerfEventProgram = program(&mut ebpf, "walk_on")?;
-        stages.set(0, walk_on.fd().map_err(load_error)?, 0).map_err(load_error)?;
+        let walk: &mut PerfEventProgram = program(&mut ebpf, walk)?;
+        stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
         if filter.follow {
             let btf = Btf::from_sys_fs().map_err(load_error)?;
             let program: &mut BtfTracePoint = self::program(&mut ebpf, "follow_fork")?;
             program.load("sched_process_fork", &btf).map_err(load_error)?;
             program.attach().map_err(load_error)?;
-        }
-        let targets = ebpf.map_mut("TARGETS").ok_or_else(|| missing("TARGETS"))?;
-        let mut targets: HashMap<_, u32, u64> = targets.try_into().map_err(load_error)?;
-        for pid in &filter.pids {
-            targets.insert(pid, 0, 0).map_err(load_error)?;
         }
         let counters = {
             let map = ebpf.map("COUNTERS").ok_or_else(|| missing("COUNTERS"))?;
@@ -111,6 +113,40 @@ impl Object {
                 .map_err(|error| LoadError::Kernel(format!("cannot map the counters: {error}")))?
         };
         Ok(Self { ebpf, counters, _stages: stages })
+    }
+
+    /// Lets samples of these processes through.
+    ///
+    /// # Errors
+    /// When the map cannot be written.
+    pub fn admit(&mut self, pids: &[u32]) -> Result<(), LoadError> {
+        let targets = self.ebpf.map_mut("TARGETS").ok_or_else(|| missing("TARGETS"))?;
+        let mut targets: HashMap<_, u32, u64> = targets.try_into().map_err(load_error)?;
+        for pid in pids {
+            targets.insert(pid, 0, 0).map_err(load_error)?;
+        }
+        Ok(())
+    }
+
+    /// The maps of unwind tables, once.
+    ///
+    /// # Errors
+    /// When they were taken before.
+    pub fn take_tables(&mut self) -> Result<Descriptors, LoadError> {
+        let mut take = |name: &str| {
+            let map = self.ebpf.take_map(name).ok_or_else(|| missing(name))?;
+            let aya::maps::Map::Array(data) = map else { return Err(missing(name)) };
+            data.fd().as_fd().try_clone_to_owned().map_err(load_error)
+        };
+        Ok(Descriptors {
+            processes: take("PROCESSES")?,
+            mappings: take("MAPPINGS")?,
+            executables: take("EXECUTABLES")?,
+            pages: take("PAGES")?,
+            rows: take("ROWS")?,
+            rules: take("RULES")?,
+            generation: take("GENERATION")?,
+        })
     }
 
     /// The ring buffer, once.

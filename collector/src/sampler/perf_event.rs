@@ -82,8 +82,8 @@ impl PerfEvent {
         attr.set_comm_exec(1);
         attr.set_task(1);
         attr.set_watermark(1);
-        attr.__bindgen_anon_2.wakeup_watermark =
-            (RING_PAGES * rustix::param::page_size() / 4) as u32;
+        // At once: until the kernel side hears of a new program's mappings, its stacks are one frame deep.
+        attr.__bindgen_anon_2.wakeup_watermark = 1;
 
         // SAFETY: attr is fully initialised and outlives the call; the other arguments are integers.
         let fd = unsafe {

@@ -13,7 +13,7 @@ use stackwire::{Builder, Profile, Session, SessionError, Sources, say};
 
 use super::output::{Outputs, check_distinct};
 use super::{Failure, launch};
-use crate::cli::{Event, Record, ShareExecutables};
+use crate::cli::{Event, Record, ShareExecutables, Unwind};
 
 /// Without `--duration`, as perf-agent has it.
 const DEFAULT_DURATION: Duration = Duration::from_secs(10);
@@ -137,6 +137,11 @@ fn start(
         .event(match arguments.event {
             Event::CpuClock => "cpu-clock",
             Event::Cycles => "cycles",
+        })
+        .unwind(match arguments.unwind {
+            Unwind::Auto => "auto",
+            Unwind::Dwarf => "dwarf",
+            Unwind::Fp => "fp",
         })
         .share_executables(match arguments.share_executables {
             ShareExecutables::Never => "never",

@@ -189,6 +189,20 @@ pub enum EndReason {
     Failed,
     /// The mappings of the process are not known.
     NoMappings,
+    /// The unwind table of this code was not there yet.
+    NoTableYet,
+    /// There is no unwind table of this code.
+    NoTable,
+    /// The unwind table has no rule for this address.
+    NoUnwindRule,
+    /// The rule needs a register that is not known in this frame.
+    RegisterLost,
+    /// The caller's frame would not lie above.
+    BadStack,
+    /// The kernel side had not heard of the process's mappings yet.
+    NoMappingsYet,
+    /// Tables were replaced while the stack was walked.
+    TablesReplaced,
 }
 
 impl EndReason {
@@ -204,6 +218,13 @@ impl EndReason {
             Self::Compat => "32-bit process",
             Self::Failed => "kernel unwinder refused",
             Self::NoMappings => "mappings of the process unknown",
+            Self::NoTableYet => "no unwind table yet",
+            Self::NoTable => "no unwind table",
+            Self::NoUnwindRule => "no unwind rule for this code",
+            Self::RegisterLost => "unwind rule needs a register that is lost",
+            Self::BadStack => "caller's frame not above this one",
+            Self::NoMappingsYet => "process too young: its mappings not known yet",
+            Self::TablesReplaced => "unwind tables replaced meanwhile",
         }
     }
 }

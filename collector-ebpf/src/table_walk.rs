@@ -1,0 +1,262 @@
+//! The walk of a user stack by unwind tables, with frame pointers where the code was made at run time.
+//!
+//! In steps of [`STEP`] frames, each a program that tail-calls the next, as in `user_stack.rs`. Searches are loops the
+//! verifier can count, over arrays that never change their size.
+
+use aya_ebpf::bindings::pt_regs;
+use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
+use stackwire_collector_ebpf::tables::{self, CHUNK, PROCESS_PROBES, PROCESS_SLOTS, state};
+use stackwire_collector_ebpf::unwind::{
+    self, GO_ON, Memory, RBP, RSP, Rule, SignalFrame, cfa, masked,
+};
+use stackwire_collector_ebpf::{INTERRUPTED, MAX_USER_FRAMES, Unwind, UserEnd};
+
+use crate::maps::{
+    EXECUTABLES, GENERATION, MAPPINGS, PAGES, PROCESSES, ROWS, RULES, SCRATCH, Scratch, TableWalk,
+    WALKING, config,
+};
+
+/// Frames a program walks. The kernel allows 33 tail calls, which cover MAX_USER_FRAMES.
+const STEP: u64 = 32;
+
+/// The process's own memory.
+struct User;
+
+impl Memory for User {
+    #[inline(always)]
+    fn word(&mut self, address: u64) -> Option<u64> {
+        // SAFETY: bpf_probe_read_user checks the address and fails rather than fault.
+        unsafe { bpf_probe_read_user(address as *const u64) }.ok()
+    }
+
+    #[inline(always)]
+    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool {
+        // SAFETY: as above; a signal frame is plain bytes.
+        unsafe {
+            let bytes = core::slice::from_raw_parts_mut(
+                (to as *mut SignalFrame).cast::<u8>(),
+                size_of::<SignalFrame>(),
+            );
+            bpf_probe_read_user_buf(address as *const u8, bytes).is_ok()
+        }
+    }
+}
+
+/// Records the interrupted instruction and makes ready for [`step`].
+#[inline(always)]
+pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs) {
+    scratch.frames[0] = regs.rip;
+    scratch.walk.depth = 1;
+    scratch.walk.end = WALKING;
+    let TableWalk { cursor, mapping, .. } = &mut scratch.tables;
+    // Field by field: an array would be copied by a call to memcpy.
+    cursor.registers[0] = regs.rax;
+    cursor.registers[1] = regs.rdx;
+    cursor.registers[2] = regs.rcx;
+    cursor.registers[3] = regs.rbx;
+    cursor.registers[4] = regs.rsi;
+    cursor.registers[5] = regs.rdi;
+    cursor.registers[RBP as usize] = regs.rbp;
+    cursor.registers[RSP as usize] = regs.rsp;
+    cursor.registers[8] = regs.r8;
+    cursor.registers[9] = regs.r9;
+    cursor.registers[10] = regs.r10;
+    cursor.registers[11] = regs.r11;
+    cursor.registers[12] = regs.r12;
+    cursor.registers[13] = regs.r13;
+    cursor.registers[14] = regs.r14;
+    cursor.registers[15] = regs.r15;
+    cursor.ip = regs.rip;
+    cursor.known = 0xffff;
+    cursor.exact = 1;
+    mapping.start = 1;
+    mapping.end = 0;
+    scratch.tables.generation = generation();
+    scratch.tables.first = 0;
+    scratch.tables.count = 0;
+    match find_process(pid) {
+        Some((first, count)) => {
+            scratch.tables.first = first;
+            scratch.tables.count = count;
+        }
+        None => scratch.walk.end = UserEnd::NoMappingsYet as u64,
+    }
+}
+
+/// Walks on for at most [`STEP`] frames.
+#[inline(always)]
+pub fn step(scratch: &mut Scratch) {
+    for _ in 0..STEP {
+        if scratch.walk.end != WALKING {
+            break;
+        }
+        let end = walk_frame();
+        if end != GO_ON {
+            scratch.walk.end = end;
+        }
+    }
+    // What was read may have been of something else by then: only the first frame is certain.
+    if scratch.walk.end != WALKING && scratch.tables.generation != generation() {
+        scratch.walk.depth = 1;
+        scratch.walk.end = UserEnd::TablesReplaced as u64;
+    }
+}
+
+/// One frame up. A global function, which the verifier looks at once and not once for each call: 9 ms instead of 170.
+/// It may have no pointer among its arguments that older kernels understand, so it looks for the buffer itself.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn walk_frame() -> u64 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return UserEnd::DepthLimit as u64 };
+    // SAFETY: as in `sample.rs`, in whose programs this runs.
+    frame(unsafe { &mut *scratch })
+}
+
+#[inline(always)]
+fn frame(scratch: &mut Scratch) -> u64 {
+    let depth = scratch.walk.depth;
+    if depth >= MAX_USER_FRAMES as u64 {
+        return UserEnd::DepthLimit as u64;
+    }
+    let ip = scratch.tables.cursor.lookup_ip();
+    let inside = ip >= scratch.tables.mapping.start && ip < scratch.tables.mapping.end;
+    if !inside && !find_mapping(&mut scratch.tables, ip) {
+        return UserEnd::NotCode as u64;
+    }
+    let (executable, file_offset) = tables::mapping_of(scratch.tables.mapping.word);
+    let end = if executable == tables::ANONYMOUS {
+        if config().unwind != Unwind::Auto as u32 {
+            return UserEnd::NoTable as u64;
+        }
+        let rule = Rule { cfa: cfa::FRAME_POINTER, ..Rule::default() };
+        unwind::step(&mut User, &mut scratch.tables.signal, &mut scratch.tables.cursor, &rule)
+    } else {
+        let offset = ip - scratch.tables.mapping.start + file_offset;
+        match find_rule(executable, offset) {
+            Ok(rule) => unwind::step(
+                &mut User,
+                &mut scratch.tables.signal,
+                &mut scratch.tables.cursor,
+                rule,
+            ),
+            Err(end) => end as u64,
+        }
+    };
+    if end != GO_ON {
+        return end;
+    }
+    let cursor = &scratch.tables.cursor;
+    let mark = if cursor.exact != 0 { INTERRUPTED } else { 0 };
+    let address = cursor.ip | mark;
+    // SAFETY: the index is masked to less than MAX_USER_FRAMES, the array is longer.
+    unsafe {
+        *scratch.frames.as_mut_ptr().add(masked::<{ MAX_USER_FRAMES as u64 - 1 }>(depth)) = address;
+    }
+    scratch.walk.depth = depth + 1;
+    GO_ON
+}
+
+#[inline(always)]
+fn generation() -> u64 {
+    let Some(slot) = GENERATION.get_ptr(0) else { return 0 };
+    // SAFETY: the pointer came from a successful lookup; volatile because the collector writes it.
+    unsafe { core::ptr::read_volatile(slot) }
+}
+
+/// First mapping and number of mappings.
+#[inline(always)]
+fn find_process(pid: u32) -> Option<(u32, u32)> {
+    let first = tables::first_slot(pid);
+    for probe in 0..PROCESS_PROBES {
+        let word = *PROCESSES.get((first + probe) & (PROCESS_SLOTS - 1))?;
+        let (of, first, count) = tables::process_of(word);
+        if of == pid {
+            return Some((first, count));
+        }
+    }
+    None
+}
+
+/// The mapping an address lies in, into `walk.mapping`.
+#[inline(always)]
+fn find_mapping(walk: &mut TableWalk, ip: u64) -> bool {
+    let (mut low, mut left) = (walk.first, walk.count);
+    if left == 0 {
+        return false;
+    }
+    // The last that begins at or before `ip`.
+    for _ in 0..18 {
+        if left <= 1 {
+            break;
+        }
+        let half = left / 2;
+        let Some(mapping) = MAPPINGS.get(low + half) else { return false };
+        if mapping.start <= ip {
+            low += half;
+            left -= half;
+        } else {
+            left = half;
+        }
+    }
+    let Some(mapping) = MAPPINGS.get(low) else { return false };
+    walk.mapping.start = mapping.start;
+    walk.mapping.end = mapping.end;
+    walk.mapping.word = mapping.word;
+    ip >= mapping.start && ip < mapping.end
+}
+
+/// The rule at an offset of an executable's file.
+#[inline(always)]
+fn find_rule(executable: u32, offset: u64) -> Result<&'static Rule, UserEnd> {
+    let Some(slot) = EXECUTABLES.get_ptr_mut(executable) else { return Err(UserEnd::NoTable) };
+    // SAFETY: the pointer came from a successful lookup. The count may lose some to other CPUs; it ranks, no more.
+    let (pages, known) = unsafe {
+        (*slot).uses += 1;
+        (
+            core::ptr::read_volatile(&raw const (*slot).pages),
+            core::ptr::read_volatile(&raw const (*slot).state),
+        )
+    };
+    if known == state::NOT_YET {
+        return Err(UserEnd::NoTableYet);
+    }
+    if known != state::READY {
+        return Err(UserEnd::NoTable);
+    }
+    let (first, count, base) = tables::pages_of(pages);
+    let page = (offset >> 16).wrapping_sub(u64::from(base));
+    if page >= u64::from(count) {
+        return Err(UserEnd::NoRule);
+    }
+    let Some(&page) = PAGES.get(first + page as u32) else { return Err(UserEnd::NoRule) };
+    let (mut low, mut left) = tables::page_of(page);
+    let key = (offset as u32 & 0xffff) << 16 | 0xffff;
+    if left == 0 {
+        return Err(UserEnd::NoRule);
+    }
+    for _ in 0..17 {
+        if left <= 1 {
+            break;
+        }
+        let half = left / 2;
+        let Some(row) = row(low + half) else { return Err(UserEnd::NoRule) };
+        if row <= key {
+            low += half;
+            left -= half;
+        } else {
+            left = half;
+        }
+    }
+    let Some(row) = row(low) else { return Err(UserEnd::NoRule) };
+    if row > key {
+        return Err(UserEnd::NoRule);
+    }
+    RULES.get(row & 0xffff).ok_or(UserEnd::NoRule)
+}
+
+#[inline(always)]
+fn row(number: u32) -> Option<u32> {
+    let chunk = ROWS.get_ptr(number / CHUNK)?;
+    // SAFETY: the pointer came from a successful lookup, the index is masked to less than CHUNK.
+    Some(unsafe { *chunk.cast::<u32>().add(masked::<{ CHUNK as u64 - 1 }>(u64::from(number))) })
+}

@@ -1,0 +1,137 @@
+//! How unwind tables lie in maps: what the collector writes there and the kernel side searches.
+//!
+//! process id → its executable mappings by address → the executable's pages of 64 KiB → rows by address → rule. All of
+//! it in a few arrays of final size, written through mmap: no capability is needed at run time, and no map is made then.
+
+/// Slots of the table of processes, a power of two.
+pub const PROCESS_SLOTS: u32 = 1 << 16;
+/// Slots a process may be in, from its first on.
+pub const PROCESS_PROBES: u32 = 8;
+/// Executable mappings of all processes.
+pub const MAPPINGS: u32 = 1 << 17;
+/// Executables; number 0 is code that was made at run time and has no file.
+pub const EXECUTABLES: u32 = 1 << 13;
+/// Pages of 64 KiB, of all executables.
+pub const PAGES: u32 = 1 << 17;
+/// Rules, of all executables. Number 0 is no rule.
+pub const RULES: u32 = 1 << 15;
+/// Rows in an entry of their map.
+pub const CHUNK: u32 = 1024;
+/// Entries of the map of rows: 40 MiB.
+pub const CHUNKS: u32 = 10 << 10;
+
+/// Number of anonymous code.
+pub const ANONYMOUS: u32 = 0;
+
+/// The slot to look at first.
+#[inline(always)]
+#[must_use]
+pub fn first_slot(pid: u32) -> u32 {
+    pid.wrapping_mul(0x9e37_79b1) >> 16 & (PROCESS_SLOTS - 1)
+}
+
+/// A process in its slot, one word that is replaced at once: pid, first mapping, number of mappings. 0 is an empty slot.
+#[inline(always)]
+#[must_use]
+pub fn process_word(pid: u32, first: u32, count: u32) -> u64 {
+    u64::from(pid) << 40 | u64::from(first) << 20 | u64::from(count)
+}
+
+/// Pid, first mapping and number of mappings of a slot.
+#[inline(always)]
+#[must_use]
+pub fn process_of(word: u64) -> (u32, u32, u32) {
+    ((word >> 40) as u32, (word >> 20) as u32 & 0xf_ffff, word as u32 & 0xf_ffff)
+}
+
+/// An executable mapping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Mapping {
+    /// First address.
+    pub start: u64,
+    /// First address behind it.
+    pub end: u64,
+    /// See [`mapping_word`].
+    pub word: u64,
+}
+
+/// What is mapped: number of the executable, and the offset in the file in pages of 4 KiB.
+#[inline(always)]
+#[must_use]
+pub fn mapping_word(executable: u32, file_page: u64) -> u64 {
+    u64::from(executable) << 48 | file_page & 0xffff_ffff_ffff
+}
+
+/// Number of the executable and offset in the file.
+#[inline(always)]
+#[must_use]
+pub fn mapping_of(word: u64) -> (u32, u64) {
+    ((word >> 48) as u32, word << 16 >> 4)
+}
+
+/// An executable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Executable {
+    /// See [`pages_word`]; with [`state::READY`] only.
+    pub pages: u64,
+    /// One of [`state`].
+    pub state: u64,
+    /// How often a frame of it was looked up: who is used least is evicted, who is used most compiled first.
+    pub uses: u64,
+}
+
+/// What is known of an executable.
+pub mod state {
+    /// Its table is not there yet.
+    pub const NOT_YET: u64 = 0;
+    /// Its table is there.
+    pub const READY: u64 = 1;
+    /// There will be none.
+    pub const NONE: u64 = 2;
+}
+
+/// Where its pages are: the first, how many, and the number of the first among all pages of its file.
+#[inline(always)]
+#[must_use]
+pub fn pages_word(first: u32, count: u32, base: u32) -> u64 {
+    u64::from(first) << 40 | u64::from(count & 0xf_ffff) << 20 | u64::from(base & 0xf_ffff)
+}
+
+/// First page, number of pages, number of the first in the file.
+#[inline(always)]
+#[must_use]
+pub fn pages_of(word: u64) -> (u32, u32, u32) {
+    ((word >> 40) as u32, (word >> 20) as u32 & 0xf_ffff, word as u32 & 0xf_ffff)
+}
+
+/// A page: its first row and how many it has.
+#[inline(always)]
+#[must_use]
+pub fn page_word(first: u32, count: u32) -> u64 {
+    u64::from(first) << 32 | u64::from(count)
+}
+
+/// First row and number of rows.
+#[inline(always)]
+#[must_use]
+pub fn page_of(word: u64) -> (u32, u32) {
+    ((word >> 32) as u32, word as u32)
+}
+
+/// A row: where in its page a rule begins to hold, and which.
+#[inline(always)]
+#[must_use]
+pub fn row(low: u16, rule: u16) -> u32 {
+    (low as u32) << 16 | rule as u32
+}
+
+#[cfg(not(target_arch = "bpf"))]
+mod layout {
+    //! What the two compilations must agree on.
+    use super::{Executable, Mapping};
+    use crate::unwind::Rule;
+    const _: () = assert!(size_of::<Rule>() == 24 && size_of::<Mapping>() == 24);
+    const _: () = assert!(size_of::<Executable>() == 24);
+}

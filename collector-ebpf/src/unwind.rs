@@ -1,0 +1,242 @@
+//! One step up a stack: from the registers of a frame and the rule of its code to the registers of its caller.
+//!
+//! x86-64. Pure but for the memory it is given, so that the kernel side and tests in user space run the same lines.
+//! Where rules come from is `tables.rs`, what they are made of the unwind compiler's (`unwind/`).
+
+use crate::UserEnd;
+
+/// Registers by DWARF number: rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8 to r15 (System V ABI, figure 3.36).
+pub const REGISTERS: usize = 16;
+/// DWARF number of rbp.
+pub const RBP: u32 = 6;
+/// DWARF number of rsp.
+pub const RSP: u32 = 7;
+
+/// How to leave a frame. 24 bytes without padding; kinds are constants, not enums, since rules come from outside.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct Rule {
+    /// One of [`cfa`].
+    pub cfa: u8,
+    /// Register the CFA is computed from.
+    pub register: u8,
+    /// One of [`fp`].
+    pub fp: u8,
+    /// One of [`ra`].
+    pub ra: u8,
+    /// Added to the register.
+    pub offset: i32,
+    /// Added to what is read there, or where in 16 bytes an entry of a PLT pushes.
+    pub offset2: i32,
+    /// Where the caller's rbp is.
+    pub fp_offset: i32,
+    /// Where the return address is, or the register that has it.
+    pub ra_offset: i32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Where the canonical frame address is.
+pub mod cfa {
+    /// Nothing is known of this code.
+    pub const NONE: u8 = 0;
+    /// Register + offset.
+    pub const REGISTER: u8 = 1;
+    /// Memory at (register + offset), + offset2.
+    pub const MEMORY: u8 = 2;
+    /// rsp + offset, and 8 more from byte offset2 of an entry of 16 bytes on: a PLT.
+    pub const PLT: u8 = 3;
+    /// rsp points to a `struct ucontext`: the kernel interrupted the caller for a signal.
+    pub const SIGNAL: u8 = 4;
+    /// There is no caller: a thread begins here.
+    pub const ROOT: u8 = 5;
+    /// rbp points to the caller's rbp and the return address.
+    pub const FRAME_POINTER: u8 = 6;
+}
+
+/// Where the caller's rbp is.
+pub mod fp {
+    /// In rbp.
+    pub const SAME: u8 = 0;
+    /// In memory at CFA + fp_offset.
+    pub const AT_CFA: u8 = 1;
+    /// In memory at rbp + fp_offset.
+    pub const AT_FP: u8 = 2;
+    /// Nowhere.
+    pub const LOST: u8 = 3;
+}
+
+/// Where the return address is.
+pub mod ra {
+    /// In memory at CFA + ra_offset.
+    pub const AT_CFA: u8 = 0;
+    /// In register ra_offset.
+    pub const REGISTER: u8 = 1;
+}
+
+/// Rules of 0: no rule.
+pub const NO_RULE: u16 = 0;
+
+/// What is known of a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Cursor {
+    /// By DWARF number.
+    pub registers: [u64; REGISTERS],
+    /// The instruction that runs, or is returned to.
+    pub ip: u64,
+    /// Bit N: register N has the value it has in this frame.
+    pub known: u64,
+    /// Non-zero: `ip` was interrupted; zero: it is a return address, the call is before it.
+    pub exact: u64,
+}
+
+impl Cursor {
+    /// The address to look up: of the instruction that runs, or of the call.
+    #[inline(always)]
+    #[must_use]
+    pub fn lookup_ip(&self) -> u64 {
+        if self.exact != 0 { self.ip } else { self.ip.wrapping_sub(1) }
+    }
+
+    #[inline(always)]
+    fn register(&self, number: u64) -> u64 {
+        // SAFETY: masked to less than the length. With a check of its own the code would have a panic, and no kernel
+        // loads that.
+        unsafe { *self.registers.get_unchecked(masked::<{ REGISTERS as u64 - 1 }>(number)) }
+    }
+}
+
+/// `uc_mcontext.gregs` as far as rip: r8 to r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip (sys/ucontext.h).
+pub type SignalFrame = [u64; 17];
+/// Where it is in a `struct ucontext`.
+pub const SIGNAL_FRAME: u64 = 40;
+/// Memory of the process.
+pub trait Memory {
+    /// Eight bytes.
+    fn word(&mut self, address: u64) -> Option<u64>;
+    /// A signal frame, into `to`; false when it is not to be read.
+    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool;
+}
+
+/// There is a caller.
+pub const GO_ON: u64 = u64::MAX;
+
+/// Goes to the caller: [`GO_ON`], or a [`UserEnd`] as a number and the cursor is of no more use.
+#[inline(always)]
+pub fn step(
+    memory: &mut impl Memory,
+    signal: &mut SignalFrame,
+    at: &mut Cursor,
+    rule: &Rule,
+) -> u64 {
+    let sp = at.registers[RSP as usize];
+    let base = if rule.cfa == cfa::FRAME_POINTER { RBP } else { u32::from(rule.register) };
+    if at.known >> (base & 15) & 1 == 0 {
+        return UserEnd::RegisterLost as u64;
+    }
+    let base = at.register(u64::from(base));
+    let mut frame = base.wrapping_add(rule.offset as i64 as u64);
+    match rule.cfa {
+        cfa::REGISTER => {}
+        cfa::MEMORY => match memory.word(frame) {
+            Some(word) => frame = word.wrapping_add(rule.offset2 as i64 as u64),
+            None => return UserEnd::Unreadable as u64,
+        },
+        cfa::PLT => frame += u64::from(at.ip & 15 >= rule.offset2 as u64) << 3,
+        cfa::SIGNAL => return signal_step(memory, signal, at),
+        cfa::ROOT => return UserEnd::Root as u64,
+        cfa::FRAME_POINTER => {
+            if base == 0 {
+                return if at.known == CALLER { UserEnd::Root } else { UserEnd::NoFramePointer }
+                    as u64;
+            }
+            if base < sp || base & 7 != 0 {
+                return UserEnd::NoFramePointer as u64;
+            }
+            frame = base.wrapping_add(16);
+        }
+        _ => return UserEnd::NoRule as u64,
+    }
+    // The stack grows down; only where the return address has been taken off it a frame is empty.
+    if frame < sp || frame == sp && rule.ra != ra::REGISTER {
+        return UserEnd::BadStack as u64;
+    }
+    let mut known = CALLER;
+    let caller_fp = if rule.cfa == cfa::FRAME_POINTER {
+        memory.word(base)
+    } else {
+        match rule.fp {
+            fp::AT_CFA => memory.word(frame.wrapping_add(rule.fp_offset as i64 as u64)),
+            fp::AT_FP => {
+                memory.word(at.registers[RBP as usize].wrapping_add(rule.fp_offset as i64 as u64))
+            }
+            fp::SAME => {
+                known &= at.known | !(1 << RBP);
+                Some(at.registers[RBP as usize])
+            }
+            _ => {
+                known &= !(1 << RBP);
+                Some(0)
+            }
+        }
+    };
+    let return_address = if rule.cfa == cfa::FRAME_POINTER {
+        memory.word(base.wrapping_add(8))
+    } else if rule.ra == ra::REGISTER {
+        if at.known >> (rule.ra_offset & 15) & 1 == 0 {
+            return UserEnd::RegisterLost as u64;
+        }
+        Some(at.register(rule.ra_offset as u64))
+    } else {
+        memory.word(frame.wrapping_add(rule.ra_offset as i64 as u64))
+    };
+    let (Some(caller_fp), Some(return_address)) = (caller_fp, return_address) else {
+        return UserEnd::Unreadable as u64;
+    };
+    if return_address == 0 {
+        return UserEnd::Root as u64;
+    }
+    at.registers[RBP as usize] = caller_fp;
+    at.registers[RSP as usize] = frame;
+    at.ip = return_address;
+    at.known = known;
+    at.exact = 0;
+    GO_ON
+}
+
+/// Of a caller no more is known: rbx and r12 to r15 would need rules of their own, for one frame in ten thousand.
+const CALLER: u64 = 1 << RBP | 1 << RSP;
+
+#[inline(always)]
+fn signal_step(memory: &mut impl Memory, signal: &mut SignalFrame, at: &mut Cursor) -> u64 {
+    if !memory.signal_frame(at.registers[RSP as usize].wrapping_add(SIGNAL_FRAME), signal) {
+        return UserEnd::Unreadable as u64;
+    }
+    let [r8, r9, r10, r11, r12, r13, r14, r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip] =
+        *signal;
+    at.registers = [rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8, r9, r10, r11, r12, r13, r14, r15];
+    at.ip = rip;
+    at.known = 0xffff;
+    at.exact = 1;
+    GO_ON
+}
+
+/// `value & MASK`, in one instruction that LLVM cannot prove needless and drop, or turn into a pointer that runs along.
+#[inline(always)]
+#[must_use]
+pub fn masked<const MASK: u64>(value: u64) -> usize {
+    #[cfg(target_arch = "bpf")]
+    {
+        let mut value = value;
+        // SAFETY: one arithmetic instruction on a register.
+        unsafe {
+            core::arch::asm!("{0} &= {1}", inout(reg) value, const MASK, options(pure, nomem, nostack));
+        }
+        value as usize
+    }
+    #[cfg(not(target_arch = "bpf"))]
+    {
+        (value & MASK) as usize
+    }
+}

@@ -1,0 +1,137 @@
+//! Processes of ours that were forked and not executed, and messages to them that carry a descriptor.
+//!
+//! What they serve is in `broker/` and `unwind/compiler.rs`, which call this. Knows no message's content.
+
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+/// Longest message: numbers and a path.
+const MAX_MESSAGE: usize = 32 + libc::PATH_MAX as usize;
+
+/// Starts a process that runs `serve` with its end of a channel, and has no other descriptor of ours; returns our end.
+///
+/// # Errors
+/// When there is more than one thread, or no process to be had.
+pub fn start(
+    name: &'static std::ffi::CStr,
+    serve: fn(&OwnedFd) -> io::Result<()>,
+) -> io::Result<OwnedFd> {
+    if std::fs::read_dir("/proc/self/task")?.count() != 1 {
+        return Err(io::Error::other("a process with several threads cannot be forked"));
+    }
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    // SAFETY: this thread is the only one, so the child has all of the state it may use.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            drop(ours);
+            let served = alone(name, theirs).and_then(|socket| serve(&socket));
+            // SAFETY: ends this process; nothing of the parent's, buffers or handlers, is run.
+            unsafe { libc::_exit(i32::from(served.is_err())) }
+        }
+        _ => Ok(ours),
+    }
+}
+
+/// Cuts the process off from what it was forked of.
+fn alone(name: &std::ffi::CStr, socket: OwnedFd) -> io::Result<OwnedFd> {
+    // Ctrl-C and a service manager mean all processes of the group: the collector still has to deliver.
+    rustix::process::setsid()?;
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: SIG_IGN is a disposition, not a function.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    // Who waits for the end of the collector's output must not wait for this process.
+    let null = openat(CWD, "/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    drop(null);
+    // The others are the way to processes that may do more.
+    const KEPT: i32 = 3;
+    // SAFETY: plain system calls on descriptors, of which this process uses the one that is kept.
+    let kept = unsafe {
+        if socket.as_raw_fd() != KEPT && libc::dup2(socket.as_raw_fd(), KEPT) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        std::mem::forget(socket);
+        if libc::syscall(libc::SYS_close_range, KEPT + 1, u32::MAX, 0) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        OwnedFd::from_raw_fd(KEPT)
+    };
+    rustix::thread::set_name(name)?;
+    Ok(kept)
+}
+
+/// Whether there is something to read in time.
+///
+/// # Errors
+/// Those of poll(2).
+pub fn readable(fd: impl AsFd, within: Duration) -> rustix::io::Result<bool> {
+    let timeout =
+        Timespec { tv_sec: within.as_secs() as i64, tv_nsec: i64::from(within.subsec_nanos()) };
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
+        Err(rustix::io::Errno::INTR) => Ok(true),
+        other => other.map(|ready| ready > 0),
+    }
+}
+
+/// A message and the descriptor that came with it; an empty one when the other end is gone.
+///
+/// # Errors
+/// Those of recvmsg(2).
+pub fn receive(fd: impl AsFd) -> rustix::io::Result<(Vec<u8>, Option<File>)> {
+    let mut bytes = vec![0; MAX_MESSAGE];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(fd, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+    let file = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    bytes.truncate(got.bytes);
+    Ok((bytes, file.map(File::from)))
+}
+
+/// Sends a message, with a descriptor if there is one.
+///
+/// # Errors
+/// Those of sendmsg(2).
+pub fn send(fd: impl AsFd, message: &[u8], with: Option<BorrowedFd<'_>>) -> rustix::io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds;
+    if let Some(with) = with {
+        fds = [with];
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+    }
+    sendmsg(fd, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Whether a child ends by itself in time; else it is killed.
+#[must_use]
+pub fn ends(child: Pid, within: Duration) -> bool {
+    // Without a descriptor it is not waited for: its answer comes all the same.
+    let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) else { return true };
+    let ended = readable(&pidfd, within).unwrap_or(true);
+    if !ended {
+        // It may have ended this moment.
+        let _ = kill_process(child, Signal::KILL);
+    }
+    ended
+}

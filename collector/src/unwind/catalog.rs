@@ -1,0 +1,313 @@
+//! The executables the kernel side knows by number, and their tables in its maps: who has one, who wants one, who must go.
+//!
+//! Shared by the collecting thread, which numbers what it sees mapped, and the loading thread, which brings tables. Opens
+//! and parses nothing.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use stackwire_collector_ebpf::tables::{
+    CHUNK, CHUNKS, EXECUTABLES, PAGES, RULES, page_word, pages_word, row, state,
+};
+use stackwire_collector_ebpf::unwind::{NO_RULE, Rule};
+use stackwire_unwind::Table;
+
+use super::maps::TableMaps;
+use super::space::Space;
+use crate::broker::Wanted;
+use crate::process::executable::Kind;
+
+/// Number of all executables there is no number for: they have no table.
+const UNLISTED: u32 = 1;
+/// Processes remembered to have a file mapped.
+const MAX_WANTED: usize = 4;
+
+/// What the loading thread is to bring.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Number of the executable.
+    pub number: u32,
+    /// What it is.
+    pub kind: Kind,
+    /// Where it is mapped, the last process first.
+    pub wanted: Vec<Wanted>,
+}
+
+/// What became of tables since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Tables in the maps.
+    pub loaded: u64,
+    /// Executables without one, for good.
+    pub failed: u64,
+    /// Tables that had to go for others.
+    pub evicted: u64,
+}
+
+/// The catalog.
+#[derive(Debug)]
+pub struct Catalog(Mutex<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    maps: TableMaps,
+    pages: Space,
+    chunks: Space,
+    rules: HashMap<Rule, u16>,
+    numbers: HashMap<Kind, u32>,
+    /// By number.
+    slots: Vec<Slot>,
+    stats: Stats,
+}
+
+#[derive(Debug)]
+struct Slot {
+    kind: Kind,
+    wanted: Vec<Wanted>,
+    /// Areas that have it mapped.
+    refs: u32,
+    state: State,
+    /// Its uses at the last look, and how many there have been of late.
+    seen: u64,
+    heat: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Wanting,
+    Loading,
+    /// First page, pages, first chunk, chunks.
+    Ready(u32, u32, u32, u32),
+    Failed,
+}
+
+impl Catalog {
+    /// An empty one.
+    #[must_use]
+    pub fn new(maps: TableMaps) -> Self {
+        maps.set_executable(UNLISTED, 0, state::NONE);
+        let none = || Slot {
+            kind: Kind::Unmapped,
+            wanted: Vec::new(),
+            refs: 1,
+            state: State::Failed,
+            seen: 0,
+            heat: 0,
+        };
+        Self(Mutex::new(Inner {
+            maps,
+            pages: Space::new(PAGES, 0),
+            chunks: Space::new(CHUNKS, 0),
+            rules: HashMap::from([(Rule::default(), NO_RULE)]),
+            numbers: HashMap::new(),
+            slots: vec![none(), none()],
+            stats: Stats::default(),
+        }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of an executable, for one user more; `wanted` is where its file is mapped.
+    pub fn number(&self, kind: &Kind, wanted: Option<Wanted>) -> u32 {
+        self.lock().number(kind, wanted)
+    }
+
+    /// One user less, each.
+    pub fn release(&self, numbers: &[u32]) {
+        let mut inner = self.lock();
+        for &number in numbers {
+            let slot = &mut inner.slots[number as usize];
+            slot.refs = slot.refs.saturating_sub(1);
+        }
+    }
+
+    /// The executable that wants its table most: of those looked up, or of `all`.
+    pub fn next(&self, all: bool) -> Option<Job> {
+        let mut inner = self.lock();
+        let inner = &mut *inner;
+        let wanting =
+            inner.slots.iter().enumerate().filter(|(_, slot)| slot.state == State::Wanting);
+        let (number, _) = wanting
+            .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
+            .filter(|(_, uses)| all || *uses > 0)
+            .max_by_key(|&(number, uses)| (uses, std::cmp::Reverse(number)))?;
+        let slot = &mut inner.slots[number];
+        slot.state = State::Loading;
+        let wanted = slot.wanted.iter().rev().cloned().collect();
+        Some(Job { number: number as u32, kind: slot.kind.clone(), wanted })
+    }
+
+    /// Puts a table into the maps, or notes that there is none.
+    pub fn install(&self, number: u32, table: Result<&Table, String>) {
+        let mut inner = self.lock();
+        let placed = table.and_then(|table| inner.place(number, table));
+        match placed {
+            Ok((state, pages)) => {
+                inner.stats.loaded += 1;
+                inner.slots[number as usize].state = state;
+                inner.maps.set_executable(number, pages, state::READY);
+            }
+            Err(_) => {
+                inner.stats.failed += 1;
+                inner.slots[number as usize].state = State::Failed;
+                inner.maps.set_executable(number, 0, state::NONE);
+            }
+        }
+    }
+
+    /// Lets what was used long ago count less. To be called once a second or so.
+    pub fn cool(&self) {
+        let mut inner = self.lock();
+        let Inner { maps, slots, .. } = &mut *inner;
+        for (number, slot) in slots.iter_mut().enumerate() {
+            // Those that want their table are compared by all of their uses.
+            if slot.state != State::Wanting {
+                let uses = maps.uses(number as u32);
+                slot.heat = slot.heat / 2 + uses.wrapping_sub(slot.seen);
+                slot.seen = uses;
+            }
+        }
+    }
+
+    /// What became of tables.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.lock().stats
+    }
+}
+
+impl Inner {
+    fn number(&mut self, kind: &Kind, wanted: Option<Wanted>) -> u32 {
+        let number = match self.numbers.get(kind) {
+            Some(&number) => number,
+            None => {
+                let slot = Slot {
+                    kind: kind.clone(),
+                    wanted: Vec::new(),
+                    refs: 0,
+                    state: State::Wanting,
+                    seen: 0,
+                    heat: 0,
+                };
+                let number = if self.slots.len() < EXECUTABLES as usize {
+                    self.slots.push(slot);
+                    (self.slots.len() - 1) as u32
+                } else {
+                    let Some(number) = self.idle() else { return UNLISTED };
+                    self.drop_table(number);
+                    let seen = self.maps.uses(number);
+                    let before = &mut self.slots[number as usize];
+                    self.numbers.remove(&before.kind);
+                    *before = Slot { seen, ..slot };
+                    number
+                };
+                self.maps.set_executable(number, 0, state::NOT_YET);
+                self.numbers.insert(kind.clone(), number);
+                number
+            }
+        };
+        let slot = &mut self.slots[number as usize];
+        slot.refs += 1;
+        if let Some(wanted) = wanted {
+            if slot.wanted.len() == MAX_WANTED {
+                slot.wanted.remove(0);
+            }
+            slot.wanted.push(wanted);
+        }
+        number
+    }
+
+    /// The number nobody has mapped that was used least of late.
+    fn idle(&self) -> Option<u32> {
+        let idle = self
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| slot.refs == 0 && slot.state != State::Loading);
+        idle.min_by_key(|(_, slot)| slot.heat).map(|(number, _)| number as u32)
+    }
+
+    fn drop_table(&mut self, number: u32) {
+        let slot = &mut self.slots[number as usize];
+        if let State::Ready(page, pages, chunk, chunks) = slot.state {
+            self.maps.set_executable(number, 0, state::NOT_YET);
+            slot.state = State::Wanting;
+            slot.seen = self.maps.uses(number);
+            self.pages.give_back(page, pages);
+            self.chunks.give_back(chunk, chunks);
+        }
+    }
+
+    fn place(&mut self, number: u32, table: &Table) -> Result<(State, u64), String> {
+        let pages = table.pages.len() as u32;
+        let chunks = (table.rows.len() as u32).div_ceil(CHUNK);
+        let no_room = || "no room for its unwind table".to_owned();
+        let mut numbers = Vec::with_capacity(table.rules.len());
+        for rule in &table.rules {
+            numbers.push(self.rule(rule).ok_or_else(no_room)?);
+        }
+        let (page, chunk) = self.room(number, pages, chunks).ok_or_else(no_room)?;
+        let mut first = chunk * CHUNK;
+        let words = table.pages.iter().map(|&count| {
+            let word = page_word(first, count);
+            first += count;
+            word
+        });
+        let words = words.collect();
+        let rows: Vec<u32> = table
+            .rows
+            .iter()
+            .map(|&of| row((of >> 16) as u16, numbers[(of & 0xffff) as usize]))
+            .collect();
+        let written =
+            self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
+        if let Err(error) = written {
+            self.pages.give_back(page, pages);
+            self.chunks.give_back(chunk, chunks);
+            return Err(format!("its unwind table cannot be written: {error}"));
+        }
+        Ok((State::Ready(page, pages, chunk, chunks), pages_word(page, pages, table.base)))
+    }
+
+    /// The number of a rule, which all executables share.
+    fn rule(&mut self, rule: &Rule) -> Option<u16> {
+        if let Some(&number) = self.rules.get(rule) {
+            return Some(number);
+        }
+        let number = self.rules.len();
+        if number >= RULES as usize {
+            return None;
+        }
+        self.maps.write_rule(number as u16, rule).ok()?;
+        self.rules.insert(*rule, number as u16);
+        Some(number as u16)
+    }
+
+    /// Room for a table, that of others used less if need be: first page, first chunk.
+    fn room(&mut self, number: u32, pages: u32, chunks: u32) -> Option<(u32, u32)> {
+        let heat = self.maps.uses(number).wrapping_sub(self.slots[number as usize].seen);
+        loop {
+            if let Some(page) = self.pages.take(pages) {
+                match self.chunks.take(chunks) {
+                    Some(chunk) => return Some((page, chunk)),
+                    None => self.pages.give_back(page, pages),
+                }
+            }
+            if !self.pages.has_limbo() && !self.chunks.has_limbo() {
+                let ready = self.slots.iter().enumerate();
+                let ready = ready.filter(|(_, slot)| matches!(slot.state, State::Ready(..)));
+                let (coldest, slot) = ready.min_by_key(|(_, slot)| slot.heat)?;
+                if slot.refs > 0 && slot.heat > heat {
+                    return None;
+                }
+                self.drop_table(coldest as u32);
+                self.stats.evicted += 1;
+            }
+            self.maps.next_generation();
+            self.pages.reclaim();
+            self.chunks.reclaim();
+        }
+    }
+}

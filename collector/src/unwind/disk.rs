@@ -1,0 +1,105 @@
+//! Unwind tables from run to run: a file each, by build-id and version of the format.
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use stackwire_unwind::{Table, VERSION};
+
+/// Most of it; beyond, those written longest ago go.
+const MAX_BYTES: u64 = 256 << 20;
+/// Largest file read.
+const MAX_TABLE: u64 = 64 << 20;
+
+/// A directory of tables, our user's alone.
+#[derive(Debug)]
+pub struct Disk {
+    directory: PathBuf,
+}
+
+impl Disk {
+    /// Opens it, made if there is none. `None` when it is not to be had, or others could write to it.
+    #[must_use]
+    pub fn open(directory: &Path) -> Option<Self> {
+        DirBuilder::new().recursive(true).mode(0o700).create(directory).ok()?;
+        let metadata = fs::metadata(directory).ok()?;
+        let ours = metadata.uid() == rustix::process::geteuid().as_raw();
+        (ours && metadata.mode() & 0o022 == 0).then(|| Self { directory: directory.to_owned() })
+    }
+
+    /// The table of a build-id.
+    #[must_use]
+    pub fn get(&self, build_id: &[u8]) -> Option<Table> {
+        let mut bytes = Vec::new();
+        let file = fs::File::open(self.path(build_id)?).ok()?;
+        file.take(MAX_TABLE).read_to_end(&mut bytes).ok()?;
+        Table::parse(&bytes).ok().filter(|table| table.build_id == build_id)
+    }
+
+    /// Keeps a table.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub fn put(&self, build_id: &[u8], bytes: &[u8]) -> io::Result<()> {
+        let Some(path) = self.path(build_id) else { return Ok(()) };
+        let new = path.with_extension(format!("new-{}", std::process::id()));
+        let mut file =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+        let written = file.write_all(bytes).and_then(|()| fs::rename(&new, &path));
+        if written.is_err() {
+            // Half a file is of no use.
+            let _ = fs::remove_file(&new);
+        }
+        self.prune()?;
+        written
+    }
+
+    fn path(&self, build_id: &[u8]) -> Option<PathBuf> {
+        let hex: String = build_id.iter().map(|byte| format!("{byte:02x}")).collect();
+        (build_id.len() >= 4).then(|| self.directory.join(format!("{hex}.v{VERSION}")))
+    }
+
+    fn prune(&self) -> io::Result<()> {
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&self.directory)?.flatten() {
+            let metadata = entry.metadata()?;
+            files.push((metadata.mtime(), metadata.len(), entry.path()));
+        }
+        let mut total: u64 = files.iter().map(|(_, length, _)| length).sum();
+        files.sort();
+        for (_, length, path) in files {
+            if total <= MAX_BYTES {
+                break;
+            }
+            fs::remove_file(path)?;
+            total -= length;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_are_kept_and_damaged_ones_are_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = Disk::open(&directory.path().join("a/b")).unwrap();
+        let id = [7; 20];
+        let table = Table { build_id: id.to_vec(), ..Table::default() };
+        assert!(disk.get(&id).is_none());
+        disk.put(&id, &table.to_bytes()).unwrap();
+        assert_eq!(disk.get(&id), Some(table));
+        // Of another, under this name.
+        let other = Table { build_id: vec![8; 20], ..Table::default() };
+        disk.put(&id, &other.to_bytes()).unwrap();
+        assert!(disk.get(&id).is_none());
+        disk.put(&id, b"damaged").unwrap();
+        assert!(disk.get(&id).is_none());
+        disk.put(&[], b"without").unwrap();
+        assert_eq!(fs::read_dir(&disk.directory).unwrap().count(), 1);
+    }
+}

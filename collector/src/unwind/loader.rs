@@ -1,0 +1,147 @@
+//! The loading thread: brings the tables that are wanted, the hottest first, from disk or from the compiler.
+//!
+//! Opens files through the broker and holds no capability; content goes from descriptor to compiler unread.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use stackwire_unwind::Table;
+
+use super::catalog::{Catalog, Job};
+use super::compiler::Compiler;
+use super::disk::Disk;
+use crate::broker::Broker;
+use crate::host::vdso;
+use crate::privilege;
+use crate::process::executable::Kind;
+
+/// Between two looks at what is wanted.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// What the thread needs.
+#[derive(Debug)]
+pub struct Loader {
+    /// What is wanted, and where it goes.
+    pub catalog: Arc<Catalog>,
+    /// Opens.
+    pub broker: Arc<Broker>,
+    /// Compiles.
+    pub compiler: Compiler,
+    /// Where tables are kept from run to run.
+    pub cache: Option<PathBuf>,
+    /// Ends the thread.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl Loader {
+    /// Runs until told to stop. `warm`: at first brings the tables of all that is mapped, and says when it has.
+    pub fn run(self, warm: Option<Sender<()>>) {
+        // Started with the privileges of the caller, of which it needs none.
+        let _ = privilege::drop_all();
+        let disk = self.cache.as_deref().and_then(Disk::open);
+        if let Some(warm) = warm {
+            while let Some(job) = self.running().then(|| self.catalog.next(true)).flatten() {
+                self.bring(&job, disk.as_ref());
+            }
+            // Who waits may have begun without.
+            let _ = warm.send(());
+        }
+        let mut cooled = Instant::now();
+        while self.running() {
+            match self.catalog.next(false) {
+                Some(job) => self.bring(&job, disk.as_ref()),
+                None => std::thread::sleep(PAUSE),
+            }
+            if cooled.elapsed() > Duration::from_secs(1) {
+                cooled = Instant::now();
+                self.catalog.cool();
+            }
+        }
+    }
+
+    fn running(&self) -> bool {
+        !self.stop.load(Ordering::Relaxed)
+    }
+
+    fn bring(&self, job: &Job, disk: Option<&Disk>) {
+        let table = self.table(job, disk);
+        self.catalog.install(job.number, table.as_ref().map_err(Clone::clone));
+    }
+
+    fn table(&self, job: &Job, disk: Option<&Disk>) -> Result<Table, String> {
+        let build_id = match &job.kind {
+            Kind::File { build_id, .. } => build_id.as_slice(),
+            _ => &[],
+        };
+        if let Some(table) = disk.and_then(|disk| disk.get(build_id)) {
+            return Ok(table);
+        }
+        let compiled = self.compile(job);
+        if let (Ok((bytes, _)), Some(disk)) = (&compiled, disk) {
+            // Without it the next run compiles again.
+            let _ = disk.put(build_id, bytes);
+        }
+        compiled.map(|(_, table)| table)
+    }
+
+    fn compile(&self, job: &Job) -> Result<(Vec<u8>, Table), String> {
+        let mut reason = "no process has it mapped any more".to_owned();
+        if job.kind == Kind::Vdso {
+            return self.compile_file(&vdso_file()?);
+        }
+        for wanted in &job.wanted {
+            let compiled = self
+                .broker
+                .open(wanted)
+                .and_then(|file| {
+                    is_of(&job.kind, &file)?;
+                    self.compile_file(&file)
+                })
+                // By a path another file may have been found.
+                .and_then(|(bytes, table)| match &job.kind {
+                    Kind::File { build_id, .. }
+                        if !build_id.is_empty() && *build_id != table.build_id =>
+                    {
+                        Err("its file has been replaced".to_owned())
+                    }
+                    _ => Ok((bytes, table)),
+                });
+            match compiled {
+                Ok(compiled) => return Ok(compiled),
+                Err(why) => reason = why,
+            }
+        }
+        Err(reason)
+    }
+
+    fn compile_file(&self, file: &File) -> Result<(Vec<u8>, Table), String> {
+        let bytes = self.compiler.compile(file)?;
+        let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
+        Ok((bytes, table))
+    }
+}
+
+/// Whether a file without a build-id is the one that was mapped.
+fn is_of(kind: &Kind, file: &File) -> Result<(), String> {
+    let Kind::File { build_id, inode, .. } = kind else { return Ok(()) };
+    let found = file.metadata().map_err(|error| error.to_string())?;
+    if build_id.is_empty() && found.ino() != *inode {
+        return Err("its file has been replaced".to_owned());
+    }
+    Ok(())
+}
+
+fn vdso_file() -> Result<File, String> {
+    let image = vdso::image().ok_or("this process has none")?;
+    let memory = memfd_create(c"vdso", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
+    let mut file = File::from(memory);
+    file.write_all(&image).map_err(|error| error.to_string())?;
+    Ok(file)
+}

@@ -1,0 +1,182 @@
+//! The maps of unwind tables, as memory to write. Knows where things lie (`collector-ebpf`), not what they are for.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+use stackwire_collector_ebpf::tables::{
+    EXECUTABLES, Executable, Mapping, PROCESS_SLOTS, RULES, mapping_word,
+};
+use stackwire_collector_ebpf::unwind::Rule;
+
+use crate::sampler::mapped::Mapped;
+
+/// Descriptors of the maps.
+#[derive(Debug)]
+pub struct Descriptors {
+    /// By slot.
+    pub processes: OwnedFd,
+    /// Mappings of processes.
+    pub mappings: OwnedFd,
+    /// By number.
+    pub executables: OwnedFd,
+    /// Pages of executables.
+    pub pages: OwnedFd,
+    /// Rows of pages.
+    pub rows: OwnedFd,
+    /// By number.
+    pub rules: OwnedFd,
+    /// One word.
+    pub generation: OwnedFd,
+}
+
+/// The maps of processes and their mappings.
+#[derive(Debug)]
+pub struct ProcessMaps {
+    slots: Mapped,
+    mappings: OwnedFd,
+    generation: Mapped,
+}
+
+/// The maps of executables and their tables.
+#[derive(Debug)]
+pub struct TableMaps {
+    executables: Mapped,
+    pages: OwnedFd,
+    rows: OwnedFd,
+    rules: OwnedFd,
+    generation: Mapped,
+}
+
+/// Bytes of an executable's entry.
+const EXECUTABLE: usize = size_of::<Executable>();
+
+/// Maps what is written often; the rest is mapped piece by piece, since all of it would be in our memory at once.
+///
+/// # Errors
+/// The system call's.
+pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps)> {
+    let generation = || Mapped::read_write(maps.generation.as_fd(), 8);
+    let processes = ProcessMaps {
+        slots: Mapped::read_write(maps.processes.as_fd(), PROCESS_SLOTS as usize * 8)?,
+        generation: generation()?,
+        mappings: maps.mappings,
+    };
+    let tables = TableMaps {
+        executables: Mapped::read_write(
+            maps.executables.as_fd(),
+            EXECUTABLES as usize * EXECUTABLE,
+        )?,
+        generation: generation()?,
+        pages: maps.pages,
+        rows: maps.rows,
+        rules: maps.rules,
+    };
+    Ok((processes, tables))
+}
+
+impl ProcessMaps {
+    /// What a slot holds.
+    #[must_use]
+    pub fn slot(&self, slot: u32) -> u64 {
+        self.slots.atomic(slot as usize * 8).load(Ordering::Relaxed)
+    }
+
+    /// Replaces what a slot holds, after all that was written before.
+    pub fn set_slot(&self, slot: u32, word: u64) {
+        self.slots.atomic(slot as usize * 8).store(word, Ordering::Release);
+    }
+
+    /// Writes mappings: start, end, number of the executable, offset in the file.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn write(&self, first: u32, mappings: &[(u64, u64, u32, u64)]) -> io::Result<()> {
+        let words = mappings.iter().flat_map(|&(start, end, executable, offset)| {
+            [start, end, mapping_word(executable, offset >> 12)]
+        });
+        write(&self.mappings, u64::from(first) * size_of::<Mapping>() as u64, words.collect())
+    }
+
+    /// Makes walks that are under way distrust what they have read.
+    pub fn next_generation(&self) {
+        next_generation(&self.generation);
+    }
+}
+
+impl TableMaps {
+    /// Publishes an executable's pages, or that there are none, as one of `tables::state`.
+    pub fn set_executable(&self, number: u32, pages: u64, state: u64) {
+        let at = number as usize * EXECUTABLE;
+        // Never pages of one and the state of another: without a state pages are not read.
+        self.executables.atomic(at + 8).store(0, Ordering::SeqCst);
+        self.executables.atomic(at).store(pages, Ordering::SeqCst);
+        self.executables.atomic(at + 8).store(state, Ordering::SeqCst);
+    }
+
+    /// How often an executable was looked up.
+    #[must_use]
+    pub fn uses(&self, number: u32) -> u64 {
+        self.executables.atomic(number as usize * EXECUTABLE + 16).load(Ordering::Relaxed)
+    }
+
+    /// Writes pages.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn write_pages(&self, first: u32, pages: Vec<u64>) -> io::Result<()> {
+        write(&self.pages, u64::from(first) * 8, pages)
+    }
+
+    /// Writes rows, from the beginning of a chunk on.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn write_rows(&self, chunk: u32, rows: &[u32]) -> io::Result<()> {
+        use stackwire_collector_ebpf::tables::CHUNK;
+        let words = rows
+            .chunks(2)
+            .map(|two| u64::from(two[0]) | u64::from(two.get(1).copied().unwrap_or(0)) << 32);
+        write(&self.rows, u64::from(chunk) * u64::from(CHUNK) * 4, words.collect())
+    }
+
+    /// Writes a rule.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn write_rule(&self, number: u16, rule: &Rule) -> io::Result<()> {
+        debug_assert!(u32::from(number) < RULES);
+        let kinds = u32::from_le_bytes([rule.cfa, rule.register, rule.fp, rule.ra]);
+        let pair = |low: u32, high: i32| u64::from(low) | u64::from(high as u32) << 32;
+        let words = vec![
+            pair(kinds, rule.offset),
+            pair(rule.offset2 as u32, rule.fp_offset),
+            pair(rule.ra_offset as u32, 0),
+        ];
+        write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words)
+    }
+
+    /// As of [`ProcessMaps`].
+    pub fn next_generation(&self) {
+        next_generation(&self.generation);
+    }
+}
+
+fn next_generation(generation: &Mapped) {
+    generation.atomic(0).fetch_add(1, Ordering::SeqCst);
+}
+
+/// Writes words at a byte offset, a multiple of 8, through a mapping that lasts no longer.
+fn write(map: &OwnedFd, at: u64, words: Vec<u64>) -> io::Result<()> {
+    if words.is_empty() {
+        return Ok(());
+    }
+    let page = rustix::param::page_size() as u64;
+    let from = at - at % page;
+    let length = (at - from) as usize + words.len() * 8;
+    let window = Mapped::window(map.as_fd(), from, length.next_multiple_of(page as usize))?;
+    for (index, word) in words.into_iter().enumerate() {
+        window.atomic((at - from) as usize + index * 8).store(word, Ordering::Relaxed);
+    }
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! Unwind tables at run time: which are wanted, where they come from, how they get into the kernel side's maps.
+//!
+//! `processes.rs` tells what is mapped where, `catalog.rs` numbers executables and lays out their tables, `loader.rs`
+//! brings them from `disk.rs` or from `compiler.rs`, a process without privileges. Called by `session.rs` and `pipeline.rs`.
+
+mod catalog;
+mod compiler;
+mod disk;
+mod loader;
+mod maps;
+mod processes;
+mod space;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use self::catalog::Catalog;
+pub use self::catalog::Stats;
+pub use self::compiler::Compiler;
+use self::loader::Loader;
+pub use self::maps::Descriptors;
+use self::processes::Published;
+use crate::broker::Broker;
+use crate::process::Processes;
+
+/// How long a capture of single processes waits for their tables before the first sample.
+const WARM_UP: Duration = Duration::from_millis(100);
+
+/// What tables are made with.
+#[derive(Debug)]
+pub struct Sources {
+    /// Opens files.
+    pub broker: Arc<Broker>,
+    /// Compiles them.
+    pub compiler: Compiler,
+    /// Where tables are kept from run to run.
+    pub cache: Option<PathBuf>,
+}
+
+/// The unwind tables of a capture.
+#[derive(Debug)]
+pub struct Unwind {
+    published: Published,
+    catalog: Arc<Catalog>,
+    stop: Arc<AtomicBool>,
+    loader: Option<JoinHandle<()>>,
+}
+
+impl Unwind {
+    /// Tells the kernel side of all processes known by now, and starts to bring tables. `warm`: waits a moment for those
+    /// of all that is mapped.
+    ///
+    /// # Errors
+    /// When the maps cannot be written, or there is no thread to be had.
+    pub fn start(
+        maps: Descriptors,
+        sources: Sources,
+        processes: &mut Processes,
+        warm: bool,
+    ) -> io::Result<Self> {
+        let (process_maps, table_maps) = maps::open(maps)?;
+        let catalog = Arc::new(Catalog::new(table_maps));
+        let mut published = Published::new(process_maps, Arc::clone(&catalog));
+        published.update(processes);
+        let stop = Arc::new(AtomicBool::new(false));
+        let Sources { broker, compiler, cache } = sources;
+        let loader = Loader {
+            catalog: Arc::clone(&catalog),
+            broker,
+            compiler,
+            cache,
+            stop: Arc::clone(&stop),
+        };
+        let (told, warmed) = mpsc::channel();
+        let loader = std::thread::Builder::new()
+            .name("tables".to_owned())
+            .spawn(move || loader.run(warm.then_some(told)))?;
+        if warm {
+            // In time or not, sampling begins.
+            let _ = warmed.recv_timeout(WARM_UP);
+        }
+        Ok(Self { published, catalog, stop, loader: Some(loader) })
+    }
+
+    /// Tells the kernel side what has changed.
+    pub fn update(&mut self, processes: &mut Processes) {
+        self.published.update(processes);
+    }
+
+    /// Forgets processes that were forgotten.
+    pub fn end_epoch(&mut self, processes: &Processes) {
+        self.published.retain(processes);
+    }
+
+    /// What became of tables so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.catalog.stats()
+    }
+}
+
+impl Drop for Unwind {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(loader) = self.loader.take() {
+            // It may be waiting for a file that does not come, for seconds: nothing depends on its end.
+            drop(loader);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Tells the kernel side what is mapped in which process. The collecting thread's.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use stackwire_collector_ebpf::tables::{
+    ANONYMOUS, MAPPINGS, PROCESS_PROBES, PROCESS_SLOTS, first_slot, process_of, process_word,
+};
+
+use super::catalog::Catalog;
+use super::maps::ProcessMaps;
+use super::space::Space;
+use crate::broker::Wanted;
+use crate::process::executable::Kind;
+use crate::process::{Mapping, Processes};
+
+/// The kernel side's processes, as they were told.
+#[derive(Debug)]
+pub struct Published {
+    maps: ProcessMaps,
+    catalog: Arc<Catalog>,
+    space: Space,
+    by_pid: HashMap<u32, Place>,
+    /// By the address of the mappings: processes that were forked and not changed share theirs.
+    areas: HashMap<*const Vec<Mapping>, Area>,
+}
+
+#[derive(Debug)]
+struct Place {
+    slot: u32,
+    area: *const Vec<Mapping>,
+}
+
+#[derive(Debug)]
+struct Area {
+    /// Keeps the address from being used for others.
+    _mappings: Rc<Vec<Mapping>>,
+    first: u32,
+    count: u32,
+    /// Of executables.
+    numbers: Vec<u32>,
+    users: u32,
+}
+
+impl Published {
+    /// None so far.
+    #[must_use]
+    pub fn new(maps: ProcessMaps, catalog: Arc<Catalog>) -> Self {
+        let (by_pid, areas) = (HashMap::new(), HashMap::new());
+        Self { maps, catalog, space: Space::new(MAPPINGS, 0), by_pid, areas }
+    }
+
+    /// Tells what has changed since the last call.
+    pub fn update(&mut self, processes: &mut Processes) {
+        for pid in processes.take_changed() {
+            match processes.known_mappings(pid).cloned() {
+                Some(mappings) => self.publish(pid, &mappings),
+                None => self.withdraw(pid),
+            }
+        }
+    }
+
+    /// Withdraws the processes that are forgotten.
+    pub fn retain(&mut self, processes: &Processes) {
+        let gone = |pid: &&u32| processes.known_mappings(**pid).is_none();
+        let gone: Vec<u32> = self.by_pid.keys().filter(gone).copied().collect();
+        for pid in gone {
+            self.withdraw(pid);
+        }
+    }
+
+    fn publish(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>) {
+        let key = Rc::as_ptr(mappings);
+        if self.by_pid.get(&pid).is_some_and(|place| place.area == key) {
+            return;
+        }
+        let before = self.by_pid.get(&pid).map(|place| (place.slot, place.area));
+        let slot = before.map(|(slot, _)| slot).or_else(|| self.free_slot(pid));
+        let area = slot.and_then(|_| self.area(pid, mappings));
+        let (Some(slot), Some((first, count))) = (slot, area) else {
+            // Full: better no mappings than old ones.
+            self.withdraw(pid);
+            return;
+        };
+        self.maps.set_slot(slot, process_word(pid, first, count));
+        self.by_pid.insert(pid, Place { slot, area: key });
+        if let Some((_, area)) = before {
+            self.release(area);
+        }
+    }
+
+    fn withdraw(&mut self, pid: u32) {
+        if let Some(Place { slot, area }) = self.by_pid.remove(&pid) {
+            self.maps.set_slot(slot, 0);
+            self.release(area);
+        }
+    }
+
+    fn free_slot(&self, pid: u32) -> Option<u32> {
+        (0..PROCESS_PROBES)
+            .map(|probe| (first_slot(pid) + probe) & (PROCESS_SLOTS - 1))
+            .find(|&slot| process_of(self.maps.slot(slot)).0 == 0)
+    }
+
+    /// Where these mappings are, for one process more: first, count.
+    fn area(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>) -> Option<(u32, u32)> {
+        let key = Rc::as_ptr(mappings);
+        if let Some(area) = self.areas.get_mut(&key) {
+            area.users += 1;
+            return Some((area.first, area.count));
+        }
+        let count = mappings.len() as u32;
+        let first = self.take(count.max(1))?;
+        let mut numbers = Vec::with_capacity(mappings.len());
+        let mut rows = Vec::with_capacity(mappings.len());
+        for mapping in mappings.iter() {
+            let (number, offset) = match &mapping.executable.kind {
+                Kind::Anonymous => (ANONYMOUS, 0),
+                // Its image begins with its mapping.
+                Kind::Vdso => (self.catalog.number(&Kind::Vdso, None), 0),
+                kind => {
+                    let Kind::File { path, .. } = kind else { continue };
+                    let (start, end, path) = (mapping.start, mapping.end, path.clone());
+                    let wanted = Wanted::Mapped { pid, start, end, path };
+                    (self.catalog.number(kind, Some(wanted)), mapping.file_offset)
+                }
+            };
+            numbers.push(number);
+            rows.push((mapping.start, mapping.end, number, offset));
+        }
+        if self.maps.write(first, &rows).is_err() {
+            self.space.give_back(first, count.max(1));
+            self.catalog.release(&numbers);
+            return None;
+        }
+        let count = rows.len() as u32;
+        let area = Area { _mappings: Rc::clone(mappings), first, count, numbers, users: 1 };
+        self.areas.insert(key, area);
+        Some((first, count))
+    }
+
+    fn take(&mut self, count: u32) -> Option<u32> {
+        if let Some(first) = self.space.take(count) {
+            return Some(first);
+        }
+        if !self.space.has_limbo() {
+            return None;
+        }
+        self.maps.next_generation();
+        self.space.reclaim();
+        self.space.take(count)
+    }
+
+    fn release(&mut self, key: *const Vec<Mapping>) {
+        let Some(area) = self.areas.get_mut(&key) else { return };
+        area.users -= 1;
+        if area.users == 0
+            && let Some(area) = self.areas.remove(&key)
+        {
+            self.space.give_back(area.first, (area._mappings.len() as u32).max(1));
+            self.catalog.release(&area.numbers);
+        }
+    }
+}

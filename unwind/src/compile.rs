@@ -1,0 +1,203 @@
+//! From an ELF file to its unwind table: `.eh_frame`, and `.debug_frame` for what that leaves out.
+//!
+//! What cannot be read costs the function it is of; what has a shape no compiler writes becomes code without a rule,
+//! never a guess. Run in the unwind compiler's process, on files of strangers.
+
+use std::fs::File;
+
+use gimli::{
+    BaseAddresses, CfaRule, DebugFrame, EhFrame, EndianSlice, LittleEndian, Register, RegisterRule,
+    UnwindContext, UnwindExpression, UnwindSection, UnwindTableRow,
+};
+use stackwire_collector_ebpf::unwind::{RBP, RSP, Rule, cfa, fp, ra};
+
+use crate::elf::Elf;
+use crate::expression::{Shape, shape};
+use crate::pages::Spans;
+use crate::table::Table;
+
+/// There is no table to be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompileError {
+    /// No ELF file.
+    #[error("not an ELF file")]
+    NotElf,
+    /// Of another machine.
+    #[error("not a 64-bit x86 program")]
+    Foreign,
+    /// It does not hold together.
+    #[error("not a readable ELF file: {0}")]
+    Broken(String),
+    /// It is whole and has nothing.
+    #[error("it has no call frame information")]
+    Nothing,
+}
+
+impl CompileError {
+    pub(crate) fn broken(error: impl std::fmt::Display) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+type Bytes<'a> = EndianSlice<'a, LittleEndian>;
+
+/// DWARF number of the return address, rip.
+const RIP: Register = Register(16);
+const RBP_: Register = Register(RBP as u16);
+
+/// Compiles the table of an executable.
+///
+/// # Errors
+/// See [`CompileError`]. Memory: about thirty times the rows, at most a gigabyte for what is not hostile.
+pub fn compile(file: &File) -> Result<Table, CompileError> {
+    let elf = Elf::open(file)?;
+    let mut spans = Spans::default();
+    let mut bases = BaseAddresses::default();
+    if let Some(text) = elf.section(".text") {
+        bases = bases.set_text(text.address);
+    }
+    if let Some(got) = elf.section(".got") {
+        bases = bases.set_got(got.address);
+    }
+    let mut found = false;
+    if let Some(section) = elf.section(".eh_frame") {
+        let content = elf.content(section)?;
+        let mut section_ = EhFrame::new(&content, LittleEndian);
+        section_.set_address_size(8);
+        found = true;
+        add_section(&section_, &bases.clone().set_eh_frame(section.address), &elf, &mut spans, &[]);
+    }
+    if let Some(section) = elf.section(".debug_frame")
+        && let Ok(content) = elf.content(section)
+    {
+        let covered = spans.covered();
+        let mut section_ = DebugFrame::new(&content, LittleEndian);
+        section_.set_address_size(8);
+        found = true;
+        add_section(&section_, &bases, &elf, &mut spans, &covered);
+    }
+    if !found {
+        return Err(CompileError::Nothing);
+    }
+    Ok(spans.finish(elf.build_id.clone()))
+}
+
+/// Adds the functions of a section, but for those in `covered`.
+fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
+    section: &S,
+    bases: &BaseAddresses,
+    elf: &Elf<'_>,
+    spans: &mut Spans,
+    covered: &[(u64, u64)],
+) where
+    S::Offset: gimli::UnwindOffset<usize>,
+{
+    let mut entries = section.entries(bases);
+    let mut context = UnwindContext::new();
+    // An entry that cannot be read ends the section: where the next begins is not known.
+    while let Ok(Some(entry)) = entries.next() {
+        let gimli::CieOrFde::Fde(partial) = entry else { continue };
+        let Ok(fde) = partial.parse(S::cie_from_offset) else { continue };
+        let (start, end) = (fde.initial_address(), fde.end_address());
+        // Functions the linker has dropped are left at address 0.
+        let Some(offset) = elf.offset(start).filter(|_| start != 0) else { continue };
+        if end <= start || elf.offset(end - 1) != offset.checked_add(end - start - 1) {
+            continue;
+        }
+        let after = covered.partition_point(|&(from, _)| from < offset + (end - start));
+        if after.checked_sub(1).is_some_and(|before| covered[before].1 > offset) {
+            continue;
+        }
+        let Ok(mut rows) = fde.rows(section, bases, &mut context) else { continue };
+        while let Ok(Some(row)) = rows.next_row() {
+            let (from, to) = (row.start_address().max(start), row.end_address().min(end));
+            if from < to {
+                let rule = rule(row, section, fde.cie());
+                spans.add(offset + (from - start), offset + (to - start), rule);
+            }
+        }
+    }
+}
+
+/// The rule of a row; none when it has a shape the kernel side does not know.
+fn rule<'a, S: UnwindSection<Bytes<'a>>>(
+    row: &UnwindTableRow<usize>,
+    section: &S,
+    cie: &gimli::CommonInformationEntry<Bytes<'a>>,
+) -> Rule {
+    known_rule(row, section, cie).unwrap_or_default()
+}
+
+fn known_rule<'a, S: UnwindSection<Bytes<'a>>>(
+    row: &UnwindTableRow<usize>,
+    section: &S,
+    cie: &gimli::CommonInformationEntry<Bytes<'a>>,
+) -> Option<Rule> {
+    let shape_of =
+        |expression: UnwindExpression<usize>| shape(expression.get(section).ok()?, cie.encoding());
+    let mut rule = Rule::default();
+    let small = |number: i64| i32::try_from(number).ok();
+    let register = |number: u16| u8::try_from(number).ok().filter(|&number| number < 16);
+    match *row.cfa() {
+        CfaRule::RegisterAndOffset { register: of, offset } => {
+            rule.cfa = cfa::REGISTER;
+            rule.register = register(of.0)?;
+            rule.offset = small(offset)?;
+        }
+        CfaRule::Expression(expression) => match shape_of(expression)? {
+            Shape::Register(of, offset) => {
+                rule.cfa = cfa::REGISTER;
+                rule.register = register(of)?;
+                rule.offset = small(offset)?;
+            }
+            Shape::Memory(of, offset, more) => {
+                // As the C library writes it for where signal handlers return to: uc_mcontext.gregs[REG_RSP].
+                if cie.is_signal_trampoline() && (of, offset, more) == (RSP as u16, 160, 0) {
+                    let (cfa, register) = (cfa::SIGNAL, RSP as u8);
+                    return Some(Rule { cfa, register, ..Rule::default() });
+                }
+                rule.cfa = cfa::MEMORY;
+                rule.register = register(of)?;
+                rule.offset = small(offset)?;
+                rule.offset2 = small(more)?;
+            }
+            Shape::Plt(offset, from) => {
+                rule.cfa = cfa::PLT;
+                rule.register = RSP as u8;
+                rule.offset = small(offset)?;
+                rule.offset2 = i32::try_from(from).ok().filter(|from| *from < 16)?;
+            }
+        },
+    }
+    match row.register(RIP) {
+        // The last of its thread, as the C library marks `_start` and where threads begin.
+        Some(RegisterRule::Undefined) => {
+            let (cfa, register) = (cfa::ROOT, RSP as u8);
+            return Some(Rule { cfa, register, ..Rule::default() });
+        }
+        Some(RegisterRule::Offset(offset)) => rule.ra_offset = small(offset)?,
+        Some(RegisterRule::Register(of)) => {
+            rule.ra = ra::REGISTER;
+            rule.ra_offset = register(of.0)?.into();
+        }
+        _ => return None,
+    }
+    match row.register(RBP_) {
+        // Callees keep rbp, so that no rule means what it says for others: it was not touched.
+        None | Some(RegisterRule::SameValue) => rule.fp = fp::SAME,
+        Some(RegisterRule::Offset(offset)) => {
+            rule.fp = fp::AT_CFA;
+            rule.fp_offset = small(offset)?;
+        }
+        Some(RegisterRule::Expression(expression)) => match shape_of(expression) {
+            Some(Shape::Register(of, offset)) if u32::from(of) == RBP => {
+                rule.fp = fp::AT_FP;
+                rule.fp_offset = small(offset)?;
+            }
+            _ => rule.fp = fp::LOST,
+        },
+        _ => rule.fp = fp::LOST,
+    }
+    Some(rule)
+}

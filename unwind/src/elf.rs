@@ -1,0 +1,130 @@
+//! What the compiler needs of an ELF file: sections by name, and where addresses are in the file. Reads with pread.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use object::elf::{self, FileHeader64};
+use object::read::ReadCache;
+use object::read::elf::{FileHeader, ProgramHeader as _, SectionHeader as _};
+use object::{LittleEndian, ReadRef};
+
+use crate::compile::CompileError;
+use crate::table::MAX_BUILD_ID;
+
+/// Largest section read: that of a browser with all its symbols has 60 MB.
+const MAX_SECTION: u64 = 256 << 20;
+
+/// A 64-bit little-endian x86-64 file.
+#[derive(Debug)]
+pub struct Elf<'f> {
+    file: &'f File,
+    sections: Vec<Section>,
+    /// Loadable segments: address, bytes in the file, offset.
+    loads: Vec<(u64, u64, u64)>,
+    /// GNU build-id, empty when it has none.
+    pub build_id: Vec<u8>,
+}
+
+/// A section of it.
+#[derive(Debug)]
+pub struct Section {
+    name: String,
+    /// Address.
+    pub address: u64,
+    offset: u64,
+    /// Bytes.
+    pub size: u64,
+    is_compressed: bool,
+}
+
+impl<'f> Elf<'f> {
+    /// Reads the headers.
+    ///
+    /// # Errors
+    /// When it is none, or not of this machine.
+    pub fn open(file: &'f File) -> Result<Self, CompileError> {
+        let cache = ReadCache::new(file);
+        let ident: &[u8] =
+            ReadRef::read_bytes_at(&cache, 0, 5).map_err(|()| CompileError::NotElf)?;
+        if ident[..4] != elf::ELFMAG {
+            return Err(CompileError::NotElf);
+        }
+        if ident[4] != elf::ELFCLASS64 {
+            return Err(CompileError::Foreign);
+        }
+        let header = FileHeader64::<LittleEndian>::parse(&cache).map_err(CompileError::broken)?;
+        let endian = header.endian().map_err(|_cause| CompileError::Foreign)?;
+        if header.e_machine(endian) != elf::EM_X86_64 {
+            return Err(CompileError::Foreign);
+        }
+        let segments = header.program_headers(endian, &cache).map_err(CompileError::broken)?;
+        let loads = segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD);
+        let loads = loads
+            .map(|segment| {
+                (segment.p_vaddr(endian), segment.p_filesz(endian), segment.p_offset(endian))
+            })
+            .collect();
+        let table = header.sections(endian, &cache).map_err(CompileError::broken)?;
+        let sections = table.iter().filter(|section| section.sh_type(endian) != elf::SHT_NOBITS);
+        let sections = sections
+            .filter_map(|section| {
+                let name = table.section_name(endian, section).ok()?;
+                Some(Section {
+                    name: String::from_utf8_lossy(name).into_owned(),
+                    address: section.sh_addr(endian),
+                    offset: section.sh_offset(endian),
+                    size: section.sh_size(endian),
+                    is_compressed: section.sh_flags(endian) & u64::from(elf::SHF_COMPRESSED) != 0,
+                })
+            })
+            .collect();
+        let notes = segments.iter().filter_map(|segment| segment.notes(endian, &cache).ok()?);
+        let build_id = notes
+            .filter_map(|mut notes| {
+                while let Ok(Some(note)) = notes.next() {
+                    if note.n_type(endian) == elf::NT_GNU_BUILD_ID && note.name() == b"GNU" {
+                        return Some(note.desc().to_vec());
+                    }
+                }
+                None
+            })
+            .find(|id| id.len() <= MAX_BUILD_ID as usize);
+        Ok(Self { file, sections, loads, build_id: build_id.unwrap_or_default() })
+    }
+
+    /// A section by name.
+    #[must_use]
+    pub fn section(&self, name: &str) -> Option<&Section> {
+        self.sections.iter().find(|section| section.name == name)
+    }
+
+    /// Content of a section.
+    ///
+    /// # Errors
+    /// When the file is too short for it, or it is too large.
+    pub fn content(&self, section: &Section) -> Result<Vec<u8>, CompileError> {
+        if section.is_compressed {
+            return Err(CompileError::Broken(format!("its {} is compressed", section.name)));
+        }
+        let length = self.file.metadata().map_err(CompileError::broken)?.len();
+        let fits = section.offset.checked_add(section.size).is_some_and(|end| end <= length);
+        if !fits || section.size > MAX_SECTION {
+            return Err(CompileError::Broken(format!(
+                "its {} has {} bytes at {}, the file {length}",
+                section.name, section.size, section.offset
+            )));
+        }
+        let mut content = vec![0; section.size as usize];
+        self.file.read_exact_at(&mut content, section.offset).map_err(CompileError::broken)?;
+        Ok(content)
+    }
+
+    /// Where an address is in the file.
+    #[must_use]
+    pub fn offset(&self, address: u64) -> Option<u64> {
+        self.loads.iter().find_map(|&(start, size, offset)| {
+            let inside = address.checked_sub(start).filter(|&inside| inside < size)?;
+            offset.checked_add(inside)
+        })
+    }
+}

@@ -1,0 +1,13 @@
+//! Unwind tables: from the call frame information of an ELF file to what the kernel side searches.
+//!
+//! [`compile`] reads ELF and DWARF and is run by the collector's unwind compiler, a process without any privilege;
+//! [`Table`] is what comes out, checked again by who loads it. Knows no process and no map.
+
+mod compile;
+mod elf;
+mod expression;
+mod pages;
+mod table;
+
+pub use compile::{CompileError, compile};
+pub use table::{Table, TableError, VERSION};
