@@ -8,7 +8,7 @@ DESTDIR ?=
 GROUP ?= stackwire
 CAPS ?= cap_bpf,cap_perfmon,cap_syslog
 
-.PHONY: build demo test lint bench ebpf fuzz install
+.PHONY: build demo test test-kernels lint bench ebpf fuzz install
 
 build:
 	$(CARGO) build --release --locked -p stackwire -p stackwire-collector
@@ -23,6 +23,10 @@ test: build
 	rm -rf target/test-cache
 	XDG_CACHE_HOME=$(CURDIR)/target/test-cache DEBUGINFOD_URLS= $(CARGO) test --release --locked --workspace -- --test-threads=1
 
+# Other kernels, in QEMU.
+test-kernels: build
+	tests/kernels.sh $(OUT)
+
 lint:
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
@@ -32,6 +36,7 @@ lint:
 bench: build
 	tests/setup.sh
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-unwind -- $(OUT)
 	tests/corpus.sh target/corpus
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-symbols -- $(OUT)
 	$(CARGO) bench --locked -q -p stackwire --bench lookup

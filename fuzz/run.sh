@@ -30,6 +30,8 @@ section() {
   cat "$content"
   rm -f "$content"
 }
+mkdir -p fuzz/corpus/unwind
+cp "$seeds"/* fuzz/corpus/unwind
 scratch=$(mktemp -d)
 mkdir -p fuzz/corpus/dwarf fuzz/corpus/gopclntab fuzz/corpus/links
 for seed in "$seeds"/*; do
@@ -44,6 +46,7 @@ done
 if command -v go >/dev/null; then
   printf 'package main\nfunc main() { println(1) }\n' >"$scratch/main.go"
   (cd "$scratch" && HOME=$scratch GO111MODULE=off go build -ldflags=-s -o go main.go) && section "$scratch" .gopclntab "$scratch/go" >fuzz/corpus/gopclntab/go
+  cp "$scratch/go" fuzz/corpus/unwind/go
 fi
 rm -r "$scratch"
 for target in $(cargo fuzz list); do

@@ -45,5 +45,7 @@ mod serving;
 mod symbolize;
 /// The whole host: short processes, labels, accounting, a full ring.
 mod system_wide;
+/// Unwinding in the kernel: whole stacks, mappings that change, executables that lie.
+mod unwinding;
 
 mod support;

@@ -158,8 +158,8 @@ pub struct Config {
     pub task_start_boottime: u32,
     /// [`Unwind`] as a number.
     pub unwind: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Offset of `thread.fsbase`.
+    pub task_fsbase: u32,
 }
 
 /// How user stacks are walked.
@@ -191,7 +191,7 @@ impl Config {
             self.task_group_leader,
             self.task_start_boottime,
             self.unwind,
-            self.reserved,
+            self.task_fsbase,
         ];
         for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             slot.copy_from_slice(&word.to_ne_bytes());

@@ -73,9 +73,10 @@ pub static COUNTERS: Array<u64> =
 #[map]
 pub static TARGETS: HashMap<u32, u64> = HashMap::with_max_entries(MAX_TARGETS, 0);
 
-/// Unwind tables, see `tables.rs`. All written by the collector, through mmap.
+/// Unwind tables, see `tables.rs`. Written by the collector, through mmap.
 #[map]
-pub static PROCESSES: Array<u64> = Array::with_max_entries(tables::PROCESS_SLOTS, BPF_F_MMAPABLE);
+pub static PROCESSES: Array<tables::Process> =
+    Array::with_max_entries(tables::PROCESS_SLOTS, BPF_F_MMAPABLE);
 #[map]
 pub static MAPPINGS: Array<Mapping> = Array::with_max_entries(tables::MAPPINGS, BPF_F_MMAPABLE);
 #[map]
@@ -87,6 +88,9 @@ pub static PAGES: Array<u64> = Array::with_max_entries(tables::PAGES, BPF_F_MMAP
 pub static ROWS: Array<[u32; CHUNK as usize]> = Array::with_max_entries(CHUNKS, BPF_F_MMAPABLE);
 #[map]
 pub static RULES: Array<Rule> = Array::with_max_entries(tables::RULES, BPF_F_MMAPABLE);
+/// The last exec of a process with this first slot, see `tables::exec_word`. Written here.
+#[map]
+pub static EXECS: Array<u64> = Array::with_max_entries(tables::PROCESS_SLOTS, 0);
 /// Counts up before anything in them is used again for something else.
 #[map]
 pub static GENERATION: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
@@ -103,7 +107,7 @@ static CONFIG: Config = Config {
     task_group_leader: 0,
     task_start_boottime: 0,
     unwind: 0,
-    reserved: 0,
+    task_fsbase: 0,
 };
 
 /// The configuration the collector wrote before load.

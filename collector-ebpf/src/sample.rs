@@ -68,7 +68,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };
     if interrupted.cs & USER_MODE == USER_MODE {
-        walk_from(scratch, pid, interrupted);
+        walk_from(scratch, Task(task as u64), pid, interrupted);
     } else if !Task(task as u64).is_kernel_thread() {
         // The interrupted registers are the kernel's; the user's were saved when it was entered.
         // SAFETY: `task` is the current task, as the helper demands.
@@ -78,7 +78,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
             && saved.cs & USER_MODE == USER_MODE
             && is_where_it_will_return(&saved)
         {
-            walk_from(scratch, pid, &saved);
+            walk_from(scratch, Task(task as u64), pid, &saved);
         }
     }
     // SAFETY: the map holds programs of this type only. Returns only when the call failed, which the
@@ -121,16 +121,22 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
 /// Nor those of a task inside execve, which are of the program it is leaving.
 #[inline(always)]
 fn is_where_it_will_return(saved: &pt_regs) -> bool {
-    saved.rip != 0 && saved.orig_rax != EXECVE && saved.orig_rax != EXECVEAT
+    saved.rip != 0 && !is_exec(saved)
+}
+
+/// Whether these are the user registers of a task inside execve.
+#[inline(always)]
+pub fn is_exec(saved: &pt_regs) -> bool {
+    saved.orig_rax == EXECVE || saved.orig_rax == EXECVEAT
 }
 
 #[inline(always)]
-fn walk_from(scratch: &mut Scratch, pid: u32, regs: &pt_regs) {
+fn walk_from(scratch: &mut Scratch, task: Task, pid: u32, regs: &pt_regs) {
     if config().unwind == Unwind::FramePointers as u32 || regs.cs == USER32_CS {
         let start = Registers { ip: regs.rip, sp: regs.rsp, fp: regs.rbp };
         user_stack::begin(scratch, start);
     } else {
-        table_walk::begin(scratch, pid, regs);
+        table_walk::begin(scratch, pid, regs, task.thread_pointer());
     }
     if regs.cs == USER32_CS {
         scratch.walk.end = UserEnd::Compat as u64;

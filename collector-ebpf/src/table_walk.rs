@@ -12,7 +12,7 @@ use stackwire_collector_ebpf::unwind::{
 use stackwire_collector_ebpf::{INTERRUPTED, MAX_USER_FRAMES, Unwind, UserEnd};
 
 use crate::maps::{
-    EXECUTABLES, GENERATION, MAPPINGS, PAGES, PROCESSES, ROWS, RULES, SCRATCH, Scratch, TableWalk,
+    EXECS, EXECUTABLES, GENERATION, MAPPINGS, PAGES, PROCESSES, ROWS, RULES, SCRATCH, Scratch, TableWalk,
     WALKING, config,
 };
 
@@ -44,7 +44,7 @@ impl Memory for User {
 
 /// Records the interrupted instruction and makes ready for [`step`].
 #[inline(always)]
-pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs) {
+pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     scratch.frames[0] = regs.rip;
     scratch.walk.depth = 1;
     scratch.walk.end = WALKING;
@@ -69,6 +69,7 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs) {
     cursor.ip = regs.rip;
     cursor.known = 0xffff;
     cursor.exact = 1;
+    cursor.thread = thread;
     mapping.start = 1;
     mapping.end = 0;
     scratch.tables.generation = generation();
@@ -163,15 +164,23 @@ fn generation() -> u64 {
     unsafe { core::ptr::read_volatile(slot) }
 }
 
-/// First mapping and number of mappings.
+/// First mapping and number of mappings, if they are those of the program it runs now.
 #[inline(always)]
 fn find_process(pid: u32) -> Option<(u32, u32)> {
     let first = tables::first_slot(pid);
+    let exec = *EXECS.get(first)?;
     for probe in 0..PROCESS_PROBES {
-        let word = *PROCESSES.get((first + probe) & (PROCESS_SLOTS - 1))?;
+        let slot = PROCESSES.get_ptr((first + probe) & (PROCESS_SLOTS - 1))?;
+        // SAFETY: the pointer came from a successful lookup. In this order: the collector writes the word first, so that
+        // one that is older than its time is never seen.
+        let (since, word) = unsafe {
+            let since = core::ptr::read_volatile(&raw const (*slot).since);
+            (since, core::ptr::read_volatile(&raw const (*slot).word))
+        };
         let (of, first, count) = tables::process_of(word);
         if of == pid {
-            return Some((first, count));
+            let outdated = tables::is_outdated(pid, since, exec);
+            return if outdated { None } else { Some((first, count)) };
         }
     }
     None

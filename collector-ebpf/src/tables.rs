@@ -30,7 +30,40 @@ pub fn first_slot(pid: u32) -> u32 {
     pid.wrapping_mul(0x9e37_79b1) >> 16 & (PROCESS_SLOTS - 1)
 }
 
-/// A process in its slot, one word that is replaced at once: pid, first mapping, number of mappings. 0 is an empty slot.
+/// A process in its slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Process {
+    /// See [`process_word`].
+    pub word: u64,
+    /// When it began to be the program whose mappings these are: [`moment`].
+    pub since: u64,
+}
+
+/// A time of `CLOCK_MONOTONIC` in nanoseconds, in units of 1,024 and 42 bits: it comes round after 52 days.
+#[inline(always)]
+#[must_use]
+pub fn moment(time_ns: u64) -> u64 {
+    time_ns >> 10 & MOMENT
+}
+
+const MOMENT: u64 = (1 << 42) - 1;
+
+/// What the kernel side notes of an exec: who and when.
+#[inline(always)]
+#[must_use]
+pub fn exec_word(pid: u32, time_ns: u64) -> u64 {
+    u64::from(pid) << 42 | moment(time_ns)
+}
+
+/// Whether mappings that hold since a moment are of the program before an exec that was noted.
+#[inline(always)]
+#[must_use]
+pub fn is_outdated(pid: u32, since: u64, exec: u64) -> bool {
+    exec >> 42 == u64::from(pid) && exec.wrapping_sub(since).wrapping_sub(1) & MOMENT < MOMENT / 2
+}
+
+/// What is in a process's slot, one word that is replaced at once: pid, first mapping, number of mappings. 0 is an empty slot.
 #[inline(always)]
 #[must_use]
 pub fn process_word(pid: u32, first: u32, count: u32) -> u64 {
@@ -130,8 +163,21 @@ pub fn row(low: u16, rule: u16) -> u32 {
 #[cfg(not(target_arch = "bpf"))]
 mod layout {
     //! What the two compilations must agree on.
-    use super::{Executable, Mapping};
+    use super::{Executable, Mapping, Process};
     use crate::unwind::Rule;
     const _: () = assert!(size_of::<Rule>() == 24 && size_of::<Mapping>() == 24);
-    const _: () = assert!(size_of::<Executable>() == 24);
+    const _: () = assert!(size_of::<Executable>() == 24 && size_of::<Process>() == 16);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{exec_word, is_outdated, moment};
+
+    #[test]
+    fn mappings_are_outdated_by_a_later_exec_of_the_same_process() {
+        let outdated = |since, exec| is_outdated(7, moment(since), exec_word(7, exec));
+        assert!(outdated(5 << 20, 6 << 20) && !outdated(6 << 20, 5 << 20));
+        assert!(!outdated(6 << 20, 6 << 20) && outdated((1 << 52) - 5000, (1 << 52) + 5000));
+        assert!(!is_outdated(8, 0, exec_word(7, 6 << 20)) && !is_outdated(7, 9, 0));
+    }
 }

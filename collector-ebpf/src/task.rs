@@ -32,6 +32,11 @@ impl Task {
             .unwrap_or(0)
     }
 
+    /// Where the thread's own variables are; 0 if unreadable.
+    pub fn thread_pointer(self) -> u64 {
+        self.read(config().task_fsbase).unwrap_or(0)
+    }
+
     #[inline(always)]
     fn read<T>(self, offset: u32) -> Option<T> {
         // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.

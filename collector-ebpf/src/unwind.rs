@@ -50,8 +50,14 @@ pub mod cfa {
     pub const SIGNAL: u8 = 4;
     /// There is no caller: a thread begins here.
     pub const ROOT: u8 = 5;
-    /// rbp points to the caller's rbp and the return address.
+    /// rbp points to the caller's rbp and the return address, but where a function begins or ends.
     pub const FRAME_POINTER: u8 = 6;
+    /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer + offset, its m at + ra_offset
+    /// in it, curg at + offset2 in that, and in curg, at + fp_offset, where its stack pointer was put.
+    pub const GO_SYSTEM_STACK: u8 = 7;
+    /// Likewise, where C was called: at rsp + offset the goroutine, of which the second word is where its stack begins,
+    /// at rsp + offset2 how deep below that it was left.
+    pub const GO_SAVED_DEPTH: u8 = 8;
 }
 
 /// Where the caller's rbp is.
@@ -89,6 +95,8 @@ pub struct Cursor {
     pub known: u64,
     /// Non-zero: `ip` was interrupted; zero: it is a return address, the call is before it.
     pub exact: u64,
+    /// Thread pointer (fs base).
+    pub thread: u64,
 }
 
 impl Cursor {
@@ -136,60 +144,64 @@ pub fn step(
         return UserEnd::RegisterLost as u64;
     }
     let base = at.register(u64::from(base));
-    let mut frame = base.wrapping_add(rule.offset as i64 as u64);
+    let mut frame = plus(base, rule.offset);
+    let (mut fp, mut fp_offset, mut ra_offset) = (rule.fp, rule.fp_offset, rule.ra_offset);
+    let mut lowest = sp;
     match rule.cfa {
         cfa::REGISTER => {}
         cfa::MEMORY => match memory.word(frame) {
-            Some(word) => frame = word.wrapping_add(rule.offset2 as i64 as u64),
+            Some(word) => frame = plus(word, rule.offset2),
             None => return UserEnd::Unreadable as u64,
         },
         cfa::PLT => frame += u64::from(at.ip & 15 >= rule.offset2 as u64) << 3,
         cfa::SIGNAL => return signal_step(memory, signal, at),
         cfa::ROOT => return UserEnd::Root as u64,
         cfa::FRAME_POINTER => {
-            if base == 0 {
-                return if at.known == CALLER { UserEnd::Root } else { UserEnd::NoFramePointer }
-                    as u64;
+            ra_offset = -8;
+            match if at.exact != 0 { edge(memory, at.ip) } else { Edge::None } {
+                Edge::Bare => (frame, fp) = (sp.wrapping_add(8), fp::SAME),
+                Edge::Pushed => (frame, fp, fp_offset) = (sp.wrapping_add(16), fp::AT_CFA, -16),
+                Edge::None if base == 0 => {
+                    return if at.known == CALLER { UserEnd::Root } else { UserEnd::NoFramePointer }
+                        as u64;
+                }
+                Edge::None if base < sp || base & 7 != 0 => return UserEnd::NoFramePointer as u64,
+                Edge::None => (frame, fp, fp_offset) = (base.wrapping_add(16), fp::AT_CFA, -16),
             }
-            if base < sp || base & 7 != 0 {
-                return UserEnd::NoFramePointer as u64;
-            }
-            frame = base.wrapping_add(16);
+        }
+        // Which of two stacks lies higher says nothing.
+        cfa::GO_SYSTEM_STACK | cfa::GO_SAVED_DEPTH => {
+            let Some(stack) = goroutine(memory, at.thread, base, rule) else {
+                return UserEnd::Unreadable as u64;
+            };
+            (lowest, frame, ra_offset, fp) = (0, stack.wrapping_add(8), -8, fp::SAME);
         }
         _ => return UserEnd::NoRule as u64,
     }
     // The stack grows down; only where the return address has been taken off it a frame is empty.
-    if frame < sp || frame == sp && rule.ra != ra::REGISTER {
+    if frame < lowest || frame == lowest && rule.ra != ra::REGISTER {
         return UserEnd::BadStack as u64;
     }
     let mut known = CALLER;
-    let caller_fp = if rule.cfa == cfa::FRAME_POINTER {
-        memory.word(base)
-    } else {
-        match rule.fp {
-            fp::AT_CFA => memory.word(frame.wrapping_add(rule.fp_offset as i64 as u64)),
-            fp::AT_FP => {
-                memory.word(at.registers[RBP as usize].wrapping_add(rule.fp_offset as i64 as u64))
-            }
-            fp::SAME => {
-                known &= at.known | !(1 << RBP);
-                Some(at.registers[RBP as usize])
-            }
-            _ => {
-                known &= !(1 << RBP);
-                Some(0)
-            }
+    let caller_fp = match fp {
+        fp::AT_CFA => memory.word(plus(frame, fp_offset)),
+        fp::AT_FP => memory.word(plus(at.registers[RBP as usize], fp_offset)),
+        fp::SAME => {
+            known &= at.known | !(1 << RBP);
+            Some(at.registers[RBP as usize])
+        }
+        _ => {
+            known &= !(1 << RBP);
+            Some(0)
         }
     };
-    let return_address = if rule.cfa == cfa::FRAME_POINTER {
-        memory.word(base.wrapping_add(8))
-    } else if rule.ra == ra::REGISTER {
+    let return_address = if rule.ra == ra::REGISTER {
         if at.known >> (rule.ra_offset & 15) & 1 == 0 {
             return UserEnd::RegisterLost as u64;
         }
         Some(at.register(rule.ra_offset as u64))
     } else {
-        memory.word(frame.wrapping_add(rule.ra_offset as i64 as u64))
+        memory.word(plus(frame, ra_offset))
     };
     let (Some(caller_fp), Some(return_address)) = (caller_fp, return_address) else {
         return UserEnd::Unreadable as u64;
@@ -203,6 +215,46 @@ pub fn step(
     at.known = known;
     at.exact = 0;
     GO_ON
+}
+
+#[inline(always)]
+fn plus(address: u64, offset: i32) -> u64 {
+    address.wrapping_add(offset as i64 as u64)
+}
+
+/// Whether a function that keeps a frame pointer has its frame where it was interrupted.
+enum Edge {
+    /// It has.
+    None,
+    /// rbp is the caller's, the return address on top of the stack.
+    Bare,
+    /// Likewise, with rbp pushed onto it.
+    Pushed,
+}
+
+/// From the next instruction: `push %rbp` and `ret` come before and after the frame, `mov %rsp,%rbp` makes it.
+#[inline(always)]
+fn edge(memory: &mut impl Memory, ip: u64) -> Edge {
+    let code = memory.word(ip).unwrap_or(0);
+    match (code as u8, code & 0xff_ffff) {
+        (0x55 | 0xc2 | 0xc3, _) => Edge::Bare,
+        (_, 0xe5_8948 | 0xec_8b48) => Edge::Pushed,
+        _ => Edge::None,
+    }
+}
+
+/// Where the goroutine's stack was left for the scheduler's: the return address is there.
+#[inline(always)]
+fn goroutine(memory: &mut impl Memory, thread: u64, sp: u64, rule: &Rule) -> Option<u64> {
+    if rule.cfa == cfa::GO_SAVED_DEPTH {
+        let goroutine = memory.word(plus(sp, rule.offset))?;
+        let begin = memory.word(goroutine.wrapping_add(8))?;
+        return Some(begin.wrapping_sub(memory.word(plus(sp, rule.offset2))?));
+    }
+    let g = memory.word(plus(thread, rule.offset))?;
+    let m = memory.word(plus(g, rule.ra_offset))?;
+    let running = memory.word(plus(m, rule.offset2))?;
+    memory.word(plus(running, rule.fp_offset))
 }
 
 /// Of a caller no more is known: rbx and r12 to r15 would need rules of their own, for one frame in ten thousand.

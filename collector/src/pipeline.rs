@@ -69,6 +69,7 @@ pub struct Pipeline {
     refused_cpus: u64,
     /// Totals at the start of this epoch, to tell what this epoch lost.
     before: HashMap<LostReason, u64>,
+    tables_before: Stats,
     dropped: u64,
 }
 
@@ -103,6 +104,7 @@ impl Pipeline {
             lost_events: 0,
             refused_cpus: 0,
             before: HashMap::new(),
+            tables_before: Stats::default(),
             dropped: 0,
         }
     }
@@ -216,7 +218,15 @@ impl Pipeline {
         // Dropped epochs take what they said was lost with them: it is said again.
         lost.extend(self.outbox.take_dropped_losses());
         let samples = self.epoch.samples.len() as u64;
-        let span = Span { number: self.epoch_number, times: (self.epoch_start, now), lost: &lost };
+        let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
+        let span = Span {
+            number: self.epoch_number,
+            times: (self.epoch_start, now),
+            lost: &lost,
+            tables: tables.since(self.tables_before),
+            unwind: self.unwind.as_ref(),
+        };
+        self.tables_before = tables;
         let sealed =
             wire::epoch(&self.epoch, &span, &self.references, self.jit.taken(), &self.identity);
         self.handover.learn(&self.epoch);

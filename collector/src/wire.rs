@@ -11,6 +11,7 @@ use crate::host::jit::Taken;
 use crate::host::{Identity, module_build_id};
 use crate::normalize::{End, FrameKind};
 use crate::process::executable::Kind;
+use crate::unwind::{Stats, Unwind};
 
 /// What is said once, at the head of a stream.
 #[derive(Clone, Debug)]
@@ -123,6 +124,10 @@ pub struct Span<'a> {
     pub times: (u64, u64),
     /// Lost in it.
     pub lost: &'a [(LostReason, u64)],
+    /// What became of unwind tables in it.
+    pub tables: Stats,
+    /// Why executables have no unwind table.
+    pub unwind: Option<&'a Unwind>,
 }
 
 /// Compresses an epoch into a message body.
@@ -139,7 +144,12 @@ pub fn epoch(
     let executables = epoch
         .executables
         .iter()
-        .map(|found| executable(&found.kind, &mut strings, references, identity))
+        .map(|found| {
+            let missing = span.unwind.and_then(|unwind| unwind.missing(&found.kind));
+            let mut wire = executable(&found.kind, &mut strings, references, identity);
+            wire.unwind_missing = missing.map_or(0, |why| strings.index(&why));
+            wire
+        })
         .collect();
     let processes = epoch
         .processes
@@ -193,6 +203,7 @@ pub fn epoch(
         stacks: stacks.collect(),
         samples: Some(samples(epoch, span.times.0)),
         lost: lost(span.lost),
+        unwind_tables: Some(unwind_tables(span.tables)),
         strings: strings.table,
     })
 }
@@ -289,6 +300,11 @@ fn executable(
         Kind::Unmapped => wire.set_kind(v1::ExecutableKind::Unmapped),
     }
     wire
+}
+
+fn unwind_tables(stats: Stats) -> v1::UnwindTables {
+    let Stats { loaded, compiled, compile_ns, failed, evicted } = stats;
+    v1::UnwindTables { loaded, compiled, compile_ns, failed, evicted }
 }
 
 fn nodes(epoch: &Epoch) -> v1::StackNodes {

@@ -9,7 +9,7 @@ use stackwire_proto::v1;
 use crate::profile::{
     ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason,
     Mapping, Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId,
-    lookup_offset,
+    UnwindTables, lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
@@ -97,6 +97,9 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
         .iter()
         .map(|wire| into.executable(reader.executable(wire)?).map_err(|e| reader.invalid(e)))
         .collect::<Result<_, _>>()?;
+    for (wire, &id) in epoch.executables.iter().zip(&executables) {
+        into.unwind_missing(id, reader.reason(wire.unwind_missing)?);
+    }
     let processes: Vec<ProcessId> = epoch
         .processes
         .iter()
@@ -191,6 +194,14 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
     for lost in &epoch.lost {
         into.lost(lost_reason(lost.reason()), lost.count, lost.samples);
     }
+    let tables = epoch.unwind_tables.unwrap_or_default();
+    into.unwind_tables(UnwindTables {
+        loaded: tables.loaded,
+        compiled: tables.compiled,
+        compile_ns: tables.compile_ns,
+        failed: tables.failed,
+        evicted: tables.evicted,
+    });
     into.span(clock.wall(epoch.start_ns), clock.wall(epoch.end_ns));
     Ok(())
 }
@@ -223,6 +234,11 @@ impl Reader<'_> {
     fn string(&self, index: u32) -> Result<String, IngestError> {
         let found = self.epoch.strings.get(index as usize);
         found.cloned().ok_or_else(|| self.undefined("string", index))
+    }
+
+    /// A reason that need not be there.
+    fn reason(&self, index: u32) -> Result<Option<String>, IngestError> {
+        if index == 0 { Ok(None) } else { self.string(index).map(Some) }
     }
 
     fn at<T: Copy>(&self, table: &[T], index: u32, what: &'static str) -> Result<T, IngestError> {
@@ -262,10 +278,7 @@ impl Reader<'_> {
     }
 
     fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
-        let jit_missing = match wire.jit_missing {
-            0 => None,
-            index => Some(self.string(index)?),
-        };
+        let jit_missing = self.reason(wire.jit_missing)?;
         Ok(Process {
             pid: wire.pid,
             start_ns: wire.start_ns,

@@ -149,3 +149,77 @@ pub(crate) fn unwind_corpus() -> &'static [(&'static str, PathBuf)] {
         ]
     })
 }
+
+/// The C++ program as a release is built: without frame pointers.
+pub(crate) fn inlined_cc_release() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("release_cc");
+        run(Command::new("g++").args(["-O2", "-g"]).arg(source("inlined.cc")).arg("-o").arg(&out));
+        out
+    })
+}
+
+/// The Rust program, likewise.
+pub(crate) fn inlined_rs_release() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("release_rs");
+        run(Command::new("rustc")
+            .args(["-O", "-g", "--edition=2024"])
+            .arg(source("inlined.rs"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
+/// The Go program with C in it; its call frame information not compressed, for the oracle.
+pub(crate) fn unwind_go() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("unwind_go");
+        let cache = output("gocache");
+        run(Command::new("go")
+            .args(["build", "-ldflags=-compressdwarf=false", "-o"])
+            .arg(&out)
+            .arg(source("unwind.go"))
+            .envs([("GOCACHE", &cache), ("GOPATH", &cache)])
+            .envs([("GO111MODULE", "off"), ("CGO_ENABLED", "1")]));
+        out
+    })
+}
+
+/// `many`.
+pub(crate) fn many() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("many");
+        run(Command::new("gcc")
+            .args(["-O2", "-g", "-no-pie", "-Wl,-z,noseparate-code"])
+            .arg(source("many.c"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
+/// `hop`, both of them.
+pub(crate) fn hops() -> &'static [PathBuf; 2] {
+    static BUILT: OnceLock<[PathBuf; 2]> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        [("one", 40), ("two", 200)].map(|(name, frame)| {
+            let out = output(&format!("hop_{name}"));
+            run(Command::new("gcc")
+                .args(["-O2", "-g", "-static", "-no-pie", "-fno-optimize-sibling-calls"])
+                .arg(format!("-DFRAME={frame}"))
+                .args([("LEAF", "leaf"), ("MIDDLE", "middle"), ("TOP", "top")].map(
+                    |(macro_, function)| format!("-D{macro_}={name}_{function}"),
+                ))
+                .arg(source("hop.c"))
+                .arg("-o")
+                .arg(&out));
+            out
+        })
+    })
+}

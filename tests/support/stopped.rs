@@ -22,14 +22,16 @@ pub(crate) struct Stopped {
     memory: File,
     /// By DWARF number, rip last.
     pub(crate) registers: [u64; 17],
+    /// Base of fs: where the thread's own variables are.
+    pub(crate) thread: u64,
     /// By address.
     pub(crate) mappings: Vec<Mapping>,
 }
 
 impl Stopped {
-    /// Stops the main thread of a process, wherever it is; `None` when it is gone.
-    pub(crate) fn stop(pid: u32) -> Option<Self> {
-        let pid = pid as i32;
+    /// Stops a thread, the main one if that is its process's id, wherever it is; `None` when it is gone.
+    pub(crate) fn stop(tid: u32) -> Option<Self> {
+        let pid = tid as i32;
         // SAFETY: plain system calls; the structure outlives the one that fills it.
         let (regs, seized) = unsafe {
             let mut regs: libc::user_regs_struct = std::mem::zeroed();
@@ -50,7 +52,8 @@ impl Stopped {
             regs.r8, regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15, regs.rip,
         ];
         let mappings = maps.lines().filter_map(mapping).collect();
-        let stopped = Self { pid, memory: memory.ok()?, registers, mappings };
+        let thread = regs.fs_base;
+        let stopped = Self { pid, memory: memory.ok()?, registers, thread, mappings };
         seized.then_some(stopped)
     }
 

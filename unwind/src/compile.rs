@@ -1,4 +1,5 @@
-//! From an ELF file to its unwind table: `.eh_frame`, and `.debug_frame` for what that leaves out.
+//! From an ELF file to its unwind table: `.eh_frame`, then Go's own, then `.debug_frame` for what those leave out, and
+//! the few places that are known to need none.
 //!
 //! What cannot be read costs the function it is of; what has a shape no compiler writes becomes code without a rule,
 //! never a guess. Run in the unwind compiler's process, on files of strangers.
@@ -15,6 +16,7 @@ use crate::elf::Elf;
 use crate::expression::{Shape, shape};
 use crate::pages::Spans;
 use crate::table::Table;
+use crate::{go, v8};
 
 /// There is no table to be had.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +46,8 @@ type Bytes<'a> = EndianSlice<'a, LittleEndian>;
 
 /// DWARF number of the return address, rip.
 const RIP: Register = Register(16);
+/// Bytes of the code a program begins with.
+const ENTRY: u64 = 48;
 const RBP_: Register = Register(RBP as u16);
 
 /// Compiles the table of an executable.
@@ -68,19 +72,31 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
         found = true;
         add_section(&section_, &bases.clone().set_eh_frame(section.address), &elf, &mut spans, &[]);
     }
+    go::add(&elf, &mut spans);
+    let mut covered = spans.covered();
     if let Some(section) = elf.section(".debug_frame")
         && let Ok(content) = elf.content(section)
     {
-        let covered = spans.covered();
         let mut section_ = DebugFrame::new(&content, LittleEndian);
         section_.set_address_size(8);
         found = true;
         add_section(&section_, &bases, &elf, &mut spans, &covered);
+        covered = spans.covered();
     }
-    if !found {
+    if !found && covered.is_empty() {
         return Err(CompileError::Nothing);
     }
+    v8::add(&elf, &covered, &mut spans);
+    add_entry(&elf, &covered, &mut spans);
     Ok(spans.finish(elf.build_id.clone()))
+}
+
+/// The first instructions of a program, where a C library does not say that nobody called them (musl).
+fn add_entry(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
+    let Some(offset) = elf.offset(elf.entry).filter(|_| elf.entry != 0) else { return };
+    let next = covered.partition_point(|&(_, end)| end <= offset);
+    let end = covered.get(next).map_or(u64::MAX, |&(start, _)| start).min(offset + ENTRY);
+    spans.add(offset, end, Rule { cfa: cfa::ROOT, register: RSP as u8, ..Rule::default() });
 }
 
 /// Adds the functions of a section, but for those in `covered`.

@@ -23,6 +23,8 @@ pub struct Elf<'f> {
     loads: Vec<(u64, u64, u64)>,
     /// GNU build-id, empty when it has none.
     pub build_id: Vec<u8>,
+    /// Address of its first instruction.
+    pub entry: u64,
 }
 
 /// A section of it.
@@ -89,7 +91,8 @@ impl<'f> Elf<'f> {
                 None
             })
             .find(|id| id.len() <= MAX_BUILD_ID as usize);
-        Ok(Self { file, sections, loads, build_id: build_id.unwrap_or_default() })
+        let entry = header.e_entry(endian);
+        Ok(Self { file, sections, loads, build_id: build_id.unwrap_or_default(), entry })
     }
 
     /// A section by name.
@@ -117,6 +120,31 @@ impl<'f> Elf<'f> {
         let mut content = vec![0; section.size as usize];
         self.file.read_exact_at(&mut content, section.offset).map_err(CompileError::broken)?;
         Ok(content)
+    }
+
+    /// What is at an address.
+    #[must_use]
+    pub fn code(&self, address: u64, length: u64) -> Option<Vec<u8>> {
+        let mut content = vec![0; usize::try_from(length.min(MAX_SECTION)).ok()?];
+        self.file.read_exact_at(&mut content, self.offset(address)?).ok()?;
+        Some(content)
+    }
+
+    /// Address of a function, by its name as symbols have it.
+    #[must_use]
+    pub fn function(&self, name: &str) -> Option<u64> {
+        let find = |symbols: &str, names: &str| {
+            let symbols = self.content(self.section(symbols)?).ok()?;
+            let names = self.content(self.section(names)?).ok()?;
+            let is_it = |symbol: &&[u8]| {
+                let at = u32::from_le_bytes([symbol[0], symbol[1], symbol[2], symbol[3]]) as usize;
+                let rest = names.get(at..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
+                symbol[4] & 0xf == elf::STT_FUNC && rest.is_some_and(|rest| rest.first() == Some(&0))
+            };
+            let symbol = symbols.chunks_exact(24).find(is_it)?;
+            Some(u64::from_le_bytes(symbol[8..16].try_into().ok()?))
+        };
+        find(".dynsym", ".dynstr").or_else(|| find(".symtab", ".strtab"))
     }
 
     /// Where an address is in the file.

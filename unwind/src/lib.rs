@@ -6,8 +6,10 @@
 mod compile;
 mod elf;
 mod expression;
+mod go;
 mod pages;
 mod table;
+mod v8;
 
 pub use compile::{CompileError, compile};
 pub use table::{Table, TableError, VERSION};

@@ -8,7 +8,7 @@ use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one: tables are kept on disk.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
 const HEADER: usize = 36;
@@ -149,7 +149,7 @@ fn rule(bytes: &[u8]) -> Rule {
 }
 
 fn is_sound(rule: &Rule) -> bool {
-    rule.cfa <= cfa::FRAME_POINTER
+    rule.cfa <= cfa::GO_SAVED_DEPTH
         && rule.register < 16
         && rule.fp <= fp::LOST
         && rule.ra <= ra::REGISTER

@@ -46,6 +46,8 @@ pub struct Process {
     pub mappings: Mappings,
     /// Changes whenever `mappings` does.
     pub version: u32,
+    /// Since when it is known to run this, monotonic nanoseconds.
+    pub since_ns: u64,
     /// Sampled in this epoch.
     pub(super) touched: bool,
     /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
@@ -68,6 +70,7 @@ impl Process {
             generation: 0,
             mappings,
             version: 0,
+            since_ns: 0,
             touched: false,
             exited: false,
             stale: false,

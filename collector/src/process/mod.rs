@@ -86,7 +86,7 @@ impl Processes {
                 }
             }
             _ if !self.is_wanted(pid) => {}
-            Change::Comm { exec: true, comm, .. } => self.exec(pid, comm),
+            Change::Comm { exec: true, comm, .. } => self.exec(pid, comm, event.time_ns),
             Change::Comm { tid, comm, .. } if *tid == pid => {
                 if let Some(process) = self.by_pid.get_mut(&pid) {
                     process.comm.clone_from(comm);
@@ -162,11 +162,12 @@ impl Processes {
         std::mem::take(&mut self.changed)
     }
 
-    /// The mappings of a process, if they are known.
+    /// The mappings of a process, if they are known, and since when it runs what they are of.
     #[must_use]
-    pub fn known_mappings(&self, pid: u32) -> Option<&Rc<Vec<Mapping>>> {
-        match &self.by_pid.get(&pid)?.mappings {
-            Mappings::Known(mappings) => Some(mappings),
+    pub fn known_mappings(&self, pid: u32) -> Option<(&Rc<Vec<Mapping>>, u64)> {
+        let process = self.by_pid.get(&pid)?;
+        match &process.mappings {
+            Mappings::Known(mappings) => Some((mappings, process.since_ns)),
             _ => None,
         }
     }
@@ -246,6 +247,7 @@ impl Processes {
         self.next_image += 1;
         let mut process = Process::new(self.next_image, pid, comm.unwrap_or_default(), mappings);
         process.read_ns = read_ns;
+        process.since_ns = read_ns;
         self.changed.insert(pid);
         self.by_pid.insert(pid, process);
     }
@@ -267,14 +269,17 @@ impl Processes {
             return; // the first sample will ask /proc
         };
         self.next_image += 1;
-        self.by_pid.insert(pid, Process::new(self.next_image, pid, comm, mappings));
+        let mut process = Process::new(self.next_image, pid, comm, mappings);
+        process.since_ns = time_ns;
+        self.by_pid.insert(pid, process);
     }
 
-    fn exec(&mut self, pid: u32, comm: &str) {
+    fn exec(&mut self, pid: u32, comm: &str, time_ns: u64) {
         self.changed.insert(pid);
         self.next_image += 1;
         let mappings = Mappings::Known(Rc::default());
         let mut process = Process::new(self.next_image, pid, comm.to_owned(), mappings);
+        process.since_ns = time_ns;
         if let Some(before) = self.by_pid.get(&pid) {
             process.start_ns = before.start_ns;
             process.generation = before.generation + 1;

@@ -28,7 +28,8 @@ const MAGIC: u16 = 0xeb9f;
 const KIND_STRUCT: u32 = 4;
 const KIND_UNION: u32 = 5;
 
-/// Byte offsets of `members` in `struct name`, members of anonymous structs and unions included.
+/// Byte offsets of `members` in `struct name`, members of anonymous structs and unions included; `thread.fsbase` is one
+/// of a struct within.
 ///
 /// # Errors
 /// See [`BtfError`]; a bit-field that starts inside a byte counts as missing.
@@ -47,14 +48,16 @@ pub fn member_offsets<const N: usize>(
         .ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
     let mut offsets = [0; N];
     for (slot, member) in offsets.iter_mut().zip(members) {
-        *slot = reader
-            .find(&structs, root, member, 0)?
-            .filter(|bits| bits % 8 == 0)
-            .map(|bits| bits / 8)
-            .ok_or_else(|| BtfError::NoMember {
-                name: name.to_owned(),
-                member: member.to_owned(),
-            })?;
+        let missing =
+            || BtfError::NoMember { name: name.to_owned(), member: member.to_owned() };
+        let (mut bits, mut within) = (0, Some(root));
+        for part in member.split('.') {
+            let found = reader.find(&structs, within.ok_or_else(missing)?, part, 0)?;
+            let (more, kind) = found.ok_or_else(missing)?;
+            bits += more;
+            within = structs.get(kind as usize).copied().flatten();
+        }
+        *slot = Some(bits).filter(|bits| bits % 8 == 0).ok_or_else(missing)? / 8;
     }
     Ok(offsets)
 }
@@ -133,26 +136,26 @@ impl<'a> Reader<'a> {
         Ok(found)
     }
 
-    /// Bit offset of `member` in `within`; nested anonymous structs are searched, to a depth of 8.
+    /// Bit offset and type of `member` in `within`; nested anonymous structs are searched, to a depth of 8.
     fn find(
         &self,
         types: &[Option<Composite>],
         within: Composite,
         member: &str,
         depth: usize,
-    ) -> Result<Option<u32>, BtfError> {
+    ) -> Result<Option<(u32, u32)>, BtfError> {
         for index in 0..within.member_count {
             let at = within.members_at + index * 12;
             let (name, kind, raw) = (self.word(at)?, self.word(at + 4)?, self.word(at + 8)?);
             let offset = if within.bit_fields { raw & 0x00ff_ffff } else { raw };
             if name != 0 && self.is_name(name, member) {
-                return Ok(Some(offset));
+                return Ok(Some((offset, kind)));
             }
             let inner = types.get(kind as usize).copied().flatten();
             if let (0, Some(inner), true) = (name, inner, depth < 8)
-                && let Some(found) = self.find(types, inner, member, depth + 1)?
+                && let Some((found, kind)) = self.find(types, inner, member, depth + 1)?
             {
-                return Ok(Some(offset + found));
+                return Ok(Some((offset + found, kind)));
             }
         }
         Ok(None)
@@ -200,10 +203,11 @@ mod tests {
     #[test]
     fn the_running_kernel_has_what_the_programs_need() {
         let Ok(btf) = std::fs::read("/sys/kernel/btf/vmlinux") else { return };
-        let [flags, pid, tgid] =
-            member_offsets(&btf, "task_struct", ["flags", "pid", "tgid"]).unwrap();
+        let members = ["flags", "pid", "tgid", "thread", "thread.fsbase"];
+        let [flags, pid, tgid, thread, fsbase] =
+            member_offsets(&btf, "task_struct", members).unwrap();
         assert_eq!(tgid, pid + 4);
-        assert!(flags < pid);
+        assert!(flags < pid && thread < fsbase);
     }
 
     proptest! {

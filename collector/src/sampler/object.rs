@@ -6,7 +6,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 
 use aya::maps::{HashMap, MapData, ProgramArray, RingBuf};
-use aya::programs::{BtfTracePoint, PerfEvent as PerfEventProgram};
+use aya::programs::{BtfTracePoint, PerfEvent as PerfEventProgram, RawTracePoint};
 use aya::{Btf, Ebpf, EbpfLoader};
 use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, Unwind};
 
@@ -100,6 +100,11 @@ impl Object {
         let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
         let walk: &mut PerfEventProgram = program(&mut ebpf, walk)?;
         stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
+        if config.unwind != FRAME_POINTERS {
+            let program: &mut RawTracePoint = program(&mut ebpf, "note_exec")?;
+            program.load().map_err(load_error)?;
+            program.attach("task_rename").map_err(load_error)?;
+        }
         if filter.follow {
             let btf = Btf::from_sys_fs().map_err(load_error)?;
             let program: &mut BtfTracePoint = self::program(&mut ebpf, "follow_fork")?;
@@ -186,8 +191,8 @@ impl Object {
 /// The configuration with the offsets of the running kernel.
 fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
     let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
-    let members = ["flags", "pid", "tgid", "group_leader", "start_boottime"];
-    let [flags, pid, tgid, group_leader, start_boottime] =
+    let members = ["flags", "pid", "tgid", "group_leader", "start_boottime", "thread.fsbase"];
+    let [flags, pid, tgid, group_leader, start_boottime, fsbase] =
         member_offsets(&btf, "task_struct", members)?;
     Ok(Config {
         task_flags: flags,
@@ -195,6 +200,7 @@ fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
         task_tgid: tgid,
         task_group_leader: group_leader,
         task_start_boottime: start_boottime,
+        task_fsbase: fsbase,
         ..filter.config
     })
 }

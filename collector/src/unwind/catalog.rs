@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use stackwire_collector_ebpf::tables::{
     CHUNK, CHUNKS, EXECUTABLES, PAGES, RULES, page_word, pages_word, row, state,
@@ -33,15 +34,33 @@ pub struct Job {
     pub wanted: Vec<Wanted>,
 }
 
-/// What became of tables since the start.
+/// What became of tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Tables in the maps.
+    /// Tables put into the maps.
     pub loaded: u64,
+    /// Of those, compiled and not on disk from before.
+    pub compiled: u64,
+    /// Time that took, failures included, nanoseconds.
+    pub compile_ns: u64,
     /// Executables without one, for good.
     pub failed: u64,
     /// Tables that had to go for others.
     pub evicted: u64,
+}
+
+impl Stats {
+    /// What has come since `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            loaded: self.loaded - before.loaded,
+            compiled: self.compiled - before.compiled,
+            compile_ns: self.compile_ns - before.compile_ns,
+            failed: self.failed - before.failed,
+            evicted: self.evicted - before.evicted,
+        }
+    }
 }
 
 /// The catalog.
@@ -72,13 +91,14 @@ struct Slot {
     heat: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
     Wanting,
     Loading,
     /// First page, pages, first chunk, chunks.
     Ready(u32, u32, u32, u32),
-    Failed,
+    /// Why.
+    Failed(String),
 }
 
 impl Catalog {
@@ -90,7 +110,7 @@ impl Catalog {
             kind: Kind::Unmapped,
             wanted: Vec::new(),
             refs: 1,
-            state: State::Failed,
+            state: State::Failed(String::new()),
             seen: 0,
             heat: 0,
         };
@@ -139,9 +159,16 @@ impl Catalog {
         Some(Job { number: number as u32, kind: slot.kind.clone(), wanted })
     }
 
-    /// Puts a table into the maps, or notes that there is none.
-    pub fn install(&self, number: u32, table: Result<&Table, String>) {
+    /// Puts a table into the maps, or notes that there is none. `compiled`: how long compiling took, if it had to be.
+    pub fn install(
+        &self,
+        number: u32,
+        table: Result<&Table, String>,
+        compiled: Option<Duration>,
+    ) {
         let mut inner = self.lock();
+        inner.stats.compiled += u64::from(compiled.is_some() && table.is_ok());
+        inner.stats.compile_ns += compiled.unwrap_or_default().as_nanos() as u64;
         let placed = table.and_then(|table| inner.place(number, table));
         match placed {
             Ok((state, pages)) => {
@@ -149,9 +176,9 @@ impl Catalog {
                 inner.slots[number as usize].state = state;
                 inner.maps.set_executable(number, pages, state::READY);
             }
-            Err(_) => {
+            Err(why) => {
                 inner.stats.failed += 1;
-                inner.slots[number as usize].state = State::Failed;
+                inner.slots[number as usize].state = State::Failed(why);
                 inner.maps.set_executable(number, 0, state::NONE);
             }
         }
@@ -171,7 +198,17 @@ impl Catalog {
         }
     }
 
-    /// What became of tables.
+    /// Why an executable has no table, if there will be none.
+    #[must_use]
+    pub fn missing(&self, kind: &Kind) -> Option<String> {
+        let inner = self.lock();
+        match &inner.slots[*inner.numbers.get(kind)? as usize].state {
+            State::Failed(why) => Some(why.clone()),
+            _ => None,
+        }
+    }
+
+    /// What became of tables since the start.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.lock().stats

@@ -71,24 +71,23 @@ impl Loader {
     }
 
     fn bring(&self, job: &Job, disk: Option<&Disk>) {
-        let table = self.table(job, disk);
-        self.catalog.install(job.number, table.as_ref().map_err(Clone::clone));
-    }
-
-    fn table(&self, job: &Job, disk: Option<&Disk>) -> Result<Table, String> {
         let build_id = match &job.kind {
             Kind::File { build_id, .. } => build_id.as_slice(),
             _ => &[],
         };
         if let Some(table) = disk.and_then(|disk| disk.get(build_id)) {
-            return Ok(table);
+            self.catalog.install(job.number, Ok(&table), None);
+            return;
         }
+        let started = Instant::now();
         let compiled = self.compile(job);
+        let took = started.elapsed();
         if let (Ok((bytes, _)), Some(disk)) = (&compiled, disk) {
             // Without it the next run compiles again.
             let _ = disk.put(build_id, bytes);
         }
-        compiled.map(|(_, table)| table)
+        let table = compiled.as_ref().map(|(_, table)| table).map_err(Clone::clone);
+        self.catalog.install(job.number, table, Some(took));
     }
 
     fn compile(&self, job: &Job) -> Result<(Vec<u8>, Table), String> {

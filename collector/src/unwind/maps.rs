@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
 use stackwire_collector_ebpf::tables::{
-    EXECUTABLES, Executable, Mapping, PROCESS_SLOTS, RULES, mapping_word,
+    EXECUTABLES, Executable, Mapping, PROCESS_SLOTS, Process, RULES, mapping_word, moment,
 };
 use stackwire_collector_ebpf::unwind::Rule;
 
@@ -48,6 +48,8 @@ pub struct TableMaps {
     generation: Mapped,
 }
 
+/// Bytes of a process's slot.
+const SLOT: usize = size_of::<Process>();
 /// Bytes of an executable's entry.
 const EXECUTABLE: usize = size_of::<Executable>();
 
@@ -58,7 +60,7 @@ const EXECUTABLE: usize = size_of::<Executable>();
 pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps)> {
     let generation = || Mapped::read_write(maps.generation.as_fd(), 8);
     let processes = ProcessMaps {
-        slots: Mapped::read_write(maps.processes.as_fd(), PROCESS_SLOTS as usize * 8)?,
+        slots: Mapped::read_write(maps.processes.as_fd(), PROCESS_SLOTS as usize * SLOT)?,
         generation: generation()?,
         mappings: maps.mappings,
     };
@@ -79,12 +81,13 @@ impl ProcessMaps {
     /// What a slot holds.
     #[must_use]
     pub fn slot(&self, slot: u32) -> u64 {
-        self.slots.atomic(slot as usize * 8).load(Ordering::Relaxed)
+        self.slots.atomic(slot as usize * SLOT).load(Ordering::Relaxed)
     }
 
-    /// Replaces what a slot holds, after all that was written before.
-    pub fn set_slot(&self, slot: u32, word: u64) {
-        self.slots.atomic(slot as usize * 8).store(word, Ordering::Release);
+    /// Replaces what a slot holds, after all that was written before: the word, then since when it is true.
+    pub fn set_slot(&self, slot: u32, word: u64, since_ns: u64) {
+        self.slots.atomic(slot as usize * SLOT).store(word, Ordering::SeqCst);
+        self.slots.atomic(slot as usize * SLOT + 8).store(moment(since_ns), Ordering::SeqCst);
     }
 
     /// Writes mappings: start, end, number of the executable, offset in the file.

@@ -15,7 +15,6 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use self::catalog::Catalog;
@@ -26,6 +25,7 @@ pub use self::maps::Descriptors;
 use self::processes::Published;
 use crate::broker::Broker;
 use crate::process::Processes;
+use crate::process::executable::Kind;
 
 /// How long a capture of single processes waits for their tables before the first sample.
 const WARM_UP: Duration = Duration::from_millis(100);
@@ -46,8 +46,8 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
+    /// Ends the loading thread. It may be waiting for a file that does not come, for seconds: nobody waits for it.
     stop: Arc<AtomicBool>,
-    loader: Option<JoinHandle<()>>,
 }
 
 impl Unwind {
@@ -76,14 +76,14 @@ impl Unwind {
             stop: Arc::clone(&stop),
         };
         let (told, warmed) = mpsc::channel();
-        let loader = std::thread::Builder::new()
+        std::thread::Builder::new()
             .name("tables".to_owned())
             .spawn(move || loader.run(warm.then_some(told)))?;
         if warm {
             // In time or not, sampling begins.
             let _ = warmed.recv_timeout(WARM_UP);
         }
-        Ok(Self { published, catalog, stop, loader: Some(loader) })
+        Ok(Self { published, catalog, stop })
     }
 
     /// Tells the kernel side what has changed.
@@ -96,6 +96,12 @@ impl Unwind {
         self.published.retain(processes);
     }
 
+    /// Why there is no table of an executable, if there will be none.
+    #[must_use]
+    pub fn missing(&self, kind: &Kind) -> Option<String> {
+        self.catalog.missing(kind)
+    }
+
     /// What became of tables so far.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -106,9 +112,5 @@ impl Unwind {
 impl Drop for Unwind {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        if let Some(loader) = self.loader.take() {
-            // It may be waiting for a file that does not come, for seconds: nothing depends on its end.
-            drop(loader);
-        }
     }
 }

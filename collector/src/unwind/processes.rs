@@ -34,9 +34,10 @@ struct Place {
 
 #[derive(Debug)]
 struct Area {
-    /// Keeps the address from being used for others.
-    _mappings: Rc<Vec<Mapping>>,
+    /// Held, so that the address is not used for others.
+    mappings: Rc<Vec<Mapping>>,
     first: u32,
+    /// Those of code that has a file or none, not the kernel's own pages.
     count: u32,
     /// Of executables.
     numbers: Vec<u32>,
@@ -54,8 +55,9 @@ impl Published {
     /// Tells what has changed since the last call.
     pub fn update(&mut self, processes: &mut Processes) {
         for pid in processes.take_changed() {
-            match processes.known_mappings(pid).cloned() {
-                Some(mappings) => self.publish(pid, &mappings),
+            let known = processes.known_mappings(pid);
+            match known.map(|(mappings, since_ns)| (Rc::clone(mappings), since_ns)) {
+                Some((mappings, since_ns)) => self.publish(pid, &mappings, since_ns),
                 None => self.withdraw(pid),
             }
         }
@@ -70,11 +72,8 @@ impl Published {
         }
     }
 
-    fn publish(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>) {
+    fn publish(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>, since_ns: u64) {
         let key = Rc::as_ptr(mappings);
-        if self.by_pid.get(&pid).is_some_and(|place| place.area == key) {
-            return;
-        }
         let before = self.by_pid.get(&pid).map(|place| (place.slot, place.area));
         let slot = before.map(|(slot, _)| slot).or_else(|| self.free_slot(pid));
         let area = slot.and_then(|_| self.area(pid, mappings));
@@ -83,7 +82,7 @@ impl Published {
             self.withdraw(pid);
             return;
         };
-        self.maps.set_slot(slot, process_word(pid, first, count));
+        self.maps.set_slot(slot, process_word(pid, first, count), since_ns);
         self.by_pid.insert(pid, Place { slot, area: key });
         if let Some((_, area)) = before {
             self.release(area);
@@ -92,7 +91,7 @@ impl Published {
 
     fn withdraw(&mut self, pid: u32) {
         if let Some(Place { slot, area }) = self.by_pid.remove(&pid) {
-            self.maps.set_slot(slot, 0);
+            self.maps.set_slot(slot, 0, 0);
             self.release(area);
         }
     }
@@ -135,7 +134,7 @@ impl Published {
             return None;
         }
         let count = rows.len() as u32;
-        let area = Area { _mappings: Rc::clone(mappings), first, count, numbers, users: 1 };
+        let area = Area { mappings: Rc::clone(mappings), first, count, numbers, users: 1 };
         self.areas.insert(key, area);
         Some((first, count))
     }
@@ -158,7 +157,7 @@ impl Published {
         if area.users == 0
             && let Some(area) = self.areas.remove(&key)
         {
-            self.space.give_back(area.first, (area._mappings.len() as u32).max(1));
+            self.space.give_back(area.first, (area.mappings.len() as u32).max(1));
             self.catalog.release(&area.numbers);
         }
     }

@@ -6,6 +6,7 @@ mod plain;
 mod pprof;
 mod pprof_proto;
 mod report;
+mod unwinding;
 
 pub use self::flamegraph::write as flamegraph;
 pub use self::folded::write as folded;

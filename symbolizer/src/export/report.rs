@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Write};
 
 use super::plain::plain;
-use crate::profile::{EndReason, Profile, Quality, Resolution, StackId};
+use super::unwinding;
+use crate::profile::{Profile, Quality, Resolution};
 
 /// Functions listed.
 const TOP: usize = 25;
@@ -17,7 +18,7 @@ pub fn write(profile: &Profile, mut out: impl Write) -> io::Result<()> {
     head(profile, &mut out)?;
     top(profile, &mut out)?;
     coverage(profile, &mut out)?;
-    ends(profile, &mut out)?;
+    unwinding::write(profile, &mut out)?;
     losses(profile, &mut out)?;
     out.flush()
 }
@@ -180,52 +181,6 @@ pub(super) fn sources(profile: &Profile, executable: usize) -> Vec<String> {
     lines
 }
 
-fn ends(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
-    let mut ends: BTreeMap<EndReason, u64> = BTreeMap::new();
-    let mut total = 0;
-    let mut without = 0;
-    for sample in &profile.samples {
-        match sample.key.user {
-            Some(stack) => {
-                *ends.entry(end(profile, stack)).or_default() += sample.count;
-                total += sample.count;
-            }
-            None => without += sample.count,
-        }
-    }
-    writeln!(out, "\n  stacks   share  user stacks ended")?;
-    for (end, samples) in ends {
-        writeln!(out, "{samples:>8} {:>5.1} %  {}", share(samples, total), end.text())?;
-    }
-    if without > 0 {
-        writeln!(out, "{without:>8}          no user stack: kernel threads, tasks ending")?;
-    }
-    Ok(())
-}
-
-/// Where threads begin in glibc and musl. glibc calls `main` without a frame pointer, so that a walk ends
-/// there for want of one, though nothing is missing.
-const FIRST_FUNCTIONS: [&str; 8] = [
-    "_start",
-    "__libc_start_call_main",
-    "__libc_start_main",
-    "__libc_start_main_impl",
-    "libc_start_main_stage2",
-    "start_thread",
-    "clone",
-    "clone3",
-];
-
-fn end(profile: &Profile, stack: StackId) -> EndReason {
-    let stack = &profile.stacks[stack.index()];
-    let first = stack.locations.last().and_then(|&location| profile.lines(location).pop());
-    let begun = first.is_some_and(|line| {
-        let name = line.function.trim_start_matches("__GI_");
-        FIRST_FUNCTIONS.contains(&name) || FIRST_FUNCTIONS.contains(&name.trim_start_matches('_'))
-    });
-    if begun { EndReason::Root } else { stack.end }
-}
-
 fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let (delivered, lost) = (profile.sample_count(), profile.lost_samples());
     match profile.taken {
@@ -247,6 +202,6 @@ fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     Ok(())
 }
 
-fn share(part: u64, total: u64) -> f64 {
+pub(super) fn share(part: u64, total: u64) -> f64 {
     if total == 0 { 0.0 } else { part as f64 * 100.0 / total as f64 }
 }

@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 
 use super::{
     ArtifactHash, Executable, ExecutableId, Location, LocationId, LostReason, Mapping, Origin,
-    Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread, ThreadId,
+    Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread, ThreadId, UnwindTables,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
@@ -132,6 +132,28 @@ impl Builder {
     pub fn lost(&mut self, reason: LostReason, count: u64, samples: bool) {
         let entry = self.profile.lost.entry(reason).or_insert((0, samples));
         entry.0 = entry.0.saturating_add(count);
+    }
+
+    /// Adds to what became of unwind tables.
+    pub fn unwind_tables(&mut self, more: UnwindTables) {
+        let all = &mut self.profile.unwind_tables;
+        for (all, more) in [
+            (&mut all.loaded, more.loaded),
+            (&mut all.compiled, more.compiled),
+            (&mut all.compile_ns, more.compile_ns),
+            (&mut all.failed, more.failed),
+            (&mut all.evicted, more.evicted),
+        ] {
+            *all = all.saturating_add(more);
+        }
+    }
+
+    /// Says why an executable has no unwind table, or that nothing speaks against one.
+    pub fn unwind_missing(&mut self, executable: ExecutableId, why: Option<String>) {
+        match why {
+            Some(why) => self.profile.unwind_missing.insert(executable, why),
+            None => self.profile.unwind_missing.remove(&executable),
+        };
     }
 
     /// Adds to what the kernel took; a capture without an end makes the total unknown.

@@ -301,6 +301,21 @@ impl LostReason {
     }
 }
 
+/// What became of the collector's unwind tables.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnwindTables {
+    /// Put to use.
+    pub loaded: u64,
+    /// Of those, compiled and not kept from an earlier run.
+    pub compiled: u64,
+    /// Time that took, nanoseconds.
+    pub compile_ns: u64,
+    /// Executables without one.
+    pub failed: u64,
+    /// Dropped to make room for others.
+    pub evicted: u64,
+}
+
 /// How and where a profile was taken.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
@@ -420,6 +435,10 @@ pub struct Profile {
     pub samples: Vec<Sample>,
     /// What was lost, with whether it counts samples.
     pub lost: BTreeMap<LostReason, (u64, bool)>,
+    /// What became of unwind tables.
+    pub unwind_tables: UnwindTables,
+    /// By executable, why it had no unwind table at last.
+    pub unwind_missing: BTreeMap<ExecutableId, String>,
     /// Samples the kernel took; unknown when the capture was cut.
     pub taken: Option<u64>,
     /// What is wrong with the capture, for the report.

@@ -1,0 +1,113 @@
+//! The report's part on unwinding: how user stacks ended, and in whose code those that are not whole.
+
+use std::collections::{BTreeMap, HashSet};
+use std::io::{self, Write};
+
+use super::plain::plain;
+use super::report::share;
+use crate::profile::{EndReason, ExecutableId, Profile, StackId, UnwindTables};
+
+/// Executables listed.
+const TOP: usize = 25;
+
+/// Writes it.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    #[derive(Default)]
+    struct Row {
+        /// Stacks through it.
+        stacks: u64,
+        /// Of those, whole.
+        roots: u64,
+        /// Of those, such as end in it before the root.
+        ends: BTreeMap<EndReason, u64>,
+    }
+    let mut ends: BTreeMap<EndReason, u64> = BTreeMap::new();
+    let mut rows: BTreeMap<ExecutableId, Row> = BTreeMap::new();
+    let (mut total, mut without) = (0, 0);
+    for sample in &profile.samples {
+        let Some(stack) = sample.key.user else {
+            without += sample.count;
+            continue;
+        };
+        let end = end(profile, stack);
+        *ends.entry(end).or_default() += sample.count;
+        total += sample.count;
+        let frames = &profile.stacks[stack.index()].locations;
+        let executables = frames.iter().map(|at| profile.locations[at.index()].executable);
+        for executable in executables.clone().collect::<HashSet<_>>() {
+            let row = rows.entry(executable).or_default();
+            row.stacks += sample.count;
+            row.roots += if end == EndReason::Root { sample.count } else { 0 };
+        }
+        if let Some(last) = executables.last().filter(|_| end != EndReason::Root) {
+            *rows.entry(last).or_default().ends.entry(end).or_default() += sample.count;
+        }
+    }
+    writeln!(out, "\n  stacks   share  user stacks ended")?;
+    for (end, samples) in ends {
+        writeln!(out, "{samples:>8} {:>5.1} %  {}", share(samples, total), end.text())?;
+    }
+    if without > 0 {
+        writeln!(out, "{without:>8}          no user stack: kernel threads, tasks ending")?;
+    }
+    let mut rows: Vec<_> = rows.into_iter().collect();
+    rows.sort_by(|a, b| b.1.stacks.cmp(&a.1.stacks).then(a.0.cmp(&b.0)));
+    if !rows.is_empty() {
+        writeln!(out, "\n  stacks to root  user stacks through")?;
+    }
+    for (executable, row) in rows.iter().take(TOP) {
+        let name = profile.executables[executable.index()].name();
+        let roots = share(row.roots, row.stacks);
+        writeln!(out, "{:>8} {roots:>5.1} %  {}", row.stacks, plain(&name))?;
+        for (&end, &samples) in &row.ends {
+            let share = share(samples, row.stacks);
+            writeln!(out, "                    {share:.1} % end here: {}", end.text())?;
+        }
+        if let Some(why) = profile.unwind_missing.get(executable) {
+            writeln!(out, "                    no unwind table: {}", plain(why))?;
+        }
+    }
+    if rows.len() > TOP {
+        writeln!(out, "                  {} more", rows.len() - TOP)?;
+    }
+    tables(&profile.unwind_tables, out)
+}
+
+fn tables(tables: &UnwindTables, out: &mut impl Write) -> io::Result<()> {
+    if *tables == UnwindTables::default() {
+        return Ok(());
+    }
+    let UnwindTables { loaded, compiled, compile_ns, failed, evicted } = *tables;
+    writeln!(
+        out,
+        "\nunwind tables: {loaded} loaded, {compiled} of them compiled in {:.0} ms; {failed} could not be had, {evicted} evicted",
+        compile_ns as f64 / 1e6
+    )
+}
+
+/// Where threads begin in glibc and musl. glibc calls `main` without a frame pointer, so that a walk ends
+/// there for want of one, though nothing is missing.
+const FIRST_FUNCTIONS: [&str; 8] = [
+    "_start",
+    "__libc_start_call_main",
+    "__libc_start_main",
+    "__libc_start_main_impl",
+    "libc_start_main_stage2",
+    "start_thread",
+    "clone",
+    "clone3",
+];
+
+fn end(profile: &Profile, stack: StackId) -> EndReason {
+    let stack = &profile.stacks[stack.index()];
+    let first = stack.locations.last().and_then(|&location| profile.lines(location).pop());
+    let begun = first.is_some_and(|line| {
+        let name = line.function.trim_start_matches("__GI_");
+        FIRST_FUNCTIONS.contains(&name) || FIRST_FUNCTIONS.contains(&name.trim_start_matches('_'))
+    });
+    if begun { EndReason::Root } else { stack.end }
+}
+

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds a program there: in QEMU, without KVM, from an
+# initial RAM disk that holds the collector and one static program. The capture comes out over the serial line.
+# usage: tests/kernels.sh DIR    DIR: where the binaries are
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(cd "$1" && pwd)
+work=$here/../target/kernels
+mkdir -p "$work" && work=$(cd "$work" && pwd)
+
+skip() {
+  echo "SKIPPED tests/kernels.sh: $1" >&2
+  [ -z "${STACKWIRE_NO_SKIP:-}" ] || exit 1
+  exit 0
+}
+
+declare -A packages=([qemu-system-x86_64]=qemu-system-x86 [busybox]=busybox-static [cpio]=cpio)
+missing=()
+for command in "${!packages[@]}"; do command -v "$command" >/dev/null || missing+=("${packages[$command]}"); done
+if [ ${#missing[@]} -gt 0 ]; then
+  [ "$(id -u)" = 0 ] || skip "not installed, and not allowed to install: ${missing[*]}"
+  apt-get -o DPkg::Lock::Timeout=600 -q update >/dev/null || true
+  DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -qy --no-install-recommends "${missing[@]}" >/dev/null \
+    || skip "could not install ${missing[*]}"
+fi
+
+# The newest of a series that apt knows; 6.12 is in bookworm-backports.
+kernel() { # SERIES
+  local image=$work/vmlinuz-$1
+  if [ ! -e "$image" ]; then
+    local package; package=$(apt-cache pkgnames "linux-image-$1." | grep -- '-cloud-amd64$' | sort -V | tail -1)
+    [ -n "$package" ] || return 1
+    local to; to=$(mktemp -d "$work/deb.XXXXXX")
+    (cd "$to" && apt-get -q -o APT::Sandbox::User=root download "$package" >/dev/null && dpkg-deb -x ./*.deb .) || return 1
+    mv "$to"/boot/vmlinuz-* "$image"
+    rm -r "$to"
+  fi
+  echo "$image"
+}
+
+program=$work/unwind_static
+gcc -O2 -g -static -o "$program" "$here/fixtures/unwind.c"
+root=$(mktemp -d "$work/root.XXXXXX")
+trap 'rm -rf "$root"' EXIT
+mkdir -p "$root"/{bin,proc,sys,tmp,dev} "$root$work"
+cp "$(command -v busybox)" "$root/bin/busybox"
+cp "$out/stackwire-collector" "$root/bin/"
+strip --strip-debug "$root/bin/stackwire-collector"
+# At its path here, so that its symbols are found.
+cp "$program" "$root$program"
+cat >"$root/init" <<E2
+#!/bin/busybox sh
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t sysfs sys /sys
+/bin/busybox mount -t devtmpfs dev /dev
+$program >/dev/null &
+program=\$!
+/bin/busybox sleep 1
+/bin/stackwire-collector --profile --pid \$program --sample-rate 199 --duration 5s --output /tmp/x.stackwire
+echo "exit code \$?"
+echo BEGIN
+/bin/busybox base64 /tmp/x.stackwire
+echo END
+/bin/busybox poweroff -f
+E2
+chmod +x "$root/init"
+(cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) >"$work/initrd.gz"
+
+for series in 6.1 6.12; do
+  image=$(kernel "$series") || skip "no Debian kernel $series to be had"
+  log=$work/$series.log
+  timeout 600 qemu-system-x86_64 -accel tcg -m 768 -smp 2 -nographic -no-reboot -nic none -kernel "$image" \
+    -initrd "$work/initrd.gz" -append "console=ttyS0 quiet panic=-1" >"$log" 2>&1 </dev/null || true
+  sed -n '/^BEGIN/,/^END/p' "$log" | tr -d '\r' | sed '1d;$d' | base64 -d >"$work/$series.stackwire" || true
+  [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
+  "$out/stackwire" report "$work/$series.stackwire" >"$work/$series.txt"
+  release=$(sed -n '1s/.* on [^ ]* (\([^ ]*\) .*/\1/p' "$work/$series.txt")
+  whole=$(awk '/reached the thread.s root$/ { print $2 }' "$work/$series.txt")
+  samples=$(awk 'NR == 1 { print $1 }' "$work/$series.txt")
+  echo "kernel $release: $samples samples, ${whole:-0} % of the user stacks are whole"
+  awk -v whole="${whole:-0}" -v samples="$samples" 'BEGIN { exit !(whole >= 99 && samples >= 200) }' || {
+    cat "$work/$series.txt" >&2
+    echo "kernel $release: too few whole stacks" >&2
+    exit 1
+  }
+done

@@ -1,0 +1,326 @@
+//! Unwinding by tables in the kernel, live: whole stacks of programs without frame pointers, mappings that change under
+//! it, executables that lie.
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire};
+
+/// Share of user stacks that reached their thread's root, in percent, of a report.
+fn complete(report: &str) -> f64 {
+    let line = report.lines().find(|line| line.ends_with("reached the thread's root"));
+    let share = line.and_then(|line| line.split_whitespace().nth(1)).map(str::parse);
+    share.unwrap_or(Ok(0.0)).unwrap()
+}
+
+/// Records at 997 Hz; the report, and the profile.
+#[track_caller]
+fn recorded(what: &[&str], cache: &Path) -> (String, Pprof) {
+    let mut record = Command::new(binary("stackwire"));
+    record.args(["record", "--profile"]);
+    read(&mut record, "--capture", what, cache)
+}
+
+/// Likewise, of several processes.
+#[track_caller]
+fn collected(pids: impl Iterator<Item = u32>, duration: &str, cache: &Path) -> (String, Pprof) {
+    let mut what: Vec<String> = pids.map(|pid| format!("--pid={pid}")).collect();
+    what.push(format!("--duration={duration}"));
+    let what: Vec<&str> = what.iter().map(String::as_str).collect();
+    read(&mut Command::new(binary("stackwire-collector")), "--output", &what, cache)
+}
+
+#[track_caller]
+fn read(command: &mut Command, capture: &str, what: &[&str], cache: &Path) -> (String, Pprof) {
+    let directory = tempfile::tempdir().unwrap();
+    let [file, output] = ["x.stackwire", "x.pb.gz"].map(|name| directory.path().join(name));
+    command.arg("--sample-rate=997").arg(capture).arg(&file).args(what);
+    Ran::of(command.current_dir(&directory).env("XDG_CACHE_HOME", cache)).succeeded();
+    let resolve = ["resolve".as_ref(), file.as_os_str(), "-o".as_ref()];
+    stackwire(resolve.into_iter().chain([output.as_os_str()])).succeeded();
+    (report(&file), Pprof::read(&output))
+}
+
+#[track_caller]
+fn assert_complete(name: &str, report: &str, least: f64) {
+    let share = complete(report);
+    eprintln!("{name}: {share} % of the stacks are whole");
+    assert!(share >= least, "{name}: only {share} % of the stacks are whole:\n{report}");
+}
+
+#[test]
+fn stacks_of_running_programs_are_whole() {
+    if !privileged() {
+        return;
+    }
+    let cache = tempfile::tempdir().unwrap();
+    let mut programs: Vec<(&str, Command)> = Vec::new();
+    for (name, path) in build::unwind_corpus() {
+        programs.push((name, Command::new(path)));
+    }
+    for program in [build::inlined_cc_release(), build::inlined_rs_release()] {
+        let mut command = Command::new(program);
+        command.arg("60");
+        programs.push((program.file_name().unwrap().to_str().unwrap(), command));
+    }
+    let mut python = Command::new("python3");
+    python.args(["-c", "print('ready', flush=True)\nimport json\n\
+        while True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])"]);
+    programs.push(("python3", python));
+    let mut node = Command::new("node");
+    let script = tempfile::tempdir().unwrap();
+    node.current_dir(script.path());
+    node.args(["-e", "console.log('ready');\n\
+        function sorted(n) { return Array.from({length: n}, (_, i) => i * 7919 % 1000).sort((a, b) => a - b); }\n\
+        function text() { return JSON.stringify(sorted(500).map(x => ({key: 'k' + x}))).replace(/k(\\d)/g, '$1'); }\n\
+        for (;;) text();"]);
+    programs.push(("node", node));
+    programs.push(("go", Command::new(build::unwind_go())));
+    for (name, mut command) in programs {
+        let running = Running::start(&mut command);
+        let pid = format!("--pid={}", running.pid());
+        // The children of vfork and fork are part of what it does.
+        let (report, _) = recorded(&[&pid, "--follow", "--duration=4s"], cache.path());
+        let least = if name == "node" || name == "go" { 98.0 } else { 99.5 };
+        assert_complete(name, &report, least);
+    }
+}
+
+/// The second time, when tables are on disk: what a command is worth recording for is not its first moment.
+#[test]
+fn stacks_of_commands_are_whole() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let mut source = String::from("#include <stdio.h>\n");
+    for index in 0..2500 {
+        source += &format!("int f{index}(int x) {{ int s = {index}; for (int i = 0; i < x; i++) s += printf(\"%d\", i * s) ^ (s << {}); return s; }}\n", index % 13);
+    }
+    std::fs::write(at("large.c"), source).unwrap();
+    let mut state = 1u64;
+    let numbers: String = (0..900_000)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            format!("{}\n", state >> 33)
+        })
+        .collect();
+    std::fs::write(at("numbers"), numbers).unwrap();
+    let commands: [(&str, Vec<String>); 5] = [
+        ("dd", ["dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=4000000", "status=none"].map(str::to_owned).into()),
+        ("gzip", vec!["gzip".into(), "-9kf".into(), at("numbers")]),
+        ("sort", vec!["sort".into(), "-o".into(), at("sorted"), at("numbers")]),
+        ("sqlite3", vec![
+            "sqlite3".into(),
+            ":memory:".into(),
+            "with recursive n(i) as (select 1 union all select i + 1 from n where i < 1500000) \
+             select count(distinct printf('%d', i * 7919 % 100003)) from n;".into(),
+        ]),
+        ("gcc", vec!["gcc".into(), "-O2".into(), "-c".into(), "-o".into(), at("large.o"), at("large.c")]),
+    ];
+    for (name, command) in commands {
+        let mut arguments = vec!["--"];
+        arguments.extend(command.iter().map(String::as_str));
+        recorded(&arguments, directory.path());
+        let (report, _) = recorded(&arguments, directory.path());
+        assert_complete(name, &report, 99.0);
+    }
+}
+
+#[test]
+fn stacks_of_postgresql_under_pgbench_are_whole() {
+    let bin = Path::new("/usr/lib/postgresql/15/bin");
+    if !privileged() || !crate::support::can("PostgreSQL", bin.join("postgres").is_file()) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let data = directory.path().join("data");
+    std::fs::create_dir(&data).unwrap();
+    let as_user = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups", "env", "LC_ALL=C"]);
+        command.arg(format!("PATH={}:/usr/bin:/bin", bin.display()));
+        command.args(arguments).current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
+    run(Command::new("chown").arg("postgres").args([&data, directory.path()]));
+    let socket = directory.path().to_str().unwrap();
+    let place = data.to_str().unwrap();
+    run(&mut as_user(&["initdb", "-D", place, "-A", "trust", "--no-sync"]));
+    let options = format!("-c listen_addresses= -c unix_socket_directories={socket} -c fsync=off");
+    run(&mut as_user(&["pg_ctl", "-D", place, "-w", "-o", &options, "start"]));
+    // Stopped however the test ends.
+    struct Stop<F: FnMut()>(F);
+    impl<F: FnMut()> Drop for Stop<F> {
+        fn drop(&mut self) {
+            self.0();
+        }
+    }
+    let _stop = Stop(|| {
+        let _ = as_user(&["pg_ctl", "-D", place, "-m", "immediate", "stop"]).status();
+    });
+    run(&mut as_user(&["pgbench", "-h", socket, "-i", "-s", "3", "postgres"]));
+    let mut load = as_user(&["pgbench", "-h", socket, "-c", "2", "-T", "8", "postgres"]).spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let output = Command::new("pgrep").args(["-u", "postgres", "-f", "postgres"]).output().unwrap();
+    let pids = String::from_utf8(output.stdout).unwrap();
+    let pids = pids.lines().map(|pid| pid.parse().unwrap());
+    let (report, profile) = collected(pids, "4s", directory.path());
+    load.wait().unwrap();
+    assert!(profile.count() > 1000, "{} samples", profile.count());
+    assert_complete("postgres", &report, 99.5);
+}
+
+#[test]
+fn a_process_with_five_thousand_mappings() {
+    if !privileged() {
+        return;
+    }
+    let cache = tempfile::tempdir().unwrap();
+    let program = build::many();
+    // Mapped before the capture and, as a child, in it.
+    let running = Running::start(Command::new(program).args(["5000", "20"]));
+    let pid = format!("--pid={}", running.pid());
+    let (report, profile) = recorded(&[&pid, "--duration=2s"], cache.path());
+    assert_complete("5,000 mappings", &report, 99.5);
+    assert_stacks(&profile, "spin", &["spin", "run", "main"]);
+    drop(running);
+    let path = program.to_str().unwrap();
+    let (_, profile) = recorded(&["--", path, "5000", "3"], cache.path());
+    assert_stacks(&profile, "spin", &["spin", "run", "main"]);
+}
+
+/// Stacks with this leaf begin like this; those of a process that is too young may be cut, none is wrong.
+#[track_caller]
+fn assert_stacks(profile: &Pprof, leaf: &str, expected: &[&str]) {
+    let (mut whole, mut all) = (0, 0);
+    for sample in &profile.samples {
+        let functions = profile.functions(sample);
+        if functions.first() != Some(&leaf) {
+            continue;
+        }
+        all += sample.count;
+        whole += if functions.starts_with(expected) { sample.count } else { 0 };
+        assert!(
+            functions.starts_with(expected) || expected.starts_with(&functions),
+            "{functions:?} is no stack of this program"
+        );
+    }
+    assert!(all > 0 && whole * 100 >= all * 50, "{whole} of {all} stacks in {leaf} are whole");
+}
+
+#[test]
+fn programs_that_become_each_other_never_share_a_stack() {
+    if !privileged() {
+        return;
+    }
+    let cache = tempfile::tempdir().unwrap();
+    let [one, two] = build::hops().each_ref().map(|path| path.to_str().unwrap());
+    let (_, profile) = recorded(&["--", one, two, "150"], cache.path());
+    for name in ["one", "two"] {
+        let of = |what: &str| format!("{name}_{what}");
+        let expected = [of("leaf"), of("middle"), of("top"), "main".to_owned()];
+        assert_stacks(&profile, &expected[0], &expected.each_ref().map(String::as_str));
+    }
+}
+
+/// Copies of a program whose call frame information lies, or whose file is not what it was: each costs its own frames
+/// alone, and the report says why.
+#[test]
+fn executables_that_lie_cost_their_own_frames_alone() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let (_, honest) = &build::unwind_corpus()[0];
+    let copy = |name: &str| -> PathBuf {
+        let path = directory.path().join(name);
+        std::fs::copy(honest, &path).unwrap();
+        path
+    };
+    let section = |name: &str| {
+        let bytes = std::fs::read(honest).unwrap();
+        let elf = object::File::parse(&*bytes).unwrap();
+        use object::{Object, ObjectSection};
+        let section = elf.section_by_name(name).unwrap();
+        (section.file_range().unwrap(), section.index().0)
+    };
+    let ((offset, size), index) = section(".eh_frame");
+    let patch = |path: &Path, at: u64, bytes: &[u8]| {
+        // Another build-id than that of the honest one, whose table would do.
+        let ((id, _), _) = section(".note.gnu.build-id");
+        let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        let name = path.file_name().unwrap().as_encoded_bytes();
+        file.write_all_at(&name[..name.len().min(20)], id + 16).unwrap();
+        file.write_all_at(bytes, at).unwrap();
+    };
+    let mut programs = vec![(copy("honest"), true)];
+    // Random bytes, all of them and some of them.
+    let mut state = 7u64;
+    let mut random = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 56) as u8
+    };
+    let path = copy("noise");
+    patch(&path, offset, &(0..size).map(|_| random()).collect::<Vec<_>>());
+    programs.push((path, false));
+    for number in 0..6 {
+        let path = copy(&format!("flip{number}"));
+        for _ in 0..40 {
+            let at = u64::from(random()) << 8 | u64::from(random());
+            patch(&path, offset + at % size, &[random()]);
+        }
+        programs.push((path, false));
+    }
+    // The section's header: its size is the sixth field of eight bytes each, behind two of four.
+    let header = u64::from_le_bytes(std::fs::read(honest).unwrap()[40..48].try_into().unwrap());
+    for (name, size) in [("huge", u64::MAX >> 1), ("large", 1 << 33)] {
+        let path = copy(name);
+        patch(&path, header + index as u64 * 64 + 32, &size.to_le_bytes());
+        programs.push((path, false));
+    }
+    let path = copy("sparse");
+    patch(&path, 0, b"\x7f");
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10 << 30).unwrap();
+    programs.push((path, true));
+    for (name, how) in [("replaced", 0), ("fifo", 1)] {
+        let path = copy(name);
+        patch(&path, 0, b"\x7f");
+        programs.push((path, true));
+        let _ = how;
+    }
+    let running: Vec<Running> =
+        programs.iter().map(|(path, _)| Running::start(Command::new(path).arg("sort"))).collect();
+    // What was mapped is found all the same: not by its path.
+    let replaced = directory.path().join("replaced");
+    let short = directory.path().join("short");
+    std::fs::write(&short, &std::fs::read(honest).unwrap()[..3000]).unwrap();
+    std::fs::rename(short, &replaced).unwrap();
+    let fifo = directory.path().join("fifo");
+    std::fs::remove_file(&fifo).unwrap();
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+
+    let pids = running.iter().map(Running::pid);
+    let (report, profile) = collected(pids, "5s", &directory.path().join("cache"));
+    let taken: u64 = profile.count();
+    assert!(report.contains(&format!("samples taken {taken} = {taken} in the profile + 0 lost")), "{report}");
+    let line = |path: &Path| {
+        let name = path.display().to_string();
+        let at = report.lines().position(|line| line.ends_with(&name) && line.contains('%') && !line.contains("dwarf"));
+        let after = report.lines().skip(at.unwrap_or_else(|| panic!("{name} is not in {report}")));
+        after.take(4).collect::<Vec<_>>()
+    };
+    for (path, whole) in &programs {
+        let lines = line(path);
+        let share: f64 = lines[0].split_whitespace().nth(1).unwrap().parse().unwrap();
+        eprintln!("{}: {share} %", path.file_name().unwrap().display());
+        assert!(!whole || share >= 99.0, "{}: {lines:?}", path.display());
+    }
+    for name in ["noise", "huge", "large"] {
+        let said = report.lines().any(|line| line.contains("no unwind table: "));
+        assert!(said, "{name} has no reason in {report}");
+    }
+}
