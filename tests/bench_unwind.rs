@@ -27,7 +27,9 @@ fn main() -> Result<()> {
     let binaries =
         PathBuf::from(std::env::args().nth(1).ok_or("usage: bench-unwind DIRECTORY-OF-BINARIES")?);
     let directory = tempfile::tempdir()?;
-    println!("| program | recorded by | whole stacks | samples | lost | bytes written | CPU of the recorder |\n|---|---|---|---|---|---|---|");
+    println!(
+        "| program | recorded by | whole stacks | samples | lost | bytes written | CPU of the recorder |\n|---|---|---|---|---|---|---|"
+    );
     for (name, mut command) in programs(directory.path())? {
         let program = Started::new(command.stdout(Stdio::null()).stderr(Stdio::null()))?;
         std::thread::sleep(Duration::from_millis(300));
@@ -59,7 +61,8 @@ impl Drop for Started {
 fn built(directory: &Path, name: &str, compiler: &[&str], source: &str) -> Result<PathBuf> {
     let out = directory.join(name);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(source);
-    let status = Command::new(compiler[0]).args(&compiler[1..]).arg(source).arg("-o").arg(&out).status()?;
+    let status =
+        Command::new(compiler[0]).args(&compiler[1..]).arg(source).arg("-o").arg(&out).status()?;
     status.success().then_some(out).ok_or_else(|| format!("{compiler:?} failed").into())
 }
 
@@ -72,7 +75,8 @@ fn programs(directory: &Path) -> Result<Vec<(&'static str, Command)>> {
         command.args(arguments);
         command
     };
-    let python = "import json\nwhile True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])";
+    let python =
+        "import json\nwhile True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])";
     Ok(vec![
         ("C, -O2", Command::new(c)),
         ("C++, -O2", command(&cpp, &["600"])),
@@ -98,11 +102,26 @@ fn compare(binaries: &Path, directory: &Path, pid: u32) -> Result<Vec<String>> {
         let told = Told::of(&capture)?;
         let bytes = std::fs::metadata(&capture)?.len();
         let whole = share(told.roots(), told.user);
-        rows.push(format!("--unwind {unwind} | {whole:.1} % | {} | {} | {bytes} | {cpu:.2} s", told.samples, told.lost));
+        rows.push(format!(
+            "--unwind {unwind} | {whole:.1} % | {} | {} | {bytes} | {cpu:.2} s",
+            told.samples, told.lost
+        ));
     }
     let data = directory.join("perf.data");
     let mut perf = Command::new("perf");
-    perf.args(["record", "-q", "-e", "cpu-clock", "-F", "997", "--call-graph", "dwarf", "-p", &pid, "-o"]);
+    perf.args([
+        "record",
+        "-q",
+        "-e",
+        "cpu-clock",
+        "-F",
+        "997",
+        "--call-graph",
+        "dwarf",
+        "-p",
+        &pid,
+        "-o",
+    ]);
     perf.arg(&data).args(["--", "sleep", SECONDS]);
     let cpu = cpu_of(&mut perf)?;
     let bytes = std::fs::metadata(&data)?.len();
@@ -199,7 +218,8 @@ impl Told {
                     }
                 }
                 Some(Body::End(end)) => {
-                    told.lost = end.lost.iter().filter(|lost| lost.samples).map(|lost| lost.count).sum();
+                    told.lost =
+                        end.lost.iter().filter(|lost| lost.samples).map(|lost| lost.count).sum();
                 }
                 _ => {}
             }
@@ -223,7 +243,8 @@ fn crowd(binaries: &Path, directory: &Path) -> Result<()> {
     let program = built(directory, "crowd", &["gcc", "-O2", "-static"], "unwind.c")?;
     let bytes = std::fs::read(&program)?;
     let note = [4u32, 20, 3].map(u32::to_le_bytes).concat();
-    let at = bytes.windows(16).position(|bytes| bytes[..12] == note[..] && &bytes[12..] == b"GNU\0");
+    let at =
+        bytes.windows(16).position(|bytes| bytes[..12] == note[..] && &bytes[12..] == b"GNU\0");
     let at = at.ok_or("no build-id")? as u64 + 16;
     let mut started = Vec::new();
     for number in 0..PROCESSES {
@@ -236,7 +257,9 @@ fn crowd(binaries: &Path, directory: &Path) -> Result<()> {
         started.push(Started::new(Command::new(copy).arg("crowd").stdout(Stdio::null()))?);
     }
     std::thread::sleep(Duration::from_secs(2));
-    println!("\n| {PROCESSES} processes of {EXECUTABLES} executables, `-a`, 997 Hz | tables on disk: none | all |\n|---|---|---|");
+    println!(
+        "\n| {PROCESSES} processes of {EXECUTABLES} executables, `-a`, 997 Hz | tables on disk: none | all |\n|---|---|---|"
+    );
     let mut columns = Vec::new();
     for _ in 0..2 {
         let capture = directory.join("crowd.stackwire");
@@ -268,7 +291,10 @@ fn crowd(binaries: &Path, directory: &Path) -> Result<()> {
                 let missed = matches!(end, EndReason::NoTableYet | EndReason::NoMappingsYet);
                 (all + 1, found + u64::from(!missed))
             });
-            rows.push((format!("samples with their tables, second {}, %", second + 1), share(found, all)));
+            rows.push((
+                format!("samples with their tables, second {}, %", second + 1),
+                share(found, all),
+            ));
         }
         columns.push(rows);
     }
@@ -281,7 +307,9 @@ fn crowd(binaries: &Path, directory: &Path) -> Result<()> {
 /// `--pid` on a program of 100 MB whose table is on disk.
 fn large(binaries: &Path, directory: &Path) -> Result<()> {
     let program = Started::new(
-        Command::new("node").args(["-e", "for (;;) JSON.stringify({a: [1, 2, 3]});"]).current_dir(directory),
+        Command::new("node")
+            .args(["-e", "for (;;) JSON.stringify({a: [1, 2, 3]});"])
+            .current_dir(directory),
     )?;
     std::thread::sleep(Duration::from_millis(500));
     let size = std::fs::metadata(format!("/proc/{}/exe", program.0.id()))?.len();
@@ -290,8 +318,14 @@ fn large(binaries: &Path, directory: &Path) -> Result<()> {
     for _ in 0..6 {
         let begun = monotonic_ns();
         let mut command = Command::new(binaries.join("stackwire-collector"));
-        command.arg(format!("--pid={}", program.0.id())).args(["--sample-rate=997", "--duration=300ms"]);
-        command.arg("--output").arg(&capture).arg("--unwind-cache-dir").arg(directory.join("large-tables"));
+        command
+            .arg(format!("--pid={}", program.0.id()))
+            .args(["--sample-rate=997", "--duration=300ms"]);
+        command
+            .arg("--output")
+            .arg(&capture)
+            .arg("--unwind-cache-dir")
+            .arg(directory.join("large-tables"));
         cpu_of(&mut command)?;
         let told = Told::of(&capture)?;
         let first = told.order.first().ok_or("no samples")?.0;

@@ -42,21 +42,20 @@ program=$work/unwind_static
 gcc -O2 -g -static -o "$program" "$here/fixtures/unwind.c"
 root=$(mktemp -d "$work/root.XXXXXX")
 trap 'rm -rf "$root"' EXIT
-mkdir -p "$root"/{bin,proc,sys,tmp,dev} "$root$work"
+mkdir -p "$root"/{bin,proc,sys,tmp,dev}
 cp "$(command -v busybox)" "$root/bin/busybox"
 cp "$out/stackwire-collector" "$root/bin/"
 strip --strip-debug "$root/bin/stackwire-collector"
-# At its path here, so that its symbols are found.
-cp "$program" "$root$program"
+cp "$program" "$root/bin/unwind"
 cat >"$root/init" <<E2
 #!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t sysfs sys /sys
 /bin/busybox mount -t devtmpfs dev /dev
-$program >/dev/null &
+/bin/unwind >/dev/null &
 program=\$!
 /bin/busybox sleep 1
-/bin/stackwire-collector --profile --pid \$program --sample-rate 199 --duration 5s --output /tmp/x.stackwire
+/bin/stackwire-collector --pid \$program --sample-rate 199 --duration 5s --share-executables always --output /tmp/x.stackwire
 echo "exit code \$?"
 echo BEGIN
 /bin/busybox base64 /tmp/x.stackwire
@@ -78,6 +77,7 @@ for series in 6.1 6.12; do
   whole=$(awk '/reached the thread.s root$/ { print $2 }' "$work/$series.txt")
   samples=$(awk 'NR == 1 { print $1 }' "$work/$series.txt")
   echo "kernel $release: $samples samples, ${whole:-0} % of the user stacks are whole"
+  grep -q ' burn \[unwind\]' "$work/$series.txt" || { cat "$work/$series.txt" >&2; echo "kernel $release: no names" >&2; exit 1; }
   awk -v whole="${whole:-0}" -v samples="$samples" 'BEGIN { exit !(whole >= 99 && samples >= 200) }' || {
     cat "$work/$series.txt" >&2
     echo "kernel $release: too few whole stacks" >&2

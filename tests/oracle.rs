@@ -262,9 +262,7 @@ where
         section.fde_from_offset(bases, S::Offset::from(at), S::cie_from_offset).map_err(error)?;
     let encoding = fde.cie().encoding();
     let mut context = UnwindContext::new();
-    let row = fde
-        .unwind_info_for_address(section, bases, &mut context, address)
-        .map_err(error)?;
+    let row = fde.unwind_info_for_address(section, bases, &mut context, address).map_err(error)?;
     let before = *registers;
     let evaluate = |expression: UnwindExpression<usize>, first: Option<u64>| {
         evaluate(stopped, expression, section, encoding, first, &before)
@@ -346,8 +344,18 @@ const EXPLAINED: &[(&str, &str, &str, &str)] = &[
         "changes stacks",
         "call frame information cannot say how; ours follows to the goroutine's stack, or ends at the scheduler's root",
     ),
-    ("java", "", "no rule", "an interrupted frame of compiled Java: frame pointers, and no word of them anywhere"),
-    ("", "no rule", "no rule", "assembly without call frame information: where its caller's frame is, nothing says"),
+    (
+        "java",
+        "",
+        "no rule",
+        "an interrupted frame of compiled Java: frame pointers, and no word of them anywhere",
+    ),
+    (
+        "",
+        "no rule",
+        "no rule",
+        "assembly without call frame information: where its caller's frame is, nothing says",
+    ),
 ];
 
 /// What comparing came to.
@@ -388,7 +396,8 @@ impl Tally {
         self.equal += equal as u64;
         if equal < all || ours.end != "root" {
             let whether = if equal < all { "frames differ" } else { "equal frames" };
-            let text = format!("{name}: {whether}, ours to {}, theirs to {}: {why}", ours.end, theirs.end);
+            let text =
+                format!("{name}: {whether}, ours to {}, theirs to {}: {why}", ours.end, theirs.end);
             *self.others.entry(text).or_default() += 1;
         }
     }
@@ -457,7 +466,8 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     take("python3", Command::new("python3").args(["-c", PYTHON]), 1_500);
     take("node", Command::new("node").current_dir(&directory).args(["-e", NODE]), 1_000);
     take("go", &mut Command::new(build::unwind_go()), 1_000);
-    let speed = "echo ready; exec openssl speed -seconds 60 sha256 aes-256-gcm rsa2048 ecdhp256 2>&1";
+    let speed =
+        "echo ready; exec openssl speed -seconds 60 sha256 aes-256-gcm rsa2048 ecdhp256 2>&1";
     take("openssl", Command::new("sh").args(["-c", speed]), 1_000);
     // The compilers and the garbage collector of the JVM: what it compiles is walked by frame pointers.
     let java = directory.path().join("Busy.java");

@@ -43,10 +43,10 @@ fn read(command: &mut Command, capture: &str, what: &[&str], cache: &Path) -> (S
 }
 
 #[track_caller]
-fn assert_complete(name: &str, report: &str, least: f64) {
+fn assert_complete(name: &str, report: &str) {
     let share = complete(report);
     eprintln!("{name}: {share} % of the stacks are whole");
-    assert!(share >= least, "{name}: only {share} % of the stacks are whole:\n{report}");
+    assert!(share >= 99.5, "{name}: only {share} % of the stacks are whole:\n{report}");
 }
 
 #[test]
@@ -65,8 +65,11 @@ fn stacks_of_running_programs_are_whole() {
         programs.push((program.file_name().unwrap().to_str().unwrap(), command));
     }
     let mut python = Command::new("python3");
-    python.args(["-c", "print('ready', flush=True)\nimport json\n\
-        while True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])"]);
+    python.args([
+        "-c",
+        "print('ready', flush=True)\nimport json\n\
+        while True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])",
+    ]);
     programs.push(("python3", python));
     let mut node = Command::new("node");
     let script = tempfile::tempdir().unwrap();
@@ -80,10 +83,11 @@ fn stacks_of_running_programs_are_whole() {
     for (name, mut command) in programs {
         let running = Running::start(&mut command);
         let pid = format!("--pid={}", running.pid());
+        // Tables of large files are not there when the first capture begins.
+        recorded(&[&pid, "--duration=500ms"], cache.path());
         // The children of vfork and fork are part of what it does.
-        let (report, _) = recorded(&[&pid, "--follow", "--duration=4s"], cache.path());
-        let least = if name == "node" || name == "go" { 98.0 } else { 99.5 };
-        assert_complete(name, &report, least);
+        let (report, _) = recorded(&[&pid, "--follow", "--duration=3s"], cache.path());
+        assert_complete(name, &report);
     }
 }
 
@@ -97,11 +101,14 @@ fn stacks_of_commands_are_whole() {
     let at = |name: &str| directory.path().join(name).display().to_string();
     let mut source = String::from("#include <stdio.h>\n");
     for index in 0..2500 {
-        source += &format!("int f{index}(int x) {{ int s = {index}; for (int i = 0; i < x; i++) s += printf(\"%d\", i * s) ^ (s << {}); return s; }}\n", index % 13);
+        source += &format!(
+            "int f{index}(int x) {{ int s = {index}; for (int i = 0; i < x; i++) s += printf(\"%d\", i * s) ^ (s << {}); return s; }}\n",
+            index % 13
+        );
     }
     std::fs::write(at("large.c"), source).unwrap();
     let mut state = 1u64;
-    let numbers: String = (0..900_000)
+    let numbers: String = (0..2_500_000)
         .map(|_| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             format!("{}\n", state >> 33)
@@ -109,23 +116,41 @@ fn stacks_of_commands_are_whole() {
         .collect();
     std::fs::write(at("numbers"), numbers).unwrap();
     let commands: [(&str, Vec<String>); 5] = [
-        ("dd", ["dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=4000000", "status=none"].map(str::to_owned).into()),
+        (
+            "dd",
+            ["dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=4000000", "status=none"]
+                .map(str::to_owned)
+                .into(),
+        ),
         ("gzip", vec!["gzip".into(), "-9kf".into(), at("numbers")]),
         ("sort", vec!["sort".into(), "-o".into(), at("sorted"), at("numbers")]),
-        ("sqlite3", vec![
+        (
+            "sqlite3",
+            vec![
             "sqlite3".into(),
             ":memory:".into(),
             "with recursive n(i) as (select 1 union all select i + 1 from n where i < 1500000) \
              select count(distinct printf('%d', i * 7919 % 100003)) from n;".into(),
-        ]),
-        ("gcc", vec!["gcc".into(), "-O2".into(), "-c".into(), "-o".into(), at("large.o"), at("large.c")]),
+        ],
+        ),
+        (
+            "gcc",
+            vec![
+                "gcc".into(),
+                "-O2".into(),
+                "-c".into(),
+                "-o".into(),
+                at("large.o"),
+                at("large.c"),
+            ],
+        ),
     ];
     for (name, command) in commands {
         let mut arguments = vec!["--"];
         arguments.extend(command.iter().map(String::as_str));
         recorded(&arguments, directory.path());
         let (report, _) = recorded(&arguments, directory.path());
-        assert_complete(name, &report, 99.0);
+        assert_complete(name, &report);
     }
 }
 
@@ -163,7 +188,8 @@ fn stacks_of_postgresql_under_pgbench_are_whole() {
         let _ = as_user(&["pg_ctl", "-D", place, "-m", "immediate", "stop"]).status();
     });
     run(&mut as_user(&["pgbench", "-h", socket, "-i", "-s", "3", "postgres"]));
-    let mut load = as_user(&["pgbench", "-h", socket, "-c", "2", "-T", "8", "postgres"]).spawn().unwrap();
+    let mut load =
+        as_user(&["pgbench", "-h", socket, "-c", "2", "-T", "8", "postgres"]).spawn().unwrap();
     std::thread::sleep(std::time::Duration::from_millis(500));
     let output = Command::new("pgrep").args(["-u", "postgres", "-f", "postgres"]).output().unwrap();
     let pids = String::from_utf8(output.stdout).unwrap();
@@ -171,7 +197,7 @@ fn stacks_of_postgresql_under_pgbench_are_whole() {
     let (report, profile) = collected(pids, "4s", directory.path());
     load.wait().unwrap();
     assert!(profile.count() > 1000, "{} samples", profile.count());
-    assert_complete("postgres", &report, 99.5);
+    assert_complete("postgres", &report);
 }
 
 #[test]
@@ -185,7 +211,7 @@ fn a_process_with_five_thousand_mappings() {
     let running = Running::start(Command::new(program).args(["5000", "20"]));
     let pid = format!("--pid={}", running.pid());
     let (report, profile) = recorded(&[&pid, "--duration=2s"], cache.path());
-    assert_complete("5,000 mappings", &report, 99.5);
+    assert_complete("5,000 mappings", &report);
     assert_stacks(&profile, "spin", &["spin", "run", "main"]);
     drop(running);
     let path = program.to_str().unwrap();
@@ -306,10 +332,15 @@ fn executables_that_lie_cost_their_own_frames_alone() {
     let pids = running.iter().map(Running::pid);
     let (report, profile) = collected(pids, "5s", &directory.path().join("cache"));
     let taken: u64 = profile.count();
-    assert!(report.contains(&format!("samples taken {taken} = {taken} in the profile + 0 lost")), "{report}");
+    assert!(
+        report.contains(&format!("samples taken {taken} = {taken} in the profile + 0 lost")),
+        "{report}"
+    );
     let line = |path: &Path| {
         let name = path.display().to_string();
-        let at = report.lines().position(|line| line.ends_with(&name) && line.contains('%') && !line.contains("dwarf"));
+        let at = report.lines().position(|line| {
+            line.ends_with(&name) && line.contains('%') && !line.contains("dwarf")
+        });
         let after = report.lines().skip(at.unwrap_or_else(|| panic!("{name} is not in {report}")));
         after.take(4).collect::<Vec<_>>()
     };

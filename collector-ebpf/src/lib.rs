@@ -160,6 +160,10 @@ pub struct Config {
     pub unwind: u32,
     /// Offset of `thread.fsbase`.
     pub task_fsbase: u32,
+    /// Offset of `mm`.
+    pub task_mm: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 /// How user stacks are walked.
@@ -192,6 +196,8 @@ impl Config {
             self.task_start_boottime,
             self.unwind,
             self.task_fsbase,
+            self.task_mm,
+            self.reserved,
         ];
         for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             slot.copy_from_slice(&word.to_ne_bytes());
@@ -211,5 +217,5 @@ mod layout {
     //! What the two compilations must agree on.
     use super::{Config, SampleHeader};
     const _: () = assert!(size_of::<SampleHeader>() == 72 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 48);
+    const _: () = assert!(size_of::<Config>() == 56);
 }

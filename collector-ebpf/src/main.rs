@@ -1,4 +1,4 @@
-//! The eBPF object: one perf_event program that samples, one tracepoint program that follows children.
+//! The eBPF object: a perf_event program that samples, in steps, and tracepoint programs that watch forks and execs.
 //!
 //! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf` builds
 //! the real one. Loaded and attached by `collector/src/sampler/`.
@@ -7,6 +7,8 @@
 
 #[cfg(target_arch = "bpf")]
 mod maps;
+#[cfg(target_arch = "bpf")]
+mod processes;
 #[cfg(target_arch = "bpf")]
 mod sample;
 #[cfg(target_arch = "bpf")]

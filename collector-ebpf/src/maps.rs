@@ -91,6 +91,9 @@ pub static RULES: Array<Rule> = Array::with_max_entries(tables::RULES, BPF_F_MMA
 /// The last exec of a process with this first slot, see `tables::exec_word`. Written here.
 #[map]
 pub static EXECS: Array<u64> = Array::with_max_entries(tables::PROCESS_SLOTS, 0);
+/// Children by their first slot. Written here.
+#[map]
+pub static INHERITED: Array<tables::Inherited> = Array::with_max_entries(tables::PROCESS_SLOTS, 0);
 /// Counts up before anything in them is used again for something else.
 #[map]
 pub static GENERATION: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
@@ -108,6 +111,8 @@ static CONFIG: Config = Config {
     task_start_boottime: 0,
     unwind: 0,
     task_fsbase: 0,
+    task_mm: 0,
+    reserved: 0,
 };
 
 /// The configuration the collector wrote before load.

@@ -5,16 +5,16 @@
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
-use stackwire_collector_ebpf::tables::{self, CHUNK, PROCESS_PROBES, PROCESS_SLOTS, state};
+use stackwire_collector_ebpf::tables::{self, CHUNK, state};
 use stackwire_collector_ebpf::unwind::{
     self, GO_ON, Memory, RBP, RSP, Rule, SignalFrame, cfa, masked,
 };
 use stackwire_collector_ebpf::{INTERRUPTED, MAX_USER_FRAMES, Unwind, UserEnd};
 
 use crate::maps::{
-    EXECS, EXECUTABLES, GENERATION, MAPPINGS, PAGES, PROCESSES, ROWS, RULES, SCRATCH, Scratch, TableWalk,
-    WALKING, config,
+    EXECUTABLES, MAPPINGS, PAGES, ROWS, RULES, SCRATCH, Scratch, TableWalk, WALKING, config,
 };
+use crate::processes::{find_process, generation};
 
 /// Frames a program walks. The kernel allows 33 tail calls, which cover MAX_USER_FRAMES.
 const STEP: u64 = 32;
@@ -155,35 +155,6 @@ fn frame(scratch: &mut Scratch) -> u64 {
     }
     scratch.walk.depth = depth + 1;
     GO_ON
-}
-
-#[inline(always)]
-fn generation() -> u64 {
-    let Some(slot) = GENERATION.get_ptr(0) else { return 0 };
-    // SAFETY: the pointer came from a successful lookup; volatile because the collector writes it.
-    unsafe { core::ptr::read_volatile(slot) }
-}
-
-/// First mapping and number of mappings, if they are those of the program it runs now.
-#[inline(always)]
-fn find_process(pid: u32) -> Option<(u32, u32)> {
-    let first = tables::first_slot(pid);
-    let exec = *EXECS.get(first)?;
-    for probe in 0..PROCESS_PROBES {
-        let slot = PROCESSES.get_ptr((first + probe) & (PROCESS_SLOTS - 1))?;
-        // SAFETY: the pointer came from a successful lookup. In this order: the collector writes the word first, so that
-        // one that is older than its time is never seen.
-        let (since, word) = unsafe {
-            let since = core::ptr::read_volatile(&raw const (*slot).since);
-            (since, core::ptr::read_volatile(&raw const (*slot).word))
-        };
-        let (of, first, count) = tables::process_of(word);
-        if of == pid {
-            let outdated = tables::is_outdated(pid, since, exec);
-            return if outdated { None } else { Some((first, count)) };
-        }
-    }
-    None
 }
 
 /// The mapping an address lies in, into `walk.mapping`.

@@ -40,6 +40,16 @@ pub struct Process {
     pub since: u64,
 }
 
+/// What a child has of its parent until the collector has heard of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Inherited {
+    /// The child, with the mappings its parent has.
+    pub process: Process,
+    /// When it was written: as soon as mappings have moved it holds no more.
+    pub generation: u64,
+}
+
 /// A time of `CLOCK_MONOTONIC` in nanoseconds, in units of 1,024 and 42 bits: it comes round after 52 days.
 #[inline(always)]
 #[must_use]

@@ -32,6 +32,11 @@ impl Task {
             .unwrap_or(0)
     }
 
+    /// Whether it has memory of its own yet, or still: none as it ends.
+    pub fn has_memory(self) -> bool {
+        self.read::<u64>(config().task_mm).is_some_and(|mm| mm != 0)
+    }
+
     /// Where the thread's own variables are; 0 if unreadable.
     pub fn thread_pointer(self) -> u64 {
         self.read(config().task_fsbase).unwrap_or(0)

@@ -7,6 +7,8 @@ use crate::UserEnd;
 
 /// Registers by DWARF number: rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8 to r15 (System V ABI, figure 3.36).
 pub const REGISTERS: usize = 16;
+/// DWARF number of rbx.
+pub const RBX: u32 = 3;
 /// DWARF number of rbp.
 pub const RBP: u32 = 6;
 /// DWARF number of rsp.
@@ -32,8 +34,9 @@ pub struct Rule {
     pub fp_offset: i32,
     /// Where the return address is, or the register that has it.
     pub ra_offset: i32,
-    /// Zero.
-    pub reserved: u32,
+    /// Where the caller's rbx is, of files that compute a frame address from it (the linker's lazy binding does): 0
+    /// nowhere, positive in rbx, negative in memory at CFA + this.
+    pub bx: i32,
 }
 
 /// Where the canonical frame address is.
@@ -162,7 +165,7 @@ pub fn step(
                 Edge::Bare => (frame, fp) = (sp.wrapping_add(8), fp::SAME),
                 Edge::Pushed => (frame, fp, fp_offset) = (sp.wrapping_add(16), fp::AT_CFA, -16),
                 Edge::None if base == 0 => {
-                    return if at.known == CALLER { UserEnd::Root } else { UserEnd::NoFramePointer }
+                    return if at.exact == 0 { UserEnd::Root } else { UserEnd::NoFramePointer }
                         as u64;
                 }
                 Edge::None if base < sp || base & 7 != 0 => return UserEnd::NoFramePointer as u64,
@@ -195,6 +198,14 @@ pub fn step(
             Some(0)
         }
     };
+    if rule.bx > 0 {
+        known |= at.known & 1 << RBX;
+    } else if rule.bx < 0
+        && let Some(word) = memory.word(plus(frame, rule.bx))
+    {
+        at.registers[RBX as usize] = word;
+        known |= 1 << RBX;
+    }
     let return_address = if rule.ra == ra::REGISTER {
         if at.known >> (rule.ra_offset & 15) & 1 == 0 {
             return UserEnd::RegisterLost as u64;
@@ -257,7 +268,8 @@ fn goroutine(memory: &mut impl Memory, thread: u64, sp: u64, rule: &Rule) -> Opt
     memory.word(plus(running, rule.fp_offset))
 }
 
-/// Of a caller no more is known: rbx and r12 to r15 would need rules of their own, for one frame in ten thousand.
+/// Of a caller no more is known, rbx at times aside: r12 to r15 would need rules of their own, for one frame in ten
+/// thousand.
 const CALLER: u64 = 1 << RBP | 1 << RSP;
 
 #[inline(always)]

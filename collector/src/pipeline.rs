@@ -172,7 +172,7 @@ impl Pipeline {
         }
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
-            unwind.update(&mut self.processes);
+            unwind.update(&mut self.processes, &self.batch.events);
         }
     }
 

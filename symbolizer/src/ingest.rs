@@ -8,8 +8,8 @@ use stackwire_proto::v1;
 
 use crate::profile::{
     ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason,
-    Mapping, Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId,
-    UnwindTables, lookup_offset,
+    Mapping, Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId, UnwindTables,
+    lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.

@@ -213,9 +213,10 @@ pub(crate) fn hops() -> &'static [PathBuf; 2] {
             run(Command::new("gcc")
                 .args(["-O2", "-g", "-static", "-no-pie", "-fno-optimize-sibling-calls"])
                 .arg(format!("-DFRAME={frame}"))
-                .args([("LEAF", "leaf"), ("MIDDLE", "middle"), ("TOP", "top")].map(
-                    |(macro_, function)| format!("-D{macro_}={name}_{function}"),
-                ))
+                .args(
+                    [("LEAF", "leaf"), ("MIDDLE", "middle"), ("TOP", "top")]
+                        .map(|(macro_, function)| format!("-D{macro_}={name}_{function}")),
+                )
                 .arg(source("hop.c"))
                 .arg("-o")
                 .arg(&out));

@@ -10,7 +10,7 @@ use gimli::{
     BaseAddresses, CfaRule, DebugFrame, EhFrame, EndianSlice, LittleEndian, Register, RegisterRule,
     UnwindContext, UnwindExpression, UnwindSection, UnwindTableRow,
 };
-use stackwire_collector_ebpf::unwind::{RBP, RSP, Rule, cfa, fp, ra};
+use stackwire_collector_ebpf::unwind::{RBP, RBX, RSP, Rule, cfa, fp, ra};
 
 use crate::elf::Elf;
 use crate::expression::{Shape, shape};
@@ -56,6 +56,14 @@ const RBP_: Register = Register(RBP as u16);
 /// See [`CompileError`]. Memory: about thirty times the rows, at most a gigabyte for what is not hostile.
 pub fn compile(file: &File) -> Result<Table, CompileError> {
     let elf = Elf::open(file)?;
+    let (spans, needs_rbx) = compile_with(&elf, false)?;
+    // Seldom: rbx triples the number of rules.
+    let spans = if needs_rbx { compile_with(&elf, true)?.0 } else { spans };
+    Ok(spans.finish(elf.build_id.clone()))
+}
+
+/// The rules, with where rbx is or without, and whether some rule needs that.
+fn compile_with(elf: &Elf<'_>, with_rbx: bool) -> Result<(Spans, bool), CompileError> {
     let mut spans = Spans::default();
     let mut bases = BaseAddresses::default();
     if let Some(text) = elf.section(".text") {
@@ -70,9 +78,10 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
         let mut section_ = EhFrame::new(&content, LittleEndian);
         section_.set_address_size(8);
         found = true;
-        add_section(&section_, &bases.clone().set_eh_frame(section.address), &elf, &mut spans, &[]);
+        let bases = bases.clone().set_eh_frame(section.address);
+        add_section(&section_, &bases, elf, &mut spans, (&[], with_rbx));
     }
-    go::add(&elf, &mut spans);
+    go::add(elf, &mut spans);
     let mut covered = spans.covered();
     if let Some(section) = elf.section(".debug_frame")
         && let Ok(content) = elf.content(section)
@@ -80,15 +89,17 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
         let mut section_ = DebugFrame::new(&content, LittleEndian);
         section_.set_address_size(8);
         found = true;
-        add_section(&section_, &bases, &elf, &mut spans, &covered);
+        add_section(&section_, &bases, elf, &mut spans, (&covered, with_rbx));
         covered = spans.covered();
     }
     if !found && covered.is_empty() {
         return Err(CompileError::Nothing);
     }
-    v8::add(&elf, &covered, &mut spans);
-    add_entry(&elf, &covered, &mut spans);
-    Ok(spans.finish(elf.build_id.clone()))
+    v8::add(elf, &covered, &mut spans);
+    add_stubs(elf, &covered, &mut spans);
+    add_entry(elf, &covered, &mut spans);
+    let needs_rbx = spans.rules().any(|rule| rule.register == RBX as u8);
+    Ok((spans, needs_rbx))
 }
 
 /// The first instructions of a program, where a C library does not say that nobody called them (musl).
@@ -99,13 +110,27 @@ fn add_entry(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
     spans.add(offset, end, Rule { cfa: cfa::ROOT, register: RSP as u8, ..Rule::default() });
 }
 
+/// The linkage table of a static program, of functions chosen at its start: jumps and nothing else, of which linkers
+/// write no call frame information.
+fn add_stubs(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
+    let is_static = elf.section(".dynamic").is_none();
+    let Some(section) = elf.section(".plt").filter(|_| is_static) else { return };
+    let Some(offset) = elf.offset(section.address) else { return };
+    let next = covered.partition_point(|&(_, end)| end <= offset);
+    if covered.get(next).is_none_or(|&(start, _)| offset.saturating_add(section.size) <= start) {
+        let at_rsp = Rule { cfa: cfa::REGISTER, register: RSP as u8, offset: 8, ..Rule::default() };
+        let end = offset.saturating_add(section.size);
+        spans.add(offset, end, Rule { ra_offset: -8, ..at_rsp });
+    }
+}
+
 /// Adds the functions of a section, but for those in `covered`.
 fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
     section: &S,
     bases: &BaseAddresses,
     elf: &Elf<'_>,
     spans: &mut Spans,
-    covered: &[(u64, u64)],
+    (covered, with_rbx): (&[(u64, u64)], bool),
 ) where
     S::Offset: gimli::UnwindOffset<usize>,
 {
@@ -129,7 +154,10 @@ fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
         while let Ok(Some(row)) = rows.next_row() {
             let (from, to) = (row.start_address().max(start), row.end_address().min(end));
             if from < to {
-                let rule = rule(row, section, fde.cie());
+                let mut rule = rule(row, section, fde.cie());
+                if with_rbx {
+                    rule.bx = rbx(row);
+                }
                 spans.add(offset + (from - start), offset + (to - start), rule);
             }
         }
@@ -143,6 +171,15 @@ fn rule<'a, S: UnwindSection<Bytes<'a>>>(
     cie: &gimli::CommonInformationEntry<Bytes<'a>>,
 ) -> Rule {
     known_rule(row, section, cie).unwrap_or_default()
+}
+
+/// Where rbx is, as [`Rule::bx`].
+fn rbx(row: &UnwindTableRow<usize>) -> i32 {
+    match row.register(Register(RBX as u16)) {
+        None | Some(RegisterRule::SameValue) => 1,
+        Some(RegisterRule::Offset(offset)) => i32::try_from(offset).map_or(0, |at| at.min(0)),
+        _ => 0,
+    }
 }
 
 fn known_rule<'a, S: UnwindSection<Bytes<'a>>>(

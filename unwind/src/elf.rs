@@ -139,7 +139,8 @@ impl<'f> Elf<'f> {
             let is_it = |symbol: &&[u8]| {
                 let at = u32::from_le_bytes([symbol[0], symbol[1], symbol[2], symbol[3]]) as usize;
                 let rest = names.get(at..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
-                symbol[4] & 0xf == elf::STT_FUNC && rest.is_some_and(|rest| rest.first() == Some(&0))
+                symbol[4] & 0xf == elf::STT_FUNC
+                    && rest.is_some_and(|rest| rest.first() == Some(&0))
             };
             let symbol = symbols.chunks_exact(24).find(is_it)?;
             Some(u64::from_le_bytes(symbol[8..16].try_into().ok()?))

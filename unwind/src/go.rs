@@ -235,9 +235,8 @@ fn text(elf: &Elf<'_>, table: u64) -> Option<u64> {
 fn pointer(elf: &Elf<'_>, address: u64) -> Option<u64> {
     let relocations = elf.section(".rela.dyn").and_then(|section| elf.content(section).ok());
     let mut found = relocations.as_deref().unwrap_or_default().chunks_exact(24);
-    let found = found.find(|one| {
-        one[..8] == address.to_le_bytes() && one[8..16] == RELATIVE.to_le_bytes()
-    });
+    let found =
+        found.find(|one| one[..8] == address.to_le_bytes() && one[8..16] == RELATIVE.to_le_bytes());
     match found {
         Some(found) => number(found, 16, 8),
         None => number(&elf.code(address, 8)?, 0, 8),
@@ -280,8 +279,9 @@ fn asmcgocall(code: &[u8]) -> Vec<(u64, Rule)> {
     for (at, _) in calls {
         let after = &code[at + 2..];
         // mov G(%rsp),%rdi; mov 0x8(%rdi),%rsi; sub DEPTH(%rsp),%rsi
-        if let Some(&[0x48, 0x8b, 0x7c, 0x24, g, 0x48, 0x8b, 0x77, 8, 0x48, 0x2b, 0x74, 0x24, depth]) =
-            after.first_chunk()
+        if let Some(
+            &[0x48, 0x8b, 0x7c, 0x24, g, 0x48, 0x8b, 0x77, 8, 0x48, 0x2b, 0x74, 0x24, depth],
+        ) = after.first_chunk()
         {
             let offsets = (i32::from(g), i32::from(depth));
             let rule = Rule { offset: offsets.0, offset2: offsets.1, ..from_rsp(0) };

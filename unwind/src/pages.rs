@@ -53,6 +53,11 @@ impl Spans {
         self.spans.push(Span { start, end, rule: number });
     }
 
+    /// The rules so far.
+    pub fn rules(&self) -> impl Iterator<Item = &Rule> {
+        self.rules.iter()
+    }
+
     /// Ends one source of spans: what is added later holds only where nothing is known yet.
     #[must_use]
     pub fn covered(&mut self) -> Vec<(u64, u64)> {

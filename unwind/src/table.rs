@@ -67,7 +67,7 @@ impl Table {
         bytes.extend(&self.build_id);
         for rule in &self.rules {
             bytes.extend([rule.cfa, rule.register, rule.fp, rule.ra]);
-            for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, 0] {
+            for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, rule.bx] {
                 bytes.extend(word.to_le_bytes());
             }
         }
@@ -144,7 +144,7 @@ fn rule(bytes: &[u8]) -> Rule {
         offset2: signed(8),
         fp_offset: signed(12),
         ra_offset: signed(16),
-        reserved: 0,
+        bx: signed(20),
     }
 }
 

@@ -162,6 +162,36 @@ impl Processes {
         std::mem::take(&mut self.changed)
     }
 
+    /// Mappings of processes after events that are yet to be applied, in order of time, with since when each runs what they
+    /// are of: those that became another program or mapped something.
+    pub fn preview(&mut self, events: &[Event]) -> HashMap<u32, (Rc<Vec<Mapping>>, u64)> {
+        let mut ahead: HashMap<u32, Process> = HashMap::new();
+        for Event { time_ns, pid, change } in events {
+            match change {
+                _ if !self.is_wanted(*pid) => {}
+                Change::Comm { exec: true, .. } => {
+                    let mappings = Mappings::Known(Rc::default());
+                    let mut process = Process::new(0, *pid, String::new(), mappings);
+                    process.since_ns = *time_ns;
+                    ahead.insert(*pid, process);
+                }
+                Change::Map(mapped) => {
+                    let now = || self.by_pid.get(pid).cloned();
+                    let process = ahead.remove(pid).or_else(now);
+                    let Some(mut process) = process else { continue };
+                    process.map(mapped, &mut self.executables);
+                    ahead.insert(*pid, process);
+                }
+                _ => {}
+            }
+        }
+        let known = |(pid, process): (u32, Process)| match process.mappings {
+            Mappings::Known(mappings) => Some((pid, (mappings, process.since_ns))),
+            _ => None,
+        };
+        ahead.into_iter().filter_map(known).collect()
+    }
+
     /// The mappings of a process, if they are known, and since when it runs what they are of.
     #[must_use]
     pub fn known_mappings(&self, pid: u32) -> Option<(&Rc<Vec<Mapping>>, u64)> {

@@ -48,8 +48,7 @@ pub fn member_offsets<const N: usize>(
         .ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
     let mut offsets = [0; N];
     for (slot, member) in offsets.iter_mut().zip(members) {
-        let missing =
-            || BtfError::NoMember { name: name.to_owned(), member: member.to_owned() };
+        let missing = || BtfError::NoMember { name: name.to_owned(), member: member.to_owned() };
         let (mut bits, mut within) = (0, Some(root));
         for part in member.split('.') {
             let found = reader.find(&structs, within.ok_or_else(missing)?, part, 0)?;

@@ -51,6 +51,8 @@ pub enum SamplerError {
 /// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8 MiB, is a
 /// tenth full by then.
 const TURN: Duration = Duration::from_millis(10);
+/// Likewise, when there are side-band events: a program that was just executed has no whole stacks until they are read.
+const EVENT_TURN: Duration = Duration::from_millis(1);
 
 const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
 
@@ -208,15 +210,20 @@ impl Sampler {
 
     /// Waits until there is much to drain or `timeout`, less than a second, is over.
     pub fn wait(&self, timeout: Duration) {
-        // A ring is readable as soon as it holds one record: without a pause every sample would be a turn.
-        std::thread::sleep(TURN);
-        let mut fds = vec![PollFd::new(&self.ring, PollFlags::IN)];
-        fds.extend(
-            self.events.values().map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)),
-        );
-        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+        std::thread::sleep(EVENT_TURN);
+        let events = self.events.values();
+        let mut fds: Vec<PollFd<'_>> =
+            events.map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)).collect();
         // An interrupted or failed wait costs one early look at the rings.
-        let _ = poll(&mut fds, Some(&timeout));
+        let wait = |fds: &mut [PollFd<'_>], timeout: Duration| {
+            let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+            poll(fds, Some(&timeout)).unwrap_or(1)
+        };
+        // The ring is readable as soon as it holds one record: without a pause every sample would be a turn.
+        if wait(&mut fds, TURN - EVENT_TURN) == 0 {
+            fds.push(PollFd::new(&self.ring, PollFlags::IN));
+            wait(&mut fds, timeout);
+        }
     }
 
     /// Moves everything in the rings into `batch`: samples first, so that every event older than a

@@ -6,8 +6,8 @@
 use std::os::fd::{AsFd, BorrowedFd};
 
 use aya::maps::{HashMap, MapData, ProgramArray, RingBuf};
-use aya::programs::{BtfTracePoint, PerfEvent as PerfEventProgram, RawTracePoint};
-use aya::{Btf, Ebpf, EbpfLoader};
+use aya::programs::{PerfEvent as PerfEventProgram, RawTracePoint};
+use aya::{Ebpf, EbpfLoader};
 use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, Unwind};
 
 use super::btf::{BtfError, member_offsets};
@@ -101,15 +101,11 @@ impl Object {
         let walk: &mut PerfEventProgram = program(&mut ebpf, walk)?;
         stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
         if config.unwind != FRAME_POINTERS {
-            let program: &mut RawTracePoint = program(&mut ebpf, "note_exec")?;
-            program.load().map_err(load_error)?;
-            program.attach("task_rename").map_err(load_error)?;
+            attach(&mut ebpf, "note_exec", "task_rename")?;
+            attach(&mut ebpf, "note_fork", "sched_process_fork")?;
         }
         if filter.follow {
-            let btf = Btf::from_sys_fs().map_err(load_error)?;
-            let program: &mut BtfTracePoint = self::program(&mut ebpf, "follow_fork")?;
-            program.load("sched_process_fork", &btf).map_err(load_error)?;
-            program.attach().map_err(load_error)?;
+            attach(&mut ebpf, "follow_fork", "sched_process_fork")?;
         }
         let counters = {
             let map = ebpf.map("COUNTERS").ok_or_else(|| missing("COUNTERS"))?;
@@ -191,8 +187,8 @@ impl Object {
 /// The configuration with the offsets of the running kernel.
 fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
     let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
-    let members = ["flags", "pid", "tgid", "group_leader", "start_boottime", "thread.fsbase"];
-    let [flags, pid, tgid, group_leader, start_boottime, fsbase] =
+    let members = ["flags", "pid", "tgid", "group_leader", "start_boottime", "thread.fsbase", "mm"];
+    let [flags, pid, tgid, group_leader, start_boottime, fsbase, mm] =
         member_offsets(&btf, "task_struct", members)?;
     Ok(Config {
         task_flags: flags,
@@ -201,6 +197,7 @@ fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
         task_group_leader: group_leader,
         task_start_boottime: start_boottime,
         task_fsbase: fsbase,
+        task_mm: mm,
         ..filter.config
     })
 }
@@ -210,6 +207,13 @@ where
     &'a mut P: TryFrom<&'a mut aya::programs::Program>,
 {
     ebpf.program_mut(name).and_then(|program| program.try_into().ok()).ok_or_else(|| missing(name))
+}
+
+/// A raw tracepoint: one with BTF would have aya read the kernel's a second time, 40 ms.
+fn attach(ebpf: &mut Ebpf, name: &str, tracepoint: &str) -> Result<(), LoadError> {
+    let program: &mut RawTracePoint = program(ebpf, name)?;
+    program.load().map_err(load_error)?;
+    program.attach(tracepoint).map(drop).map_err(load_error)
 }
 
 fn missing(what: &str) -> LoadError {

@@ -4,7 +4,7 @@
 //! and parses nothing.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::tables::{
@@ -65,7 +65,11 @@ impl Stats {
 
 /// The catalog.
 #[derive(Debug)]
-pub struct Catalog(Mutex<Inner>);
+pub struct Catalog {
+    inner: Mutex<Inner>,
+    /// Told when an executable has got a number.
+    numbered: Condvar,
+}
 
 #[derive(Debug)]
 struct Inner {
@@ -114,7 +118,7 @@ impl Catalog {
             seen: 0,
             heat: 0,
         };
-        Self(Mutex::new(Inner {
+        let inner = Mutex::new(Inner {
             maps,
             pages: Space::new(PAGES, 0),
             chunks: Space::new(CHUNKS, 0),
@@ -122,16 +126,29 @@ impl Catalog {
             numbers: HashMap::new(),
             slots: vec![none(), none()],
             stats: Stats::default(),
-        }))
+        });
+        Self { inner, numbered: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of an executable, for one user more; `wanted` is where its file is mapped.
     pub fn number(&self, kind: &Kind, wanted: Option<Wanted>) -> u32 {
-        self.lock().number(kind, wanted)
+        let mut inner = self.lock();
+        let before = inner.slots.len();
+        let number = inner.number(kind, wanted);
+        if inner.slots.len() > before {
+            self.numbered.notify_one();
+        }
+        number
+    }
+
+    /// Waits until an executable has got a number, or this long.
+    pub fn wait(&self, at_most: Duration) {
+        // Whoever has panicked with the lock, there is nothing to wait for.
+        let _ = self.numbered.wait_timeout(self.lock(), at_most);
     }
 
     /// One user less, each.
@@ -160,12 +177,7 @@ impl Catalog {
     }
 
     /// Puts a table into the maps, or notes that there is none. `compiled`: how long compiling took, if it had to be.
-    pub fn install(
-        &self,
-        number: u32,
-        table: Result<&Table, String>,
-        compiled: Option<Duration>,
-    ) {
+    pub fn install(&self, number: u32, table: Result<&Table, String>, compiled: Option<Duration>) {
         let mut inner = self.lock();
         inner.stats.compiled += u64::from(compiled.is_some() && table.is_ok());
         inner.stats.compile_ns += compiled.unwrap_or_default().as_nanos() as u64;

@@ -41,23 +41,22 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Runs until told to stop. `warm`: at first brings the tables of all that is mapped, and says when it has.
-    pub fn run(self, warm: Option<Sender<()>>) {
+    /// Runs until told to stop. `warmed`: brings the tables of all that is mapped, used or not, and says when it has those
+    /// of the beginning.
+    pub fn run(self, warmed: Option<Sender<()>>) {
         // Started with the privileges of the caller, of which it needs none.
         let _ = privilege::drop_all();
         let disk = self.cache.as_deref().and_then(Disk::open);
-        if let Some(warm) = warm {
-            while let Some(job) = self.running().then(|| self.catalog.next(true)).flatten() {
-                self.bring(&job, disk.as_ref());
-            }
-            // Who waits may have begun without.
-            let _ = warm.send(());
-        }
+        let all = warmed.is_some();
         let mut cooled = Instant::now();
         while self.running() {
-            match self.catalog.next(false) {
+            match self.catalog.next(all) {
                 Some(job) => self.bring(&job, disk.as_ref()),
-                None => std::thread::sleep(PAUSE),
+                None => {
+                    // Who waits may have begun without.
+                    let _ = warmed.as_ref().map(|warmed| warmed.send(()));
+                    self.catalog.wait(PAUSE);
+                }
             }
             if cooled.elapsed() > Duration::from_secs(1) {
                 cooled = Instant::now();

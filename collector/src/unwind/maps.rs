@@ -154,7 +154,7 @@ impl TableMaps {
         let words = vec![
             pair(kinds, rule.offset),
             pair(rule.offset2 as u32, rule.fp_offset),
-            pair(rule.ra_offset as u32, 0),
+            pair(rule.ra_offset as u32, rule.bx),
         ];
         write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words)
     }

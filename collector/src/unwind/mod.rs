@@ -24,6 +24,7 @@ use self::loader::Loader;
 pub use self::maps::Descriptors;
 use self::processes::Published;
 use crate::broker::Broker;
+use crate::event::Event;
 use crate::process::Processes;
 use crate::process::executable::Kind;
 
@@ -46,13 +47,15 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
+    /// Time of the last event that was looked at ahead of its turn.
+    previewed: u64,
     /// Ends the loading thread. It may be waiting for a file that does not come, for seconds: nobody waits for it.
     stop: Arc<AtomicBool>,
 }
 
 impl Unwind {
-    /// Tells the kernel side of all processes known by now, and starts to bring tables. `warm`: waits a moment for those
-    /// of all that is mapped.
+    /// Tells the kernel side of all processes known by now, and starts to bring tables. `warm`: those of all that is mapped
+    /// by now or later, and waits a moment for the first.
     ///
     /// # Errors
     /// When the maps cannot be written, or there is no thread to be had.
@@ -83,12 +86,17 @@ impl Unwind {
             // In time or not, sampling begins.
             let _ = warmed.recv_timeout(WARM_UP);
         }
-        Ok(Self { published, catalog, stop })
+        Ok(Self { published, catalog, previewed: 0, stop })
     }
 
-    /// Tells the kernel side what has changed.
-    pub fn update(&mut self, processes: &mut Processes) {
-        self.published.update(processes);
+    /// Tells the kernel side what has changed, and what `ahead` is going to change.
+    pub fn update(&mut self, processes: &mut Processes, ahead: &[Event]) {
+        let changed = self.published.update(processes);
+        let newest = ahead.last().map_or(0, |event| event.time_ns);
+        if newest > self.previewed || changed && newest > 0 {
+            self.previewed = newest;
+            self.published.preview(processes, ahead);
+        }
     }
 
     /// Forgets processes that were forgotten.

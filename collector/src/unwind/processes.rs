@@ -12,6 +12,7 @@ use super::catalog::Catalog;
 use super::maps::ProcessMaps;
 use super::space::Space;
 use crate::broker::Wanted;
+use crate::event::Event;
 use crate::process::executable::Kind;
 use crate::process::{Mapping, Processes};
 
@@ -52,14 +53,25 @@ impl Published {
         Self { maps, catalog, space: Space::new(MAPPINGS, 0), by_pid, areas }
     }
 
-    /// Tells what has changed since the last call.
-    pub fn update(&mut self, processes: &mut Processes) {
-        for pid in processes.take_changed() {
+    /// Tells what has changed since the last call; whether anything had.
+    pub fn update(&mut self, processes: &mut Processes) -> bool {
+        let changed = processes.take_changed();
+        let any = !changed.is_empty();
+        for pid in changed {
             let known = processes.known_mappings(pid);
             match known.map(|(mappings, since_ns)| (Rc::clone(mappings), since_ns)) {
                 Some((mappings, since_ns)) => self.publish(pid, &mappings, since_ns),
                 None => self.withdraw(pid),
             }
+        }
+        any
+    }
+
+    /// Tells what events will change that are yet to be applied: samples wait for events of other CPUs, processes that
+    /// have become another program should not.
+    pub fn preview(&mut self, processes: &mut Processes, events: &[Event]) {
+        for (pid, (mappings, since_ns)) in processes.preview(events) {
+            self.publish(pid, &mappings, since_ns);
         }
     }
 

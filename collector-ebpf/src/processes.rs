@@ -1,0 +1,113 @@
+//! Where a process's mappings are for the walk by tables, and what happens between two words of the collector: a fork
+//! passes them on, an exec ends them.
+
+use aya_ebpf::EbpfContext;
+use aya_ebpf::bindings::pt_regs;
+use aya_ebpf::helpers::bpf_probe_read_kernel;
+use aya_ebpf::helpers::generated::{bpf_get_current_task_btf, bpf_ktime_get_ns, bpf_task_pt_regs};
+use aya_ebpf::macros::raw_tracepoint;
+use aya_ebpf::programs::RawTracePointContext;
+use stackwire_collector_ebpf::tables::{
+    PROCESS_PROBES, PROCESS_SLOTS, Process, exec_word, first_slot, is_outdated, moment, process_of,
+    process_word,
+};
+
+use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES};
+use crate::sample::is_exec;
+use crate::task::Task;
+
+/// First mapping and number of mappings of a process, if they are those of the program it runs now.
+#[inline(always)]
+pub fn find_process(pid: u32) -> Option<(u32, u32)> {
+    let slot = first_slot(pid);
+    let exec = *EXECS.get(slot)?;
+    for probe in 0..PROCESS_PROBES {
+        let told = PROCESSES.get_ptr((slot + probe) & (PROCESS_SLOTS - 1))?;
+        // SAFETY: the pointer came from a successful lookup.
+        let told = unsafe { read(told) };
+        let (of, first, count) = process_of(told.word);
+        if of == pid {
+            return if is_outdated(pid, told.since, exec) { None } else { Some((first, count)) };
+        }
+    }
+    let inherited = INHERITED.get_ptr(slot)?;
+    // SAFETY: the pointer came from a successful lookup.
+    let (process, written) = unsafe {
+        let written = core::ptr::read_volatile(&raw const (*inherited).generation);
+        (read(&raw const (*inherited).process), written)
+    };
+    let (of, first, count) = process_of(process.word);
+    if of != pid || written != generation() || is_outdated(pid, process.since, exec) {
+        return None;
+    }
+    Some((first, count))
+}
+
+/// In this order: the word is written first, so that one that is older than its time is never seen.
+///
+/// # Safety
+/// The pointer is of a map's entry.
+#[inline(always)]
+unsafe fn read(process: *const Process) -> Process {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let since = core::ptr::read_volatile(&raw const (*process).since);
+        Process { word: core::ptr::read_volatile(&raw const (*process).word), since }
+    }
+}
+
+/// Counts up before what was given back is used again.
+#[inline(always)]
+pub fn generation() -> u64 {
+    let Some(slot) = GENERATION.get_ptr(0) else { return 0 };
+    // SAFETY: the pointer came from a successful lookup; volatile because the collector writes it.
+    unsafe { core::ptr::read_volatile(slot) }
+}
+
+/// `sched_process_fork(parent, child)`: a child has its parent's mappings. Many have ended before the collector hears of
+/// them.
+#[raw_tracepoint(tracepoint = "sched_process_fork")]
+pub fn note_fork(ctx: RawTracePointContext) -> i32 {
+    let child = Task(ctx.arg::<u64>(1));
+    let pid = child.pid();
+    if pid == 0 || child.tid() != pid {
+        return 0; // a thread
+    }
+    let now = generation();
+    // None: no word, so that one of this pid's process before is not taken for it.
+    let word = match find_process(ctx.tgid()) {
+        Some((first, count)) => process_word(pid, first, count),
+        None => 0,
+    };
+    if let Some(slot) = INHERITED.get_ptr_mut(first_slot(pid)) {
+        // SAFETY: the pointer came from a successful lookup. One of another child there is overwritten: first its word.
+        unsafe {
+            core::ptr::write_volatile(&raw mut (*slot).process.word, word);
+            let since = moment(bpf_ktime_get_ns());
+            core::ptr::write_volatile(&raw mut (*slot).process.since, since);
+            core::ptr::write_volatile(&raw mut (*slot).generation, now);
+        }
+    }
+    0
+}
+
+/// `task_rename(task, comm)`: in execve, when the memory is the new program's and the old one's registers are still there.
+/// Until the collector has heard of it, mappings of the old program must not be taken for those of the new.
+///
+/// Not `sched_process_exec`, which comes after the side-band records of the first mappings.
+#[raw_tracepoint(tracepoint = "task_rename")]
+pub fn note_exec(ctx: RawTracePointContext) -> i32 {
+    // SAFETY: `bpf_task_pt_regs` is given the current task, as it demands; bpf_probe_read_kernel checks the address.
+    let saved = unsafe {
+        let saved = bpf_task_pt_regs(bpf_get_current_task_btf()) as *const pt_regs;
+        bpf_probe_read_kernel(saved)
+    };
+    let pid = ctx.tgid();
+    if saved.is_ok_and(|saved| is_exec(&saved))
+        && let Some(slot) = EXECS.get_ptr_mut(first_slot(pid))
+    {
+        // SAFETY: the pointer came from a successful lookup; a helper without arguments.
+        unsafe { core::ptr::write_volatile(slot, exec_word(pid, bpf_ktime_get_ns())) };
+    }
+    0
+}
