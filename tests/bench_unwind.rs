@@ -27,8 +27,9 @@ fn main() -> Result<()> {
     let binaries =
         PathBuf::from(std::env::args().nth(1).ok_or("usage: bench-unwind DIRECTORY-OF-BINARIES")?);
     let directory = tempfile::tempdir()?;
+    crowd(&binaries, directory.path())?;
     println!(
-        "| program | recorded by | whole stacks | samples | lost | bytes written | CPU of the recorder |\n|---|---|---|---|---|---|---|"
+        "\n| program | recorded by | whole stacks | samples | lost | bytes written | CPU of the recorder |\n|---|---|---|---|---|---|---|"
     );
     for (name, mut command) in programs(directory.path())? {
         let program = Started::new(command.stdout(Stdio::null()).stderr(Stdio::null()))?;
@@ -37,7 +38,6 @@ fn main() -> Result<()> {
             println!("| {name} | {row} |");
         }
     }
-    crowd(&binaries, directory.path())?;
     large(&binaries, directory.path())
 }
 

@@ -34,6 +34,17 @@ pub struct Job {
     pub wanted: Vec<Wanted>,
 }
 
+impl Job {
+    /// GNU build-id, empty when it has none.
+    #[must_use]
+    pub fn build_id(&self) -> &[u8] {
+        match &self.kind {
+            Kind::File { build_id, .. } => build_id,
+            _ => &[],
+        }
+    }
+}
+
 /// What became of tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
@@ -89,6 +100,8 @@ struct Slot {
     wanted: Vec<Wanted>,
     /// Areas that have it mapped.
     refs: u32,
+    /// On disk, by [`Catalog::next_idle`].
+    looked_for: bool,
     state: State,
     /// Its uses at the last look, and how many there have been of late.
     seen: u64,
@@ -114,6 +127,7 @@ impl Catalog {
             kind: Kind::Unmapped,
             wanted: Vec::new(),
             refs: 1,
+            looked_for: false,
             state: State::Failed(String::new()),
             seen: 0,
             heat: 0,
@@ -176,6 +190,26 @@ impl Catalog {
         Some(Job { number: number as u32, kind: slot.kind.clone(), wanted })
     }
 
+    /// An executable nobody has looked up yet and that may have its table on disk, each once, the one mapped most first;
+    /// none where tables had to go for others.
+    pub fn next_idle(&self) -> Option<Job> {
+        let mut inner = self.lock();
+        if inner.stats.evicted > 0 {
+            return None;
+        }
+        let idle = inner.slots.iter_mut().enumerate();
+        let idle = idle.filter(|(_, slot)| slot.state == State::Wanting && !slot.looked_for);
+        let (number, slot) = idle.max_by_key(|(_, slot)| slot.refs)?;
+        slot.looked_for = true;
+        slot.state = State::Loading;
+        Some(Job { number: number as u32, kind: slot.kind.clone(), wanted: Vec::new() })
+    }
+
+    /// It has none on disk: it waits for its turn.
+    pub fn put_back(&self, number: u32) {
+        self.lock().slots[number as usize].state = State::Wanting;
+    }
+
     /// Puts a table into the maps, or notes that there is none. `compiled`: how long compiling took, if it had to be.
     pub fn install(&self, number: u32, table: Result<&Table, String>, compiled: Option<Duration>) {
         let mut inner = self.lock();
@@ -236,6 +270,7 @@ impl Inner {
                     kind: kind.clone(),
                     wanted: Vec::new(),
                     refs: 0,
+                    looked_for: false,
                     state: State::Wanting,
                     seen: 0,
                     heat: 0,

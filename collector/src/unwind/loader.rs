@@ -52,6 +52,7 @@ impl Loader {
         while self.running() {
             match self.catalog.next(all) {
                 Some(job) => self.bring(&job, disk.as_ref()),
+                None if self.bring_idle(disk.as_ref()) => {}
                 None => {
                     // Who waits may have begun without.
                     let _ = warmed.as_ref().map(|warmed| warmed.send(()));
@@ -69,11 +70,21 @@ impl Loader {
         !self.stop.load(Ordering::Relaxed)
     }
 
-    fn bring(&self, job: &Job, disk: Option<&Disk>) {
-        let build_id = match &job.kind {
-            Kind::File { build_id, .. } => build_id.as_slice(),
-            _ => &[],
+    /// Brings a table that is on disk before anybody misses it; whether one was looked for.
+    fn bring_idle(&self, disk: Option<&Disk>) -> bool {
+        let Some((disk, job)) = disk.and_then(|disk| Some((disk, self.catalog.next_idle()?)))
+        else {
+            return false;
         };
+        match disk.get(job.build_id()) {
+            Some(table) => self.catalog.install(job.number, Ok(&table), None),
+            None => self.catalog.put_back(job.number),
+        }
+        true
+    }
+
+    fn bring(&self, job: &Job, disk: Option<&Disk>) {
+        let build_id = job.build_id();
         if let Some(table) = disk.and_then(|disk| disk.get(build_id)) {
             self.catalog.install(job.number, Ok(&table), None);
             return;
