@@ -345,6 +345,12 @@ const EXPLAINED: &[(&str, &str, &str, &str)] = &[
         "call frame information cannot say how; ours follows to the goroutine's stack, or ends at the scheduler's root",
     ),
     (
+        "unwind_static",
+        "root",
+        "no rule",
+        "the linkage table of a static program has no call frame information; it jumps and nothing else",
+    ),
+    (
         "java",
         "",
         "no rule",

@@ -6,7 +6,7 @@
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
-use stackwire_collector_ebpf::SampleHeader;
+use stackwire_collector_ebpf::{SampleHeader, UserEnd};
 
 use crate::host::kallsyms::KernelLayout;
 use crate::normalize::{self, End, Frame, FrameKind, Stack};
@@ -138,9 +138,14 @@ impl Epoch {
         let thread =
             self.thread(ThreadDef { process: process_index, tid: header.tid, comm: header.comm });
 
-        let version = u64::from(process.version) << 8 | u64::from(header.user_end);
+        let certain = process.certain(header.time_ns, user);
+        let (user, user_end) = match user.get(..certain) {
+            Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),
+            _ => (user, header.user_end),
+        };
+        let version = u64::from(process.version) << 8 | u64::from(user_end);
         let user = self.stack(&[process.image, version], user, |epoch| {
-            let stack = normalize::user(process, user, header.user_end, &unmapped)?;
+            let stack = normalize::user(process, user, user_end, &unmapped)?;
             epoch.define_mappings(process_index, &stack.frames);
             Some(stack)
         });

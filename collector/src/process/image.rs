@@ -1,6 +1,9 @@
 //! One program image of a process: who it is, and what is mapped where. Pure.
 
+use std::ops::Range;
 use std::rc::Rc;
+
+use stackwire_collector_ebpf::INTERRUPTED;
 
 use super::executable::{Executable, Executables};
 use crate::event::Mapped;
@@ -48,6 +51,8 @@ pub struct Process {
     pub version: u32,
     /// Since when it is known to run this, monotonic nanoseconds.
     pub since_ns: u64,
+    /// Where other code was mapped over what was there, and until when stacks through it were walked by tables of that.
+    pub(super) replaced: Vec<(Range<u64>, u64)>,
     /// Sampled in this epoch.
     pub(super) touched: bool,
     /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
@@ -71,6 +76,7 @@ impl Process {
             mappings,
             version: 0,
             since_ns: 0,
+            replaced: Vec::new(),
             touched: false,
             exited: false,
             stale: false,
@@ -84,6 +90,23 @@ impl Process {
         let Mappings::Known(mappings) = &self.mappings else { return None };
         let after = mappings.partition_point(|mapping| mapping.start <= address);
         mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
+    }
+
+    /// How many frames of a stack walked at a time are certain: one in code that has just taken the place of other code
+    /// is the last, for the caller was found by the tables of what was there.
+    #[must_use]
+    pub fn certain(&mut self, time_ns: u64, addresses: &[u64]) -> usize {
+        self.replaced.retain(|(_, until)| time_ns < *until);
+        if self.replaced.is_empty() {
+            return addresses.len();
+        }
+        let is_in = |(index, &address): (usize, &u64)| {
+            let returns = index > 0 && address & INTERRUPTED == 0;
+            let address = (address & !INTERRUPTED).wrapping_sub(returns.into());
+            self.replaced.iter().any(|(range, _)| range.contains(&address))
+        };
+        let first = addresses.iter().enumerate().position(is_in);
+        first.map_or(addresses.len(), |first| first + 1)
     }
 
     /// Notes that something was mapped; what it covers is gone.
@@ -111,6 +134,9 @@ impl Process {
         let first = mappings.partition_point(|old| old.end <= start);
         let last = mappings.partition_point(|old| old.start < end);
         // What the new mapping covers is gone; what sticks out of it on either side stays.
+        if first < last {
+            self.replaced.push((start..end, u64::MAX));
+        }
         let mut replacement = Vec::with_capacity(3);
         if let Some(old) = mappings.get(first).filter(|old| first < last && old.start < start) {
             replacement.push(Mapping { end: start, ..old.clone() });

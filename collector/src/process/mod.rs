@@ -34,6 +34,10 @@ pub struct Processes {
     next_image: u64,
     /// Mappings that are others than at the last [`Processes::take_changed`].
     changed: std::collections::HashSet<u32>,
+    /// Stacks are walked by tables of what is mapped: it matters when those are told.
+    by_tables: bool,
+    /// Processes with code in the place of other code that the kernel side has not been told of.
+    untold: std::collections::HashSet<u32>,
     /// Processes to hold before the next attempt to forget some.
     most: usize,
     /// Processes whose mappings could not be read, by cause.
@@ -99,6 +103,11 @@ impl Processes {
                     if process.version != version {
                         self.changed.insert(pid);
                     }
+                    if !self.by_tables {
+                        process.replaced.clear();
+                    } else if !process.replaced.is_empty() {
+                        self.untold.insert(pid);
+                    }
                 }
             }
             Change::Exit { tid } if *tid == pid => {
@@ -160,6 +169,20 @@ impl Processes {
     /// Processes whose mappings have changed since the last call, gone ones among them.
     pub fn take_changed(&mut self) -> std::collections::HashSet<u32> {
         std::mem::take(&mut self.changed)
+    }
+
+    /// Stacks are walked by tables: from now on what is mapped where matters to samples before it is told.
+    pub fn walk_by_tables(&mut self) {
+        self.by_tables = true;
+    }
+
+    /// The kernel side has been told of all changes.
+    pub fn told(&mut self, time_ns: u64) {
+        for pid in self.untold.drain() {
+            for (_, until) in self.by_pid.get_mut(&pid).map_or(&mut [][..], |p| &mut p.replaced) {
+                *until = time_ns.min(*until);
+            }
+        }
     }
 
     /// Mappings of processes after events that are yet to be applied, in order of time, with since when each runs what they
@@ -444,6 +467,22 @@ mod tests {
         processes.apply(&map(PID, 0x1000, 0x1000, 0, "/gone"));
         processes.apply(&Event { time_ns: 0, pid: 0, change: Change::Lost(1) });
         assert_eq!(at(processes.sampled(PID, 1), 0x1000).unwrap().0, "/gone");
+    }
+
+    #[test]
+    fn stacks_through_code_in_the_place_of_other_code_are_cut_until_it_is_told() {
+        let mut processes = Processes::new(None, false);
+        processes.walk_by_tables();
+        processes.apply(&exec(PID, "x"));
+        processes.apply(&map(PID, 0x1000, 0x1000, 0, "/old"));
+        processes.apply(&map(PID, 0x5000, 0x1000, 0, "/other"));
+        let stack = [0x5010, 0x1010, 0x5020];
+        assert_eq!(processes.sampled(PID, 1).certain(10, &stack), 3);
+        processes.apply(&map(PID, 0x1000, 0x1000, 0, "/new"));
+        assert_eq!(processes.sampled(PID, 1).certain(20, &stack), 2);
+        processes.told(30);
+        assert_eq!(processes.sampled(PID, 1).certain(29, &stack), 2);
+        assert_eq!(processes.sampled(PID, 1).certain(30, &stack), 3);
     }
 
     #[test]

@@ -8,18 +8,23 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::tables::{
-    CHUNK, CHUNKS, EXECUTABLES, PAGES, RULES, page_word, pages_word, row, state,
+    CHUNK, CHUNKS, EXECUTABLES, PAGES, page_word, pages_word, row, state,
 };
-use stackwire_collector_ebpf::unwind::{NO_RULE, Rule};
+use stackwire_collector_ebpf::unwind::Rule;
 use stackwire_unwind::Table;
 
 use super::maps::TableMaps;
+use super::rules::Rules;
 use super::space::Space;
 use crate::broker::Wanted;
 use crate::process::executable::Kind;
 
 /// Number of all executables there is no number for: they have no table.
-const UNLISTED: u32 = 1;
+pub const UNLISTED: u32 = 1;
+/// Times a table is looked for in vain.
+const MAX_FAILURES: u32 = 3;
+/// Rules of one table. librustc_driver has 707.
+const MAX_RULES: usize = 8 << 10;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
 
@@ -87,7 +92,7 @@ struct Inner {
     maps: TableMaps,
     pages: Space,
     chunks: Space,
-    rules: HashMap<Rule, u16>,
+    rules: Rules,
     numbers: HashMap<Kind, u32>,
     /// By number.
     slots: Vec<Slot>,
@@ -102,20 +107,30 @@ struct Slot {
     refs: u32,
     /// On disk, by [`Catalog::next_idle`].
     looked_for: bool,
+    failures: u32,
     state: State,
     /// Its uses at the last look, and how many there have been of late.
     seen: u64,
     heat: u64,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum State {
     Wanting,
     Loading,
-    /// First page, pages, first chunk, chunks.
-    Ready(u32, u32, u32, u32),
+    Ready(Place),
     /// Why.
     Failed(String),
+}
+
+/// Where a table is: first page, pages, first chunk, chunks, numbers of its rules.
+#[derive(Debug)]
+struct Place {
+    page: u32,
+    pages: u32,
+    chunk: u32,
+    chunks: u32,
+    rules: Vec<u16>,
 }
 
 impl Catalog {
@@ -128,6 +143,7 @@ impl Catalog {
             wanted: Vec::new(),
             refs: 1,
             looked_for: false,
+            failures: 0,
             state: State::Failed(String::new()),
             seen: 0,
             heat: 0,
@@ -136,7 +152,7 @@ impl Catalog {
             maps,
             pages: Space::new(PAGES, 0),
             chunks: Space::new(CHUNKS, 0),
-            rules: HashMap::from([(Rule::default(), NO_RULE)]),
+            rules: Rules::default(),
             numbers: HashMap::new(),
             slots: vec![none(), none()],
             stats: Stats::default(),
@@ -168,7 +184,7 @@ impl Catalog {
     /// One user less, each.
     pub fn release(&self, numbers: &[u32]) {
         let mut inner = self.lock();
-        for &number in numbers {
+        for &number in numbers.iter().filter(|&&number| number > UNLISTED) {
             let slot = &mut inner.slots[number as usize];
             slot.refs = slot.refs.saturating_sub(1);
         }
@@ -179,7 +195,7 @@ impl Catalog {
         let mut inner = self.lock();
         let inner = &mut *inner;
         let wanting =
-            inner.slots.iter().enumerate().filter(|(_, slot)| slot.state == State::Wanting);
+            inner.slots.iter().enumerate().filter(|(_, slot)| matches!(slot.state, State::Wanting));
         let (number, _) = wanting
             .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
             .filter(|(_, uses)| all || *uses > 0)
@@ -198,7 +214,8 @@ impl Catalog {
             return None;
         }
         let idle = inner.slots.iter_mut().enumerate();
-        let idle = idle.filter(|(_, slot)| slot.state == State::Wanting && !slot.looked_for);
+        let idle =
+            idle.filter(|(_, slot)| matches!(slot.state, State::Wanting) && !slot.looked_for);
         let (number, slot) = idle.max_by_key(|(_, slot)| slot.refs)?;
         slot.looked_for = true;
         slot.state = State::Loading;
@@ -217,14 +234,16 @@ impl Catalog {
         inner.stats.compile_ns += compiled.unwrap_or_default().as_nanos() as u64;
         let placed = table.and_then(|table| inner.place(number, table));
         match placed {
-            Ok((state, pages)) => {
+            Ok((place, pages)) => {
                 inner.stats.loaded += 1;
-                inner.slots[number as usize].state = state;
+                inner.slots[number as usize].state = State::Ready(place);
                 inner.maps.set_executable(number, pages, state::READY);
             }
             Err(why) => {
-                inner.stats.failed += 1;
-                inner.slots[number as usize].state = State::Failed(why);
+                let slot = &mut inner.slots[number as usize];
+                slot.state = State::Failed(why);
+                slot.failures += 1;
+                inner.stats.failed += u64::from(inner.slots[number as usize].failures == 1);
                 inner.maps.set_executable(number, 0, state::NONE);
             }
         }
@@ -236,7 +255,7 @@ impl Catalog {
         let Inner { maps, slots, .. } = &mut *inner;
         for (number, slot) in slots.iter_mut().enumerate() {
             // Those that want their table are compared by all of their uses.
-            if slot.state != State::Wanting {
+            if !matches!(slot.state, State::Wanting) {
                 let uses = maps.uses(number as u32);
                 slot.heat = slot.heat / 2 + uses.wrapping_sub(slot.seen);
                 slot.seen = uses;
@@ -271,6 +290,7 @@ impl Inner {
                     wanted: Vec::new(),
                     refs: 0,
                     looked_for: false,
+                    failures: 0,
                     state: State::Wanting,
                     seen: 0,
                     heat: 0,
@@ -285,6 +305,8 @@ impl Inner {
                     let before = &mut self.slots[number as usize];
                     self.numbers.remove(&before.kind);
                     *before = Slot { seen, ..slot };
+                    // A walk under way may have the number from mappings of the one before.
+                    self.maps.next_generation();
                     number
                 };
                 self.maps.set_executable(number, 0, state::NOT_YET);
@@ -295,6 +317,11 @@ impl Inner {
         let slot = &mut self.slots[number as usize];
         slot.refs += 1;
         if let Some(wanted) = wanted {
+            // Whoever has it mapped now may have what the one before had not: life, or a file that may be opened.
+            if matches!(slot.state, State::Failed(_)) && slot.failures < MAX_FAILURES {
+                slot.state = State::Wanting;
+                self.maps.set_executable(number, 0, state::NOT_YET);
+            }
             if slot.wanted.len() == MAX_WANTED {
                 slot.wanted.remove(0);
             }
@@ -309,30 +336,46 @@ impl Inner {
             .slots
             .iter()
             .enumerate()
-            .filter(|(_, slot)| slot.refs == 0 && slot.state != State::Loading);
+            .skip(UNLISTED as usize + 1)
+            .filter(|(_, slot)| slot.refs == 0 && !matches!(slot.state, State::Loading));
         idle.min_by_key(|(_, slot)| slot.heat).map(|(number, _)| number as u32)
     }
 
     fn drop_table(&mut self, number: u32) {
         let slot = &mut self.slots[number as usize];
-        if let State::Ready(page, pages, chunk, chunks) = slot.state {
+        if matches!(slot.state, State::Ready(_))
+            && let State::Ready(place) = std::mem::replace(&mut slot.state, State::Wanting)
+        {
             self.maps.set_executable(number, 0, state::NOT_YET);
-            slot.state = State::Wanting;
             slot.seen = self.maps.uses(number);
-            self.pages.give_back(page, pages);
-            self.chunks.give_back(chunk, chunks);
+            self.give_back(&place);
         }
     }
 
-    fn place(&mut self, number: u32, table: &Table) -> Result<(State, u64), String> {
+    fn give_back(&mut self, place: &Place) {
+        self.pages.give_back(place.page, place.pages);
+        self.chunks.give_back(place.chunk, place.chunks);
+        self.rules.give_back(&place.rules);
+    }
+
+    /// Writes a table; where it is, and its executable's word.
+    fn place(&mut self, number: u32, table: &Table) -> Result<(Place, u64), String> {
         let pages = table.pages.len() as u32;
         let chunks = (table.rows.len() as u32).div_ceil(CHUNK);
-        let no_room = || "no room for its unwind table".to_owned();
-        let mut numbers = Vec::with_capacity(table.rules.len());
-        for rule in &table.rules {
-            numbers.push(self.rule(rule).ok_or_else(no_room)?);
+        // Never all others for one.
+        if pages > PAGES / 2 || chunks > CHUNKS / 2 || table.rules.len() > MAX_RULES {
+            return Err("its unwind table is too large".to_owned());
         }
-        let (page, chunk) = self.room(number, pages, chunks).ok_or_else(no_room)?;
+        if !self.make_room(number, (pages, chunks), &table.rules) {
+            return Err("no room for its unwind table".to_owned());
+        }
+        let unwritten = |error| format!("its unwind table cannot be written: {error}");
+        let Self { maps, rules, .. } = self;
+        let rules = rules.take(&table.rules, |number, rule| maps.write_rule(number, rule));
+        let rules = rules.map_err(unwritten)?;
+        // Both are there: this is what making room was about.
+        let page = self.pages.take(pages).unwrap_or_default();
+        let chunk = self.chunks.take(chunks).unwrap_or_default();
         let mut first = chunk * CHUNK;
         let words = table.pages.iter().map(|&count| {
             let word = page_word(first, count);
@@ -340,51 +383,33 @@ impl Inner {
             word
         });
         let words = words.collect();
-        let rows: Vec<u32> = table
-            .rows
-            .iter()
-            .map(|&of| row((of >> 16) as u16, numbers[(of & 0xffff) as usize]))
-            .collect();
+        let rows = table.rows.iter();
+        let rows: Vec<u32> =
+            rows.map(|&of| row((of >> 16) as u16, rules[(of & 0xffff) as usize])).collect();
+        let place = Place { page, pages, chunk, chunks, rules };
         let written =
             self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
-        if let Err(error) = written {
-            self.pages.give_back(page, pages);
-            self.chunks.give_back(chunk, chunks);
-            return Err(format!("its unwind table cannot be written: {error}"));
-        }
-        Ok((State::Ready(page, pages, chunk, chunks), pages_word(page, pages, table.base)))
-    }
-
-    /// The number of a rule, which all executables share.
-    fn rule(&mut self, rule: &Rule) -> Option<u16> {
-        if let Some(&number) = self.rules.get(rule) {
-            return Some(number);
-        }
-        let number = self.rules.len();
-        if number >= RULES as usize {
-            return None;
-        }
-        self.maps.write_rule(number as u16, rule).ok()?;
-        self.rules.insert(*rule, number as u16);
-        Some(number as u16)
-    }
-
-    /// Room for a table, that of others used less if need be: first page, first chunk.
-    fn room(&mut self, number: u32, pages: u32, chunks: u32) -> Option<(u32, u32)> {
-        let heat = self.maps.uses(number).wrapping_sub(self.slots[number as usize].seen);
-        loop {
-            if let Some(page) = self.pages.take(pages) {
-                match self.chunks.take(chunks) {
-                    Some(chunk) => return Some((page, chunk)),
-                    None => self.pages.give_back(page, pages),
-                }
+        match written {
+            Ok(()) => Ok((place, pages_word(page, pages, table.base))),
+            Err(error) => {
+                self.give_back(&place);
+                Err(unwritten(error))
             }
-            if !self.pages.has_limbo() && !self.chunks.has_limbo() {
+        }
+    }
+
+    /// Makes room for a table, that of others used less if need be; whether there is.
+    fn make_room(&mut self, number: u32, (pages, chunks): (u32, u32), rules: &[Rule]) -> bool {
+        let heat = self.maps.uses(number).wrapping_sub(self.slots[number as usize].seen);
+        while !(self.pages.fits(pages) && self.chunks.fits(chunks) && self.rules.fit(rules)) {
+            if !(self.pages.has_limbo() || self.chunks.has_limbo() || self.rules.has_limbo()) {
                 let ready = self.slots.iter().enumerate();
-                let ready = ready.filter(|(_, slot)| matches!(slot.state, State::Ready(..)));
-                let (coldest, slot) = ready.min_by_key(|(_, slot)| slot.heat)?;
+                let ready = ready.filter(|(_, slot)| matches!(slot.state, State::Ready(_)));
+                let Some((coldest, slot)) = ready.min_by_key(|(_, slot)| slot.heat) else {
+                    return false;
+                };
                 if slot.refs > 0 && slot.heat > heat {
-                    return None;
+                    return false;
                 }
                 self.drop_table(coldest as u32);
                 self.stats.evicted += 1;
@@ -392,6 +417,93 @@ impl Inner {
             self.maps.next_generation();
             self.pages.reclaim();
             self.chunks.reclaim();
+            self.rules.reclaim();
         }
+        true
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use stackwire_collector_ebpf::unwind::cfa;
+
+    use super::*;
+    use crate::unwind::maps;
+
+    fn catalog() -> Catalog {
+        Catalog::new(maps::open(maps::Descriptors::in_memory()).unwrap().1)
+    }
+
+    fn file(number: u32) -> Kind {
+        let build_id = number.to_le_bytes().to_vec();
+        Kind::File { path: String::new(), build_id, inode: 0, device: (0, 0) }
+    }
+
+    /// Of this many rows, one page of 64 KiB for each thousand, and rules of its own.
+    fn table(rows: u32, rules: i32, seed: i32) -> Table {
+        let rule = |at| Rule { cfa: cfa::REGISTER, offset: seed * 100_000 + at, ..Rule::default() };
+        let rules = std::iter::once(Rule::default()).chain((1..=rules).map(rule)).collect();
+        let pages = vec![1000; (rows / 1000) as usize];
+        let rows = (0..rows / 1000 * 1000).map(|at| row((at % 1000) as u16, 1)).collect();
+        Table { build_id: Vec::new(), base: 0, rules, pages, rows }
+    }
+
+    fn wanted() -> Option<Wanted> {
+        Some(Wanted::Mapped { pid: 1, start: 0, end: 1, path: String::new() })
+    }
+
+    #[test]
+    fn the_coldest_tables_go_when_rows_or_rules_run_out() {
+        let catalog = catalog();
+        let mut before = None;
+        // Nine million rows of ten, three times; then thirty thousand rules of 32, likewise.
+        for (number, (rows, rules)) in
+            [(3_000_000, 1); 9].into_iter().chain([(1000, 8000); 9]).enumerate()
+        {
+            let number = catalog.number(&file(number as u32), wanted());
+            catalog.release(&before.replace(number).into_iter().collect::<Vec<_>>());
+            catalog.install(number, Ok(&table(rows, rules, number as i32)), None);
+        }
+        let stats = catalog.stats();
+        assert_eq!((stats.loaded, stats.failed), (18, 0));
+        assert!((6..=17).contains(&stats.evicted), "{stats:?}");
+        let number = catalog.number(&file(100), wanted());
+        catalog.install(number, Ok(&table(6_000_000, 1, 0)), None);
+        assert_eq!(catalog.missing(&file(100)).unwrap(), "its unwind table is too large");
+        assert_eq!(catalog.stats().evicted, stats.evicted, "for nothing");
+    }
+
+    #[test]
+    fn numbers_are_used_again_and_those_of_no_file_never() {
+        let catalog = catalog();
+        for number in 0..EXECUTABLES * 2 {
+            let number = catalog.number(&file(number), wanted());
+            assert!(number > UNLISTED);
+            // As areas give back what they have, code without a file among it.
+            catalog.release(&[number, 0, UNLISTED]);
+        }
+        let held: Vec<u32> =
+            (0..EXECUTABLES * 2).map(|number| catalog.number(&file(number), wanted())).collect();
+        assert_eq!(
+            held.iter().filter(|&&number| number == UNLISTED).count(),
+            EXECUTABLES as usize + 2
+        );
+        assert!(held.iter().all(|&number| number != 0));
+    }
+
+    #[test]
+    fn what_failed_is_tried_again_for_another_process_but_not_for_ever() {
+        let catalog = catalog();
+        let mut tries = 0;
+        for _ in 0..9 {
+            let number = catalog.number(&file(1), wanted());
+            if let Some(job) = catalog.next(true) {
+                assert_eq!(job.number, number);
+                catalog.install(number, Err("not to be had".to_owned()), None);
+                tries += 1;
+            }
+        }
+        assert_eq!((tries, catalog.stats().failed), (u64::from(MAX_FAILURES), 1));
     }
 }

@@ -32,7 +32,10 @@ impl Disk {
     #[must_use]
     pub fn get(&self, build_id: &[u8]) -> Option<Table> {
         let mut bytes = Vec::new();
-        let file = fs::File::open(self.path(build_id)?).ok()?;
+        // Whatever is there instead of a file is not waited for.
+        let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(self.path(build_id)?);
+        let file = file.ok().filter(|file| file.metadata().is_ok_and(|found| found.is_file()))?;
         file.take(MAX_TABLE).read_to_end(&mut bytes).ok()?;
         Table::parse(&bytes).ok().filter(|table| table.build_id == build_id)
     }
@@ -63,8 +66,10 @@ impl Disk {
     fn prune(&self) -> io::Result<()> {
         let mut files = Vec::new();
         for entry in fs::read_dir(&self.directory)?.flatten() {
-            let metadata = entry.metadata()?;
-            files.push((metadata.mtime(), metadata.len(), entry.path()));
+            let Ok(metadata) = entry.metadata() else { continue };
+            if metadata.is_file() && entry.file_name().to_str().is_some_and(is_ours) {
+                files.push((metadata.mtime(), metadata.len(), entry.path()));
+            }
         }
         let mut total: u64 = files.iter().map(|(_, length, _)| length).sum();
         files.sort();
@@ -72,11 +77,20 @@ impl Disk {
             if total <= MAX_BYTES {
                 break;
             }
-            fs::remove_file(path)?;
+            // Another collector may have been faster.
+            let _ = fs::remove_file(path);
             total -= length;
         }
         Ok(())
     }
+}
+
+/// Whether a file is one of tables, of any version, or half of one.
+fn is_ours(name: &str) -> bool {
+    let Some((id, version)) = name.split_once('.') else { return false };
+    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    let versions = version.strip_prefix('v').or_else(|| version.strip_prefix("new-"));
+    id.bytes().all(hex) && versions.is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()))
 }
 
 #[cfg(test)]
@@ -100,6 +114,15 @@ mod tests {
         disk.put(&id, b"damaged").unwrap();
         assert!(disk.get(&id).is_none());
         disk.put(&[], b"without").unwrap();
+        for (name, ours) in [
+            ("0a.v1", true),
+            ("0a.new-7", true),
+            ("thesis.tar", false),
+            ("ab", false),
+            ("x.v1", false),
+        ] {
+            assert_eq!(is_ours(name), ours, "{name}");
+        }
         assert_eq!(fs::read_dir(&disk.directory).unwrap().count(), 1);
     }
 }

@@ -92,15 +92,15 @@ impl Loader {
         let started = Instant::now();
         let compiled = self.compile(job);
         let took = started.elapsed();
-        if let (Ok((bytes, _)), Some(disk)) = (&compiled, disk) {
+        if let (Ok(Compiled { bytes, lasting: true, .. }), Some(disk)) = (&compiled, disk) {
             // Without it the next run compiles again.
             let _ = disk.put(build_id, bytes);
         }
-        let table = compiled.as_ref().map(|(_, table)| table).map_err(Clone::clone);
+        let table = compiled.as_ref().map(|compiled| &compiled.table).map_err(Clone::clone);
         self.catalog.install(job.number, table, Some(took));
     }
 
-    fn compile(&self, job: &Job) -> Result<(Vec<u8>, Table), String> {
+    fn compile(&self, job: &Job) -> Result<Compiled, String> {
         let mut reason = "no process has it mapped any more".to_owned();
         if job.kind == Kind::Vdso {
             return self.compile_file(&vdso_file()?);
@@ -114,13 +114,13 @@ impl Loader {
                     self.compile_file(&file)
                 })
                 // By a path another file may have been found.
-                .and_then(|(bytes, table)| match &job.kind {
+                .and_then(|compiled| match &job.kind {
                     Kind::File { build_id, .. }
-                        if !build_id.is_empty() && *build_id != table.build_id =>
+                        if !build_id.is_empty() && *build_id != compiled.table.build_id =>
                     {
                         Err("its file has been replaced".to_owned())
                     }
-                    _ => Ok((bytes, table)),
+                    _ => Ok(compiled),
                 });
             match compiled {
                 Ok(compiled) => return Ok(compiled),
@@ -130,11 +130,21 @@ impl Loader {
         Err(reason)
     }
 
-    fn compile_file(&self, file: &File) -> Result<(Vec<u8>, Table), String> {
+    fn compile_file(&self, file: &File) -> Result<Compiled, String> {
+        let owner = file.metadata().map_err(|error| error.to_string())?.uid();
+        let lasting = owner == 0 || owner == rustix::process::geteuid().as_raw();
         let bytes = self.compiler.compile(file)?;
         let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
-        Ok((bytes, table))
+        Ok(Compiled { bytes, table, lasting })
     }
+}
+
+struct Compiled {
+    bytes: Vec<u8>,
+    table: Table,
+    /// May be kept for later runs: of a file of root's or ours. Others could give theirs the build-id of one they want to
+    /// see falsified.
+    lasting: bool,
 }
 
 /// Whether a file without a build-id is the one that was mapped.

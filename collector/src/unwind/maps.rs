@@ -30,6 +30,30 @@ pub struct Descriptors {
     pub generation: OwnedFd,
 }
 
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+impl Descriptors {
+    /// Without a kernel side: files in memory.
+    pub fn in_memory() -> Self {
+        use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+        use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, MAPPINGS, PAGES};
+        let map = |bytes: usize| {
+            let fd = memfd_create(c"map", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&fd, bytes.next_multiple_of(4096) as u64).unwrap();
+            fd
+        };
+        Self {
+            processes: map(PROCESS_SLOTS as usize * SLOT),
+            mappings: map(MAPPINGS as usize * size_of::<Mapping>()),
+            executables: map(EXECUTABLES as usize * EXECUTABLE),
+            pages: map(PAGES as usize * 8),
+            rows: map((CHUNKS * CHUNK) as usize * 4),
+            rules: map(RULES as usize * size_of::<Rule>()),
+            generation: map(8),
+        }
+    }
+}
+
 /// The maps of processes and their mappings.
 #[derive(Debug)]
 pub struct ProcessMaps {

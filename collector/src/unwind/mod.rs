@@ -9,6 +9,7 @@ mod disk;
 mod loader;
 mod maps;
 mod processes;
+mod rules;
 mod space;
 
 use std::io;
@@ -24,6 +25,7 @@ use self::loader::Loader;
 pub use self::maps::Descriptors;
 use self::processes::Published;
 use crate::broker::Broker;
+use crate::clock::now_ns;
 use crate::event::Event;
 use crate::process::Processes;
 use crate::process::executable::Kind;
@@ -68,6 +70,7 @@ impl Unwind {
         let (process_maps, table_maps) = maps::open(maps)?;
         let catalog = Arc::new(Catalog::new(table_maps));
         let mut published = Published::new(process_maps, Arc::clone(&catalog));
+        processes.walk_by_tables();
         published.update(processes);
         let stop = Arc::new(AtomicBool::new(false));
         let Sources { broker, compiler, cache } = sources;
@@ -92,6 +95,7 @@ impl Unwind {
     /// Tells the kernel side what has changed, and what `ahead` is going to change.
     pub fn update(&mut self, processes: &mut Processes, ahead: &[Event]) {
         let changed = self.published.update(processes);
+        processes.told(now_ns());
         let newest = ahead.last().map_or(0, |event| event.time_ns);
         if newest > self.previewed || changed && newest > 0 {
             self.previewed = newest;

@@ -1,6 +1,6 @@
 //! Tells the kernel side what is mapped in which process. The collecting thread's.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -8,13 +8,18 @@ use stackwire_collector_ebpf::tables::{
     ANONYMOUS, MAPPINGS, PROCESS_PROBES, PROCESS_SLOTS, first_slot, process_of, process_word,
 };
 
-use super::catalog::Catalog;
+use super::catalog::{Catalog, UNLISTED};
 use super::maps::ProcessMaps;
 use super::space::Space;
 use crate::broker::Wanted;
 use crate::event::Event;
 use crate::process::executable::Kind;
 use crate::process::{Mapping, Processes};
+
+/// Of one process: one that maps without end leaves room for others.
+const MAX_MAPPINGS: u32 = MAPPINGS / 4;
+/// Likewise, executables that get a number of their own.
+const MAX_NUMBERS: usize = 2048;
 
 /// The kernel side's processes, as they were told.
 #[derive(Debug)]
@@ -122,12 +127,17 @@ impl Published {
             return Some((area.first, area.count));
         }
         let count = mappings.len() as u32;
+        if count > MAX_MAPPINGS {
+            return None;
+        }
         let first = self.take(count.max(1))?;
         let mut numbers = Vec::with_capacity(mappings.len());
+        let mut distinct = HashSet::new();
         let mut rows = Vec::with_capacity(mappings.len());
         for mapping in mappings.iter() {
             let (number, offset) = match &mapping.executable.kind {
                 Kind::Anonymous => (ANONYMOUS, 0),
+                _ if distinct.len() > MAX_NUMBERS => (UNLISTED, 0),
                 // Its image begins with its mapping.
                 Kind::Vdso => (self.catalog.number(&Kind::Vdso, None), 0),
                 kind => {
@@ -137,6 +147,7 @@ impl Published {
                     (self.catalog.number(kind, Some(wanted)), mapping.file_offset)
                 }
             };
+            distinct.insert(number);
             numbers.push(number);
             rows.push((mapping.start, mapping.end, number, offset));
         }

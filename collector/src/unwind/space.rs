@@ -19,6 +19,12 @@ impl Space {
         Self { free: BTreeMap::from([(reserved, entries - reserved)]), limbo: Vec::new() }
     }
 
+    /// Whether there is a run of `count` entries.
+    #[must_use]
+    pub fn fits(&self, count: u32) -> bool {
+        self.free.values().any(|&length| length >= count)
+    }
+
     /// A run of `count` entries, the lowest there is.
     pub fn take(&mut self, count: u32) -> Option<u32> {
         let (&first, &length) = self.free.iter().find(|(_, length)| **length >= count)?;

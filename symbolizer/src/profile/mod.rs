@@ -214,7 +214,7 @@ impl EndReason {
             Self::Unreadable => "next frame not readable",
             Self::DepthLimit => "deeper than is recorded",
             Self::NoFramePointer => "code without frame pointers",
-            Self::NotCode => "return address not in code (code without frame pointers)",
+            Self::NotCode => "return address not in code",
             Self::Compat => "32-bit process",
             Self::Failed => "kernel unwinder refused",
             Self::NoMappings => "mappings of the process unknown",
