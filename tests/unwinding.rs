@@ -118,7 +118,7 @@ fn stacks_of_commands_are_whole() {
     let commands: [(&str, Vec<String>); 5] = [
         (
             "dd",
-            ["dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=4000000", "status=none"]
+            ["dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=9000000", "status=none"]
                 .map(str::to_owned)
                 .into(),
         ),
@@ -129,7 +129,7 @@ fn stacks_of_commands_are_whole() {
             vec![
             "sqlite3".into(),
             ":memory:".into(),
-            "with recursive n(i) as (select 1 union all select i + 1 from n where i < 1500000) \
+            "with recursive n(i) as (select 1 union all select i + 1 from n where i < 6000000) \
              select count(distinct printf('%d', i * 7919 % 100003)) from n;".into(),
         ],
         ),
