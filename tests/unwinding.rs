@@ -123,7 +123,10 @@ fn stacks_of_commands_are_whole() {
                 .into(),
         ),
         ("gzip", vec!["gzip".into(), "-9kf".into(), at("numbers")]),
-        ("sort", vec!["sort".into(), "-o".into(), at("sorted"), at("numbers")]),
+        (
+            "sort",
+            vec!["sort".into(), "--parallel=1".into(), "-o".into(), at("sorted"), at("numbers")],
+        ),
         (
             "sqlite3",
             vec![

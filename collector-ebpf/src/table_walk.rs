@@ -122,7 +122,9 @@ fn frame(scratch: &mut Scratch) -> u64 {
     let ip = scratch.tables.cursor.lookup_ip();
     let inside = ip >= scratch.tables.mapping.start && ip < scratch.tables.mapping.end;
     if !inside && !find_mapping(&mut scratch.tables, ip) {
-        return UserEnd::NotCode as u64;
+        // What runs is code: its mapping has not been told.
+        let runs = scratch.tables.cursor.exact != 0;
+        return if runs { UserEnd::NoMappingsYet } else { UserEnd::NotCode } as u64;
     }
     let (executable, file_offset) = tables::mapping_of(scratch.tables.mapping.word);
     let end = if executable == tables::ANONYMOUS {

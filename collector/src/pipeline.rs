@@ -151,7 +151,9 @@ impl Pipeline {
             0 => u64::MAX,
             settle => now_ns() - settle,
         };
+        let before = self.batch.events.len();
         self.sampler.drain(&mut self.batch);
+        let arrived = self.batch.events.len() > before;
         let mut events = 0;
         let mut samples = 0;
         while let Some(&sample) =
@@ -172,7 +174,7 @@ impl Pipeline {
         }
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
-            unwind.update(&mut self.processes, &self.batch.events);
+            unwind.update(&mut self.processes, &self.batch.events, arrived);
         }
     }
 

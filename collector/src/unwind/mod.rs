@@ -49,8 +49,6 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
-    /// Time of the last event that was looked at ahead of its turn.
-    previewed: u64,
     /// Ends the loading thread. It may be waiting for a file that does not come, for seconds: nobody waits for it.
     stop: Arc<AtomicBool>,
 }
@@ -89,16 +87,14 @@ impl Unwind {
             // In time or not, sampling begins.
             let _ = warmed.recv_timeout(WARM_UP);
         }
-        Ok(Self { published, catalog, previewed: 0, stop })
+        Ok(Self { published, catalog, stop })
     }
 
-    /// Tells the kernel side what has changed, and what `ahead` is going to change.
-    pub fn update(&mut self, processes: &mut Processes, ahead: &[Event]) {
+    /// Tells the kernel side what has changed, and what `ahead` is going to change; `arrived`: there are new ones among them.
+    pub fn update(&mut self, processes: &mut Processes, ahead: &[Event], arrived: bool) {
         let changed = self.published.update(processes);
         processes.told(now_ns());
-        let newest = ahead.last().map_or(0, |event| event.time_ns);
-        if newest > self.previewed || changed && newest > 0 {
-            self.previewed = newest;
+        if arrived || changed {
             self.published.preview(processes, ahead);
         }
     }

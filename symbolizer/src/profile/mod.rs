@@ -223,7 +223,7 @@ impl EndReason {
             Self::NoUnwindRule => "no unwind rule for this code",
             Self::RegisterLost => "unwind rule needs a register that is lost",
             Self::BadStack => "caller's frame not above this one",
-            Self::NoMappingsYet => "process too young: its mappings not known yet",
+            Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
             Self::TablesReplaced => "unwind tables replaced meanwhile",
         }
     }
