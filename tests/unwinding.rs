@@ -125,7 +125,14 @@ fn stacks_of_commands_are_whole() {
         ("gzip", vec!["gzip".into(), "-9kf".into(), at("numbers")]),
         (
             "sort",
-            vec!["sort".into(), "--parallel=1".into(), "-o".into(), at("sorted"), at("numbers")],
+            vec![
+                "sort".into(),
+                "--parallel=1".into(),
+                "-o".into(),
+                at("sorted"),
+                at("numbers"),
+                at("numbers"),
+            ],
         ),
         (
             "sqlite3",
