@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds a program there: in QEMU, without KVM, from an
-# initial RAM disk that holds the collector and one static program. The capture comes out over the serial line.
+# initial RAM disk that holds the collector and one static program. The capture comes out over a second serial line.
 # usage: tests/kernels.sh DIR    DIR: where the binaries are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -57,9 +57,8 @@ program=\$!
 /bin/busybox sleep 1
 /bin/stackwire-collector --pid \$program --sample-rate 199 --duration 5s --share-executables always --output /tmp/x.stackwire
 echo "exit code \$?"
-echo BEGIN
-/bin/busybox base64 /tmp/x.stackwire
-echo END
+/bin/busybox stty -F /dev/ttyS1 raw
+/bin/busybox cat /tmp/x.stackwire >/dev/ttyS1
 /bin/busybox poweroff -f
 E2
 chmod +x "$root/init"
@@ -68,17 +67,21 @@ chmod +x "$root/init"
 for series in 6.1 6.12; do
   image=$(kernel "$series") || skip "no Debian kernel $series to be had"
   log=$work/$series.log
-  timeout 600 qemu-system-x86_64 -accel tcg -m 768 -smp 2 -nographic -no-reboot -nic none -kernel "$image" \
-    -initrd "$work/initrd.gz" -append "console=ttyS0 quiet panic=-1" >"$log" 2>&1 </dev/null || true
-  sed -n '/^BEGIN/,/^END/p' "$log" | tr -d '\r' | sed '1d;$d' | base64 -d >"$work/$series.stackwire" || true
+  # Both CPUs on one thread: on two, QEMU runs into instructions the kernel is just replacing ("Oops: int3").
+  timeout 600 qemu-system-x86_64 -accel tcg,thread=single -m 768 -smp 2 -display none -monitor none -no-reboot -nic none \
+    -serial "file:$log" -serial "file:$work/$series.stackwire" -kernel "$image" -initrd "$work/initrd.gz" \
+    -append "console=ttyS0 quiet panic=-1" </dev/null || true
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
   "$out/stackwire" report "$work/$series.stackwire" >"$work/$series.txt"
   release=$(sed -n '1s/.* on [^ ]* (\([^ ]*\) .*/\1/p' "$work/$series.txt")
-  whole=$(awk '/reached the thread.s root$/ { print $2 }' "$work/$series.txt")
+  # Compiling takes a third of a second here: of the samples after it.
+  whole=$(awk '/^  stacks   share/ { on = 1; next } /^$/ { on = 0 }
+    on && /%/ && !/no unwind table yet/ { all += $1; if (/thread.s root$/) whole = $1 }
+    END { printf "%.1f", 100 * whole / (all ? all : 1) }' "$work/$series.txt")
   samples=$(awk 'NR == 1 { print $1 }' "$work/$series.txt")
-  echo "kernel $release: $samples samples, ${whole:-0} % of the user stacks are whole"
+  echo "kernel $release: $samples samples, $whole % of the user stacks are whole"
   grep -q ' burn \[unwind\]' "$work/$series.txt" || { cat "$work/$series.txt" >&2; echo "kernel $release: no names" >&2; exit 1; }
-  awk -v whole="${whole:-0}" -v samples="$samples" 'BEGIN { exit !(whole >= 99 && samples >= 200) }' || {
+  awk -v whole="$whole" -v samples="$samples" 'BEGIN { exit !(whole >= 99 && samples >= 200) }' || {
     cat "$work/$series.txt" >&2
     echo "kernel $release: too few whole stacks" >&2
     exit 1
