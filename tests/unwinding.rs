@@ -166,10 +166,12 @@ fn stacks_of_commands_are_whole() {
 
 #[test]
 fn stacks_of_postgresql_under_pgbench_are_whole() {
-    let bin = Path::new("/usr/lib/postgresql/15/bin");
-    if !privileged() || !crate::support::can("PostgreSQL", bin.join("postgres").is_file()) {
+    let installed = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let bin = installed.map(|version| version.path().join("bin")).max();
+    if !privileged() || !crate::support::can("PostgreSQL", bin.is_some()) {
         return;
     }
+    let bin = bin.unwrap();
     let directory = tempfile::tempdir().unwrap();
     let data = directory.path().join("data");
     std::fs::create_dir(&data).unwrap();
@@ -201,7 +203,9 @@ fn stacks_of_postgresql_under_pgbench_are_whole() {
     let mut load =
         as_user(&["pgbench", "-h", socket, "-c", "2", "-T", "8", "postgres"]).spawn().unwrap();
     std::thread::sleep(std::time::Duration::from_millis(500));
-    let output = Command::new("pgrep").args(["-u", "postgres", "-f", "postgres"]).output().unwrap();
+    let server = std::fs::read_to_string(data.join("postmaster.pid")).unwrap();
+    let server = server.lines().next().unwrap();
+    let output = Command::new("pgrep").args(["-P", server]).output().unwrap();
     let pids = String::from_utf8(output.stdout).unwrap();
     let pids = pids.lines().map(|pid| pid.parse().unwrap());
     let (report, profile) = collected(pids, "4s", directory.path());
@@ -322,11 +326,10 @@ fn executables_that_lie_cost_their_own_frames_alone() {
     patch(&path, 0, b"\x7f");
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10 << 30).unwrap();
     programs.push((path, true));
-    for (name, how) in [("replaced", 0), ("fifo", 1)] {
+    for name in ["replaced", "fifo"] {
         let path = copy(name);
         patch(&path, 0, b"\x7f");
         programs.push((path, true));
-        let _ = how;
     }
     let running: Vec<Running> =
         programs.iter().map(|(path, _)| Running::start(Command::new(path).arg("sort"))).collect();
@@ -346,22 +349,31 @@ fn executables_that_lie_cost_their_own_frames_alone() {
         report.contains(&format!("samples taken {taken} = {taken} in the profile + 0 lost")),
         "{report}"
     );
-    let line = |path: &Path| {
+    // What the report says of stacks through an executable: its line, and those indented under it.
+    let (_, through) = report.split_once("user stacks through\n").unwrap();
+    let said_of = |path: &Path| {
         let name = path.display().to_string();
-        let at = report.lines().position(|line| {
-            line.ends_with(&name) && line.contains('%') && !line.contains("dwarf")
-        });
-        let after = report.lines().skip(at.unwrap_or_else(|| panic!("{name} is not in {report}")));
-        after.take(4).collect::<Vec<_>>()
+        let mut lines = through.lines().skip_while(|line| !line.ends_with(&name));
+        let first = lines.next().unwrap_or_else(|| panic!("{name} is not in {report}"));
+        let under = lines.take_while(|line| line.starts_with("            "));
+        std::iter::once(first).chain(under).collect::<Vec<_>>()
     };
     for (path, whole) in &programs {
-        let lines = line(path);
+        let lines = said_of(path);
         let share: f64 = lines[0].split_whitespace().nth(1).unwrap().parse().unwrap();
         eprintln!("{}: {share} %", path.file_name().unwrap().display());
-        assert!(!whole || share >= 99.0, "{}: {lines:?}", path.display());
+        // While the liars are found out the others wait for their tables: how long is the machine's affair.
+        let waited = lines.iter().find(|line| line.contains("end here: no unwind table yet"));
+        let waited = waited.and_then(|line| line.split_whitespace().next()).unwrap_or("0");
+        let waited: f64 = waited.parse().unwrap();
+        assert!(!whole || share + waited >= 99.0 && waited < 10.0, "{lines:?}");
     }
-    for name in ["noise", "huge", "large"] {
-        let said = report.lines().any(|line| line.contains("no unwind table: "));
-        assert!(said, "{name} has no reason in {report}");
+    for (name, reason) in [
+        ("noise", "no unwind rule for this code"),
+        ("huge", "no unwind table: not a readable ELF file: its .eh_frame has"),
+        ("large", "no unwind table: not a readable ELF file: its .eh_frame has"),
+    ] {
+        let lines = said_of(&directory.path().join(name));
+        assert!(lines.iter().any(|line| line.contains(reason)), "{name}: {lines:?}");
     }
 }

@@ -21,6 +21,9 @@ use crate::event::{Change, Event};
 /// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten first.
 const MAX_PROCESSES: usize = 32_768;
 
+/// Samples older than this have been looked at.
+const OLDEST_NS: u64 = 10_000_000_000;
+
 /// All processes of interest.
 #[derive(Debug, Default)]
 pub struct Processes {
@@ -179,7 +182,10 @@ impl Processes {
     /// The kernel side has been told of all changes.
     pub fn told(&mut self, time_ns: u64) {
         for pid in self.untold.drain() {
-            for (_, until) in self.by_pid.get_mut(&pid).map_or(&mut [][..], |p| &mut p.replaced) {
+            let Some(process) = self.by_pid.get_mut(&pid) else { continue };
+            // One that maps again and again and is never sampled would remember all of it.
+            process.replaced.retain(|(_, until)| *until > time_ns.saturating_sub(OLDEST_NS));
+            for (_, until) in &mut process.replaced {
                 *until = time_ns.min(*until);
             }
         }

@@ -209,7 +209,7 @@ where
     ebpf.program_mut(name).and_then(|program| program.try_into().ok()).ok_or_else(|| missing(name))
 }
 
-/// A raw tracepoint: one with BTF would have aya read the kernel's a second time, 40 ms.
+/// A raw tracepoint: one with BTF would have aya read the kernel's a second time.
 fn attach(ebpf: &mut Ebpf, name: &str, tracepoint: &str) -> Result<(), LoadError> {
     let program: &mut RawTracePoint = program(ebpf, name)?;
     program.load().map_err(load_error)?;

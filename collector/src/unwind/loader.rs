@@ -43,7 +43,7 @@ pub struct Loader {
 impl Loader {
     /// Runs until told to stop. `warmed`: brings the tables of all that is mapped, used or not, and says when it has those
     /// of the beginning.
-    pub fn run(self, warmed: Option<Sender<()>>) {
+    pub fn run(self, mut warmed: Option<Sender<()>>) {
         // Started with the privileges of the caller, of which it needs none.
         let _ = privilege::drop_all();
         let disk = self.cache.as_deref().and_then(Disk::open);
@@ -54,8 +54,10 @@ impl Loader {
                 Some(job) => self.bring(&job, disk.as_ref()),
                 None if self.bring_idle(disk.as_ref()) => {}
                 None => {
-                    // Who waits may have begun without.
-                    let _ = warmed.as_ref().map(|warmed| warmed.send(()));
+                    if let Some(warmed) = warmed.take() {
+                        // Who waits may have begun without.
+                        let _ = warmed.send(());
+                    }
                     self.catalog.wait(PAUSE);
                 }
             }
