@@ -4,7 +4,6 @@
 //! Parsing is pure. Absolute addresses stay in [`KernelLayout`], which never leaves this process.
 //! Read once at start-up, while `CAP_SYSLOG` is held. The names are for the symbolizer.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// Where the kernel lists its symbols.
@@ -13,6 +12,9 @@ pub const PATH: &str = "/proc/kallsyms";
 /// A symbol with nothing known behind it reaches no farther than this: few functions are longer, and what was
 /// loaded behind it since must not be taken for it.
 const MAX_REACH: u64 = 8 << 10;
+
+/// Where the kernel itself is among the modules.
+const KERNEL: usize = 0;
 
 /// A run of text symbols of one module.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,29 +50,39 @@ impl KernelLayout {
 /// symbols and zero addresses are passed over.
 #[must_use]
 pub fn parse(text: &str) -> (KernelLayout, String) {
-    let mut symbols: Vec<(u64, &str, &str)> = text.lines().filter_map(parse_line).collect();
+    // Names of modules are compared once per run of lines, not per line: there are 120,000 of those.
+    let mut names: Vec<&str> = vec![""];
+    let mut symbols: Vec<(u64, &str, usize)> = Vec::with_capacity(text.len() / 64);
+    let mut last = 0;
+    for (address, name, module) in text.lines().filter_map(parse_line) {
+        // Two empty names are not compared: a masked load from where nothing is costs a microcode assist each.
+        if module.is_empty() {
+            last = KERNEL;
+        } else if names[last] != module {
+            last = names.iter().position(|name| *name == module).unwrap_or(names.len());
+            if last == names.len() {
+                names.push(module);
+            }
+        }
+        symbols.push((address, name, last));
+    }
     // Stable: the kernel lists its own symbols in order, which makes this one pass.
     symbols.sort_by_key(|&(address, ..)| address);
     let kernel_base =
-        symbols.iter().find(|(_, name, module)| *name == "_text" && module.is_empty());
+        symbols.iter().find(|(_, name, module)| *module == KERNEL && *name == "_text");
     let Some(&(kernel_base, ..)) = kernel_base else {
         return (KernelLayout::default(), String::new());
     };
-    symbols.retain(|&(address, _, module)| !module.is_empty() || address >= kernel_base);
+    symbols.retain(|&(address, _, module)| module != KERNEL || address >= kernel_base);
 
-    let mut bases: BTreeMap<&str, u64> = BTreeMap::new();
-    for &(address, _, module) in &symbols {
-        bases.entry(module).or_insert(address);
-    }
-    bases.insert("", kernel_base);
-    let names: Vec<&str> = bases.keys().copied().collect();
+    let mut bases: Vec<Option<u64>> = vec![None; names.len()];
+    bases[KERNEL] = Some(kernel_base);
     // The kernel's own text is one run; modules and BPF programs may have others between their parts.
-    let kernel = names.binary_search(&"").unwrap_or(0);
     let mut runs: Vec<Run> = Vec::new();
     for &(address, name, module) in &symbols {
-        let module = names.binary_search(&module).unwrap_or(0);
+        bases[module].get_or_insert(address);
         if let Some(last) = runs.last_mut() {
-            let same = last.module == module && (module == kernel || address < last.end);
+            let same = last.module == module && (module == KERNEL || address < last.end);
             // A run ends where the next begins; `_etext` ends the kernel's own text.
             last.end = if same || last.end > address { address } else { last.end };
             if same {
@@ -84,17 +96,21 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
         runs.push(Run { start: address, end: address.saturating_add(MAX_REACH), module });
     }
 
-    symbols.sort_by_key(|&(.., module)| module);
-    let mut snapshot = String::with_capacity(symbols.len() * 32);
-    for symbols in symbols.chunk_by(|a, b| a.2 == b.2) {
-        let module = symbols[0].2;
-        let base = bases[module];
-        for (address, name, _) in symbols {
-            // Writing to a String cannot fail.
-            let _ = writeln!(snapshot, "{module}\t{:x}\t{name}", address - base);
-        }
+    let mut by_name: Vec<usize> = (0..names.len()).collect();
+    by_name.sort_by_key(|&module| names[module]);
+    let mut place = vec![0; names.len()];
+    for (at, module) in by_name.into_iter().enumerate() {
+        place[module] = at;
     }
-    let modules = bases.into_iter().map(|(name, base)| (name.to_owned(), base)).collect();
+    symbols.sort_by_key(|&(.., module)| place[module]);
+    let mut snapshot = String::with_capacity(symbols.len() * 32);
+    for &(address, name, module) in &symbols {
+        let offset = address - bases[module].unwrap_or(address);
+        // Writing to a String cannot fail.
+        let _ = writeln!(snapshot, "{}\t{offset:x}\t{name}", names[module]);
+    }
+    let modules = names.iter().zip(bases);
+    let modules = modules.map(|(name, base)| ((*name).to_owned(), base.unwrap_or(0))).collect();
     (KernelLayout { modules, runs }, snapshot)
 }
 
@@ -106,7 +122,7 @@ pub fn split_programs(snapshot: &str) -> (String, String) {
 
 /// `address type name[ TAB [module]]`, text symbols only.
 fn parse_line(line: &str) -> Option<(u64, &str, &str)> {
-    let mut fields = line.split_whitespace();
+    let mut fields = line.split([' ', '\t']);
     let address = u64::from_str_radix(fields.next()?, 16).ok().filter(|&address| address != 0)?;
     let kind = fields.next()?;
     let name = fields.next()?;
