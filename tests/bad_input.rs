@@ -63,12 +63,10 @@ fn a_process_that_dies_at_once() {
     let pid = child.id();
     let waiter = std::thread::spawn(move || child.wait());
     let ran = record(&[&format!("--pid={pid}"), "--duration=30s"]);
-    assert!(
-        ran.stderr.contains("no samples") || ran.stderr.contains("no process"),
-        "{}",
-        ran.stderr
-    );
-    assert_eq!(ran.code, Some(1));
+    // Its end takes CPU time, too little to be sampled most of the time.
+    let said = ["no samples", "no process", " samples, 0 lost"].map(|it| ran.stderr.contains(it));
+    assert!(said.contains(&true), "{}", ran.stderr);
+    assert_eq!(ran.code, Some(if said[2] { 0 } else { 1 }));
     waiter.join().unwrap().unwrap();
 }
 

@@ -108,7 +108,14 @@ fn memory(stackwire: &Path, program: &Path, debug: &Path) -> Result<()> {
         let start = 0x10_0000_0000 * (u64::from(copy) + 1);
         // Where libjvm has its code.
         let (length, file_offset) = (0xd5_8000, 0x25_2000);
-        epoch.mappings.push(v1::Mapping { process: 0, executable, start, length, file_offset });
+        epoch.mappings.push(v1::Mapping {
+            process: 0,
+            executable,
+            start,
+            length,
+            file_offset,
+            since_ns: 0,
+        });
         for number in 0..PLACES {
             let offset = file_offset + number * 0x6b00;
             nodes.parent.push(0);

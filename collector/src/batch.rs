@@ -14,8 +14,8 @@ use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
 use crate::sample::comm_text;
 
-/// A process with samples in this epoch, as it was at the first of them.
-#[derive(Clone, Debug)]
+/// A process with samples in this epoch, as it was at the first of them; or one that ended in it.
+#[derive(Clone, Debug, Default)]
 pub struct ProcessDef {
     /// Image the definition is of.
     pub image: u64,
@@ -29,6 +29,14 @@ pub struct ProcessDef {
     pub generation: u32,
     /// cgroup v2 id.
     pub cgroup_id: u64,
+    /// Path of its cgroup.
+    pub cgroup_path: Option<Rc<str>>,
+    /// The process that made it; 0: unknown.
+    pub parent: u32,
+    /// When it became this, monotonic nanoseconds; 0: nobody saw it.
+    pub since_ns: u64,
+    /// When it ended, monotonic nanoseconds; 0: it has not.
+    pub end_ns: u64,
     /// Frames lie in anonymous memory: a perf-map may name them.
     pub runs_anonymous: bool,
 }
@@ -46,6 +54,8 @@ pub struct MappingDef {
     pub length: u64,
     /// File offset of the first address.
     pub file_offset: u64,
+    /// Since when, monotonic nanoseconds; 0: as long as the process.
+    pub since_ns: u64,
 }
 
 /// A thread with samples.
@@ -133,8 +143,8 @@ impl Epoch {
         layout: &KernelLayout,
     ) {
         let unmapped = processes.executables().intern(Kind::Unmapped);
-        let process = processes.sampled(header.pid, header.start_boottime_ns);
-        let process_index = self.process(process, header.cgroup_id);
+        let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
+        let process_index = self.process(process);
         let thread =
             self.thread(ThreadDef { process: process_index, tid: header.tid, comm: header.comm });
 
@@ -228,7 +238,15 @@ impl Epoch {
         )
     }
 
-    fn process(&mut self, process: &Process, cgroup_id: u64) -> u32 {
+    /// Notes that a process ended, if the stream knows it.
+    pub fn ended(&mut self, process: &Process) {
+        if process.sampled {
+            let index = self.process(process);
+            self.processes[index as usize].end_ns = process.end_ns;
+        }
+    }
+
+    fn process(&mut self, process: &Process) -> u32 {
         if let Some(&index) = self.process_index.get(&process.image) {
             return index;
         }
@@ -238,7 +256,11 @@ impl Epoch {
             start_ns: process.start_ns,
             comm: process.comm.clone(),
             generation: process.generation,
-            cgroup_id,
+            cgroup_id: process.cgroup.id,
+            cgroup_path: process.cgroup.path.clone(),
+            parent: process.parent,
+            since_ns: if process.witnessed { process.since_ns } else { 0 },
+            end_ns: process.end_ns,
             runs_anonymous: false,
         };
         intern(&mut self.process_index, &mut self.processes, process.image, definition)
@@ -261,6 +283,7 @@ impl Epoch {
                 start: mapping.start,
                 length: mapping.end - mapping.start,
                 file_offset: mapping.file_offset,
+                since_ns: mapping.since_ns,
             };
             let key = (process, mapping.start, mapping.end, mapping.executable.id);
             intern(&mut self.mapping_index, &mut self.mappings, key, definition);

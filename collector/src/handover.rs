@@ -208,11 +208,7 @@ mod tests {
         epoch.processes.push(crate::batch::ProcessDef {
             image: 1,
             pid: 4_000_001,
-            start_ns: 0,
-            comm: String::new(),
-            generation: 0,
-            cgroup_id: 0,
-            runs_anonymous: false,
+            ..Default::default()
         });
         epoch.mappings.push(MappingDef {
             process: 0,
@@ -220,6 +216,7 @@ mod tests {
             start: 0x1000,
             length: 0x1000,
             file_offset: 0,
+            since_ns: 0,
         });
         let of = |share| {
             let handover = Handover::new(share, Arc::new(Broker::none()));

@@ -214,7 +214,7 @@ mod tests {
     fn each_kind_of_mapping_counts_from_its_own_base() {
         let mut processes = processes();
         let unmapped = processes.executables().intern(Kind::Unmapped);
-        let process = processes.sampled(4_000_001, 1);
+        let process = processes.sampled(4_000_001, 1, 1);
         let stack = user(process, &[0x1010, 0x8010, 0x9010], 0, &unmapped).unwrap();
         let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.offset).collect();
         assert_eq!(offsets, [0x510, 0x10, 0x9010]);
@@ -229,7 +229,7 @@ mod tests {
     fn a_return_address_that_is_not_code_ends_the_stack() {
         let mut processes = processes();
         let unmapped = processes.executables().intern(Kind::Unmapped);
-        let process = processes.sampled(4_000_001, 1);
+        let process = processes.sampled(4_000_001, 1, 1);
         let stack = user(process, &[0x1010, 0x7777, 0x1020], 0, &unmapped).unwrap();
         assert_eq!((stack.frames.len(), stack.end), (1, End::NotCode));
         // Behind the last byte, where a call that never returns leaves it.

@@ -195,6 +195,12 @@ impl Pipeline {
             _ => {}
         }
         self.processes.apply(event);
+        if let Change::Exit { tid } = event.change
+            && tid == event.pid
+            && let Some(process) = self.processes.get(event.pid)
+        {
+            self.epoch.ended(process);
+        }
     }
 
     /// Seals the epoch and starts the next.

@@ -92,6 +92,7 @@ pub struct References {
 #[must_use]
 pub fn hello(head: &Head) -> v1::CollectorMessage {
     let Head { capture_id, identity, clocks, sampling, share_all } = head;
+    let container = &identity.container;
     message(v1::collector_message::Body::Hello(v1::Hello {
         format: FORMAT,
         capture_id: capture_id.to_vec(),
@@ -112,6 +113,14 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
             follow: sampling.follow,
         }),
         share_all: *share_all,
+        container: Some(v1::Container {
+            pod_name: container.pod_name.clone(),
+            namespace: container.namespace.clone(),
+            container_name: container.container_name.clone(),
+            cgroup_path: container.cgroup_path.clone(),
+        }),
+        cpus: identity.cpus.0,
+        cpus_online: identity.cpus.1,
     }))
 }
 
@@ -166,6 +175,10 @@ pub fn epoch(
                 jitdump: wire(jit.jitdump),
                 jit_missing: jit.missing.map_or(0, |reason| strings.index(&reason)),
                 cgroup_id: process.cgroup_id,
+                cgroup_path: process.cgroup_path.as_deref().map_or(0, |path| strings.index(path)),
+                parent_pid: process.parent,
+                since_ns: process.since_ns,
+                end_ns: process.end_ns,
             }
         })
         .collect();
@@ -187,6 +200,7 @@ pub fn epoch(
             start: mapping.start,
             length: mapping.length,
             file_offset: mapping.file_offset,
+            since_ns: mapping.since_ns,
         })
         .collect();
     let stacks =

@@ -10,7 +10,7 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1};
 
 use crate::handed::{FileKey, Handed};
-use crate::ingest::{self, Clock};
+use crate::ingest::{self, Context};
 use crate::profile::{ArtifactHash, Builder, Profile};
 
 /// A capture that gives no profile.
@@ -60,6 +60,14 @@ impl Artifacts {
         {
             self.handed.take(chunk);
         }
+    }
+
+    /// Adds a whole one that did not come with a capture.
+    pub(crate) fn add_whole(&mut self, content: Vec<u8>) -> ArtifactHash {
+        let hash = ArtifactHash::from(Sha256::digest(&content));
+        self.bytes += content.len();
+        self.whole.insert(hash, content);
+        hash
     }
 
     /// Adds a piece; true when the artifact is whole now. Pieces that do not fit are ignored, and so
@@ -113,7 +121,7 @@ pub struct Assembler {
 #[derive(Debug)]
 struct Current {
     number: usize,
-    clock: Clock,
+    context: Context,
     lost_said: Vec<v1::Lost>,
     epochs: u64,
     /// Epochs that could not be read.
@@ -134,6 +142,26 @@ impl Default for Assembler {
 }
 
 impl Assembler {
+    /// One that keeps each sample with its time and CPU: perf.data has them, and a part of the time is cut out by them.
+    #[must_use]
+    pub fn with_timeline() -> Self {
+        let mut new = Self::default();
+        new.builder.keep_timeline();
+        new
+    }
+
+    /// What another kind of input is added to, and the number its processes are told apart by.
+    pub(crate) fn other(&mut self) -> (&mut Builder, &mut Artifacts, usize) {
+        self.finish_capture(0);
+        self.captures.push(Vec::new());
+        (&mut self.builder, &mut self.artifacts, self.captures.len() - 1)
+    }
+
+    /// Whether values have been added that are no samples of CPU time.
+    pub(crate) fn has_other_values(&self) -> bool {
+        self.builder.has_other_values()
+    }
+
     /// Adds one message.
     ///
     /// # Errors
@@ -150,11 +178,11 @@ impl Assembler {
                     self.captures.push(hello.capture_id.clone());
                     self.captures.len() - 1
                 });
-                let (origin, clock) = ingest::hello(hello);
-                self.builder.capture(number, origin);
+                let (origin, context) = ingest::hello(hello);
+                self.builder.capture(number, origin, context.wall(0));
                 self.current = Some(Current {
                     number,
-                    clock,
+                    context,
                     lost_said: Vec::new(),
                     epochs: 0,
                     left_out: 0,
@@ -188,7 +216,7 @@ impl Assembler {
         }
         let opened = open_epoch(sealed).map_err(|error| error.to_string());
         let added = opened.and_then(|epoch| {
-            ingest::epoch(&epoch, current.clock, &mut self.builder)
+            ingest::epoch(&epoch, &current.context, &mut self.builder)
                 .map(|()| epoch.lost)
                 .map_err(|error| error.to_string())
         });
@@ -240,7 +268,17 @@ impl Assembler {
 /// # Errors
 /// When nothing of it can be read; damage further in becomes a note in the profile.
 pub fn read(input: impl Read) -> Result<(Profile, Artifacts), CaptureError> {
-    let mut assembler = Assembler::default();
+    read_with(input, Assembler::default())
+}
+
+/// As [`read`], with an assembler of one's own.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_with(
+    input: impl Read,
+    mut assembler: Assembler,
+) -> Result<(Profile, Artifacts), CaptureError> {
     read_into(input, &mut assembler)?;
     Ok(assembler.finish())
 }

@@ -125,6 +125,9 @@ pub struct Outputs {
     /// Write folded stacks.
     #[arg(long, value_name = "FILE")]
     pub folded: Option<PathBuf>,
+    /// Write perf.data, for perf, hotspot, samply and autofdo.
+    #[arg(long, value_name = "FILE")]
+    pub perf_data_output: Option<PathBuf>,
     /// Put a comment into the pprof (repeatable).
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
     pub tags: Vec<String>,

@@ -9,7 +9,7 @@ use stackwire_proto::v1;
 use crate::profile::{
     ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason,
     Mapping, Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId, UnwindTables,
-    lookup_offset,
+    labels, lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
@@ -52,24 +52,52 @@ pub enum IngestError {
     },
 }
 
-/// Where on the wall clock the monotonic times of a capture lie.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Clock {
+/// What a greeting says that epochs are read by: where on the wall clock the monotonic times of a capture lie, and in which
+/// container the collector runs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Context {
     monotonic_ns: u64,
     realtime_ns: u64,
+    container: v1::Container,
+    /// The processes were chosen one by one.
+    chosen: bool,
 }
 
-impl Clock {
+impl Context {
     /// Nanoseconds since the Unix epoch.
     #[must_use]
-    pub fn wall(self, monotonic_ns: u64) -> u64 {
+    pub fn wall(&self, monotonic_ns: u64) -> u64 {
         self.realtime_ns.saturating_add(monotonic_ns).saturating_sub(self.monotonic_ns)
+    }
+
+    /// The same of a time that may be unknown, 0.
+    fn known(&self, monotonic_ns: u64) -> u64 {
+        if monotonic_ns == 0 { 0 } else { self.wall(monotonic_ns) }
+    }
+
+    /// Labels of a process in this cgroup. Names from the collector's own environment are those of its pod, and hold for
+    /// processes in it; where no cgroup says which those are, for processes that were chosen one by one.
+    fn labels(&self, cgroup: &str) -> Vec<(&'static str, String)> {
+        let mut found = labels::of_cgroup(cgroup);
+        let own = &self.container;
+        let unknown =
+            labels::pod_uid(cgroup).is_none() && labels::pod_uid(&own.cgroup_path).is_none();
+        if labels::same_pod(&own.cgroup_path, cgroup) || self.chosen && unknown {
+            let names = [
+                ("pod_name", &own.pod_name),
+                ("namespace", &own.namespace),
+                ("container_name", &own.container_name),
+            ];
+            let told = names.into_iter().filter(|(_, name)| !name.is_empty());
+            found.extend(told.map(|(key, name)| (key, name.clone())));
+        }
+        found
     }
 }
 
 /// Takes a greeting apart.
 #[must_use]
-pub fn hello(hello: &v1::Hello) -> (Origin, Clock) {
+pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
     let sampling = hello.sampling.clone().unwrap_or_default();
     let origin = Origin {
         hostname: hello.hostname.clone(),
@@ -80,18 +108,23 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Clock) {
         kernel_stacks: sampling.kernel_stacks,
         collector: hello.collector_version.clone(),
         all: sampling.all,
+        cpus: (hello.cpus, hello.cpus_online),
     };
-    let clock =
-        Clock { monotonic_ns: hello.clock_monotonic_ns, realtime_ns: hello.clock_realtime_ns };
-    (origin, clock)
+    let context = Context {
+        monotonic_ns: hello.clock_monotonic_ns,
+        realtime_ns: hello.clock_realtime_ns,
+        container: hello.container.clone().unwrap_or_default(),
+        chosen: !sampling.pids.is_empty(),
+    };
+    (origin, context)
 }
 
 /// Adds an epoch to a profile.
 ///
 /// # Errors
 /// See [`IngestError`].
-pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), IngestError> {
-    let reader = Reader { epoch };
+pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result<(), IngestError> {
+    let reader = Reader { epoch, context };
     let executables: Vec<ExecutableId> = epoch
         .executables
         .iter()
@@ -112,6 +145,7 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
             start: wire.start,
             length: wire.length,
             file_offset: wire.file_offset,
+            since_ns: context.known(wire.since_ns),
         };
         if wire.start.checked_add(wire.length).is_none() {
             return Err(reader.invalid("a mapping ends beyond the address space"));
@@ -183,13 +217,17 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
             thread,
             user: stack(samples.user_stack[index], process, into)?,
             kernel: stack(samples.kernel_stack[index], process, into)?,
+            labels: 0,
         };
         keys.push(key);
     }
     // Nothing can be wrong from here on: an epoch counts whole or not at all.
+    let mut time_ns = epoch.start_ns;
     for (index, key) in keys.into_iter().enumerate() {
         let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
-        into.sample(key, value).map_err(|e| reader.invalid(e))?;
+        time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
+        let at = (context.wall(time_ns), samples.cpu[index]);
+        into.sample(key, value, at).map_err(|e| reader.invalid(e))?;
     }
     for lost in &epoch.lost {
         into.lost(lost_reason(lost.reason()), lost.count, lost.samples);
@@ -202,7 +240,7 @@ pub fn epoch(epoch: &v1::Epoch, clock: Clock, into: &mut Builder) -> Result<(), 
         failed: tables.failed,
         evicted: tables.evicted,
     });
-    into.span(clock.wall(epoch.start_ns), clock.wall(epoch.end_ns));
+    into.span(context.wall(epoch.start_ns), context.wall(epoch.end_ns));
     Ok(())
 }
 
@@ -228,6 +266,7 @@ struct Node {
 
 struct Reader<'a> {
     epoch: &'a v1::Epoch,
+    context: &'a Context,
 }
 
 impl Reader<'_> {
@@ -284,7 +323,10 @@ impl Reader<'_> {
             start_ns: wire.start_ns,
             generation: wire.generation,
             comm: self.string(wire.comm)?,
-            cgroup_id: wire.cgroup_id,
+            labels: self.context.labels(&self.string(wire.cgroup_path)?),
+            parent: wire.parent_pid,
+            since_ns: self.context.known(wire.since_ns),
+            end_ns: self.context.known(wire.end_ns),
             perf_maps: self.snapshot(&wire.perf_map)?,
             jitdumps: self.snapshot(&wire.jitdump)?,
             jit_missing,
@@ -432,7 +474,7 @@ mod tests {
 
     fn build(wire: &v1::Epoch) -> Result<crate::profile::Profile, IngestError> {
         let mut builder = Builder::new();
-        let clock = Clock { monotonic_ns: 1000, realtime_ns: 9000 };
+        let clock = &Context { monotonic_ns: 1000, realtime_ns: 9000, ..Context::default() };
         epoch(wire, clock, &mut builder)?;
         epoch(wire, clock, &mut builder)?;
         Ok(builder.build())
@@ -505,7 +547,7 @@ mod tests {
                 value: vec![1],
             });
             let mut builder = Builder::new();
-            epoch(&wire, Clock::default(), &mut builder)
+            epoch(&wire, &Context::default(), &mut builder)
         };
         wide(1).unwrap();
         let said = wide(2).unwrap_err().to_string();

@@ -31,8 +31,10 @@ pub mod elf;
 pub mod export;
 mod handed;
 mod ingest;
+mod input;
 mod log;
 pub mod metrics;
+mod pprof_proto;
 pub mod profile;
 mod resolve;
 mod say;
@@ -41,8 +43,9 @@ mod server;
 mod session;
 pub mod table;
 
-pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into};
+pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into, read_with};
 pub use elf::Scratch;
+pub use input::{InputError, Inputs};
 pub use profile::Profile;
 pub use resolve::{
     Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, resolve,
@@ -73,7 +76,7 @@ pub mod fuzz {
             return;
         };
         let mut builder = crate::profile::Builder::new();
-        if crate::ingest::epoch(&epoch, Default::default(), &mut builder).is_ok() {
+        if crate::ingest::epoch(&epoch, &Default::default(), &mut builder).is_ok() {
             let profile = builder.build();
             let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
             let _ = crate::export::report(&profile, std::io::sink());

@@ -261,7 +261,7 @@ impl Log {
     /// Checks an epoch, pins its files, and tells which artifacts and files to ask for.
     fn look_at(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
         let mut builder = Builder::new();
-        ingest::epoch(epoch, ingest::Clock::default(), &mut builder)?;
+        ingest::epoch(epoch, &ingest::Context::default(), &mut builder)?;
         let mut want = builder.artifacts();
         want.retain(|hash| self.artifacts.get(hash).is_none() && !self.asked.contains(hash));
         let mut missing = Vec::new();

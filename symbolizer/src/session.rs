@@ -16,7 +16,7 @@ use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
 
-use crate::capture::{self, CaptureError};
+use crate::capture::{self, Assembler, CaptureError};
 use crate::log::{Answer, Files, Log, LogError};
 use crate::profile::Profile;
 use crate::resolve::{Pinned, Sources, resolve};
@@ -81,6 +81,7 @@ pub struct Builder {
     capture: Option<PathBuf>,
     share: Option<&'static str>,
     cache: Option<Arc<Cache>>,
+    timeline: bool,
 }
 
 impl Builder {
@@ -171,6 +172,13 @@ impl Builder {
         self
     }
 
+    /// Keeps each sample with its time and CPU, as perf.data needs it.
+    #[must_use]
+    pub fn timeline(mut self, keep: bool) -> Self {
+        self.timeline = keep;
+        self
+    }
+
     /// Keeps the raw stream in this file.
     #[must_use]
     pub fn capture(mut self, path: impl Into<PathBuf>) -> Self {
@@ -245,6 +253,7 @@ impl Builder {
             stderr,
             finish,
             log,
+            timeline: self.timeline,
             _open: open,
             _runtime: runtime,
             _directory: directory,
@@ -306,6 +315,7 @@ pub struct Session {
     stderr: Option<JoinHandle<String>>,
     finish: Receiver<(Pinned, bool)>,
     log: PathBuf,
+    timeline: bool,
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
     _runtime: Runtime,
@@ -335,6 +345,7 @@ impl Session {
             capture: None,
             share: None,
             cache: None,
+            timeline: false,
         }
     }
 
@@ -363,7 +374,9 @@ impl Session {
         // The stream may have been cut by a collector that died: what came is in the log all the same.
         let (pinned, ended) = finished.unwrap_or_default();
         let file = File::open(&self.log).map_err(|error| SessionError::Setup(error.to_string()))?;
-        let (mut profile, artifacts) = capture::read(BufReader::new(file))?;
+        let assembler =
+            if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
+        let (mut profile, artifacts) = capture::read_with(BufReader::new(file), assembler)?;
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }

@@ -6,6 +6,8 @@ pub mod vdso;
 
 use std::fmt::Write as _;
 
+use crate::process::cgroup;
+
 /// The host and kernel a capture was taken on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
@@ -19,6 +21,38 @@ pub struct Identity {
     pub machine: String,
     /// GNU build-id of the kernel image, empty when it has none.
     pub kernel_build_id: Vec<u8>,
+    /// Where the collector itself runs.
+    pub container: Container,
+    /// CPUs that can be, and are, online.
+    pub cpus: (u32, u32),
+}
+
+/// What the collector's environment says of the container it runs in; what it does not say is empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Container {
+    /// `POD_NAME`.
+    pub pod_name: String,
+    /// `POD_NAMESPACE`.
+    pub namespace: String,
+    /// `CONTAINER_NAME`.
+    pub container_name: String,
+    /// Path of the cgroup.
+    pub cgroup_path: String,
+}
+
+impl Container {
+    /// Reads it from the environment, which the downward API of Kubernetes fills.
+    #[must_use]
+    pub fn read() -> Self {
+        let variable = |name| std::env::var(name).unwrap_or_default();
+        let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        Self {
+            pod_name: variable("POD_NAME"),
+            namespace: variable("POD_NAMESPACE"),
+            container_name: variable("CONTAINER_NAME"),
+            cgroup_path: cgroup::choose(&cgroup).unwrap_or_default().to_owned(),
+        }
+    }
 }
 
 impl Identity {
@@ -33,8 +67,23 @@ impl Identity {
             kernel_release: uname.release().to_string_lossy().into_owned(),
             machine: uname.machine().to_string_lossy().into_owned(),
             kernel_build_id: notes_build_id("/sys/kernel/notes"),
+            container: Container::read(),
+            cpus: (
+                cpu_count(&text("/sys/devices/system/cpu/possible")),
+                cpu_count(&text("/sys/devices/system/cpu/online")),
+            ),
         }
     }
+}
+
+/// CPUs in a list as the kernel writes it, `0-3,8`.
+fn cpu_count(list: &str) -> u32 {
+    let of = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        last.checked_sub(first)?.checked_add(1)
+    };
+    list.split(',').filter_map(of).sum()
 }
 
 /// GNU build-id of a loaded module, empty when the kernel publishes none.
@@ -88,6 +137,14 @@ mod tests {
         assert_eq!(gnu_build_id(&notes), Some(vec![7; 20]));
         assert_eq!(gnu_build_id(&notes[..30]), None);
         assert_eq!(gnu_build_id(&[0xff; 40]), None);
+    }
+
+    #[test]
+    fn cpus_are_counted() {
+        assert_eq!(cpu_count("0-3,8"), 5);
+        assert_eq!(cpu_count("0"), 1);
+        assert_eq!(cpu_count(""), 0);
+        assert_eq!(cpu_count("3-0,x"), 0);
     }
 
     #[test]

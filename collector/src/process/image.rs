@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use stackwire_collector_ebpf::INTERRUPTED;
 
+use super::cgroup::Membership;
 use super::executable::{Executable, Executables};
 use crate::event::Mapped;
 
@@ -19,6 +20,8 @@ pub struct Mapping {
     pub file_offset: u64,
     /// What is mapped.
     pub executable: Rc<Executable>,
+    /// Since when, monotonic nanoseconds; 0: it was there when the process was first looked at.
+    pub since_ns: u64,
 }
 
 /// What is known of a process's mappings.
@@ -51,12 +54,20 @@ pub struct Process {
     pub version: u32,
     /// Since when it is known to run this, monotonic nanoseconds.
     pub since_ns: u64,
+    /// Its beginning was witnessed, and `since_ns` is that.
+    pub witnessed: bool,
+    /// The process that made it; 0: unknown.
+    pub parent: u32,
+    /// When its main thread ended, monotonic nanoseconds; 0: it has not.
+    pub end_ns: u64,
+    /// Where it is.
+    pub cgroup: Membership,
+    /// It was sampled since the capture began.
+    pub sampled: bool,
     /// Where other code was mapped over what was there, and until when stacks through it were walked by tables of that.
     pub(super) replaced: Vec<(Range<u64>, u64)>,
     /// Sampled in this epoch.
     pub(super) touched: bool,
-    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
-    pub(super) exited: bool,
     /// Events were lost since its mappings were read: they are read again at the next sample.
     pub(super) stale: bool,
     /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them. Events from
@@ -76,12 +87,21 @@ impl Process {
             mappings,
             version: 0,
             since_ns: 0,
+            witnessed: false,
+            parent: 0,
+            end_ns: 0,
+            cgroup: Membership::default(),
+            sampled: false,
             replaced: Vec::new(),
             touched: false,
-            exited: false,
             stale: false,
             read_ns: 0,
         }
+    }
+
+    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
+    pub(super) fn exited(&self) -> bool {
+        self.end_ns != 0
     }
 
     /// The mapping `address` lies in.
@@ -110,7 +130,7 @@ impl Process {
     }
 
     /// Notes that something was mapped; what it covers is gone.
-    pub(super) fn map(&mut self, mapped: &Mapped, executables: &mut Executables) {
+    pub(super) fn map(&mut self, time_ns: u64, mapped: &Mapped, executables: &mut Executables) {
         let start = mapped.start;
         let end = start.saturating_add(mapped.length);
         let new = Mapping {
@@ -118,6 +138,7 @@ impl Process {
             end,
             file_offset: mapped.file_offset,
             executable: executables.of_mapping(mapped),
+            since_ns: time_ns,
         };
         let Mappings::Known(mappings) = &mut self.mappings else { return };
         let at = mappings.partition_point(|old| old.end <= start);

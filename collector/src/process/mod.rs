@@ -2,8 +2,9 @@
 //!
 //! Fed with side-band events in time order and asked at each sample. Processes that ran before the
 //! capture are read from `/proc` at start or when first met. Opens no file of a target but
-//! `/proc/PID/{maps,comm,status}`.
+//! `/proc/PID/{maps,comm,stat,cgroup}`.
 
+pub mod cgroup;
 pub mod executable;
 mod image;
 pub mod maps;
@@ -29,6 +30,7 @@ const OLDEST_NS: u64 = 10_000_000_000;
 pub struct Processes {
     by_pid: HashMap<u32, Process>,
     executables: Executables,
+    cgroups: cgroup::Paths,
     /// `None`: all processes are of interest.
     wanted: Option<std::collections::HashSet<u32>>,
     follow: bool,
@@ -102,7 +104,7 @@ impl Processes {
             Change::Map(mapped) => {
                 if let Some(process) = self.by_pid.get_mut(&pid) {
                     let version = process.version;
-                    process.map(mapped, &mut self.executables);
+                    process.map(event.time_ns, mapped, &mut self.executables);
                     if process.version != version {
                         self.changed.insert(pid);
                     }
@@ -115,7 +117,7 @@ impl Processes {
             }
             Change::Exit { tid } if *tid == pid => {
                 if let Some(process) = self.by_pid.get_mut(&pid) {
-                    process.exited = true;
+                    process.end_ns = event.time_ns.max(1);
                 }
             }
             Change::Comm { .. } | Change::Exit { .. } | Change::Throttle => {}
@@ -123,7 +125,7 @@ impl Processes {
     }
 
     /// The process a sample was taken in.
-    pub fn sampled(&mut self, pid: u32, start_ns: u64) -> &mut Process {
+    pub fn sampled(&mut self, pid: u32, start_ns: u64, cgroup_id: u64) -> &mut Process {
         // The kernel side has proved it is, whatever the events said.
         if let Some(wanted) = &mut self.wanted {
             wanted.insert(pid);
@@ -140,7 +142,7 @@ impl Processes {
         if self.by_pid.len() > self.most.max(MAX_PROCESSES) {
             // Those that ended first; the others only if that is not enough.
             self.by_pid
-                .retain(|&other, process| !process.exited || process.touched || other == pid);
+                .retain(|&other, process| !process.exited() || process.touched || other == pid);
             if self.by_pid.len() > MAX_PROCESSES {
                 self.by_pid.retain(|&other, process| process.touched || other == pid);
             }
@@ -155,12 +157,20 @@ impl Processes {
         });
         process.start_ns = start_ns;
         process.touched = true;
+        process.sampled = true;
+        self.cgroups.at_sample(pid, cgroup_id, &mut process.cgroup);
         process
     }
 
     /// The interner, for executables that are not mappings.
     pub fn executables(&mut self) -> &mut Executables {
         &mut self.executables
+    }
+
+    /// A process.
+    #[must_use]
+    pub fn get(&self, pid: u32) -> Option<&Process> {
+        self.by_pid.get(&pid)
     }
 
     /// The current image of a process.
@@ -208,7 +218,7 @@ impl Processes {
                     let now = || self.by_pid.get(pid).cloned();
                     let process = ahead.remove(pid).or_else(now);
                     let Some(mut process) = process else { continue };
-                    process.map(mapped, &mut self.executables);
+                    process.map(*time_ns, mapped, &mut self.executables);
                     ahead.insert(*pid, process);
                 }
                 _ => {}
@@ -255,7 +265,7 @@ impl Processes {
 
     /// Called between epochs: forgets who ended, who was sampled, and executables nothing refers to.
     pub fn end_epoch(&mut self) {
-        self.by_pid.retain(|_, process| process.touched || !process.exited);
+        self.by_pid.retain(|_, process| process.touched || !process.exited());
         for process in self.by_pid.values_mut() {
             process.touched = false;
         }
@@ -291,6 +301,7 @@ impl Processes {
                     end: mapped.start + mapped.length,
                     file_offset: mapped.file_offset,
                     executable: executables.of_mapping(mapped),
+                    since_ns: 0,
                 });
                 Mappings::Known(Rc::new(mappings.collect()))
             }
@@ -318,18 +329,20 @@ impl Processes {
         }
         // What was read of the parent after the fork may be of a program it has become since.
         let parent_now = self.by_pid.get(&parent).filter(|parent| parent.read_ns <= time_ns);
-        let inherited = parent_now.map(|p| (p.comm.clone(), p.mappings.clone()));
+        let inherited =
+            parent_now.map(|p| (p.comm.clone(), p.mappings.clone(), p.cgroup.inherited()));
         // A parent that is not wanted itself was loaded for this alone.
         if !self.is_wanted(parent) {
             self.by_pid.remove(&parent);
         }
-        let Some((comm, mappings)) = inherited else {
+        let Some((comm, mappings, cgroup)) = inherited else {
             self.by_pid.remove(&pid);
             return; // the first sample will ask /proc
         };
         self.next_image += 1;
         let mut process = Process::new(self.next_image, pid, comm, mappings);
-        process.since_ns = time_ns;
+        (process.since_ns, process.witnessed) = (time_ns, true);
+        (process.parent, process.cgroup) = (parent, cgroup);
         self.by_pid.insert(pid, process);
     }
 
@@ -338,11 +351,14 @@ impl Processes {
         self.next_image += 1;
         let mappings = Mappings::Known(Rc::default());
         let mut process = Process::new(self.next_image, pid, comm.to_owned(), mappings);
-        process.since_ns = time_ns;
+        (process.since_ns, process.witnessed) = (time_ns, true);
         if let Some(before) = self.by_pid.get(&pid) {
             process.start_ns = before.start_ns;
             process.generation = before.generation + 1;
+            process.parent = before.parent;
+            process.cgroup = before.cgroup.inherited();
         }
+        self.cgroups.at_exec(pid, &mut process.cgroup);
         self.by_pid.insert(pid, process);
     }
 
@@ -354,6 +370,8 @@ impl Processes {
             Some(now) if matches!(now.mappings, Mappings::Known(_)) => {
                 now.start_ns = before.start_ns;
                 now.generation = before.generation + 1;
+                now.parent = before.parent;
+                now.cgroup = before.cgroup;
             }
             _ => {
                 before.stale = false;
@@ -411,13 +429,13 @@ mod tests {
         processes.apply(&exec(PID, "x"));
         processes.apply(&map(PID, 0x1000, 0x4000, 0, "/old"));
         processes.apply(&map(PID, 0x2000, 0x1000, 0x700, "/new"));
-        let process = processes.sampled(PID, 1);
+        let process = processes.sampled(PID, 1, 1);
         assert_eq!(at(process, 0x1fff).unwrap(), ("/old".into(), 0xfff));
         assert_eq!(at(process, 0x2001).unwrap(), ("/new".into(), 0x701));
         assert_eq!(at(process, 0x3000).unwrap(), ("/old".into(), 0x2000));
         assert_eq!(at(process, 0x5000), None);
         processes.apply(&map(PID, 0, 0x9000, 0, "/all"));
-        assert_eq!(at(processes.sampled(PID, 1), 0x2001).unwrap().0, "/all");
+        assert_eq!(at(processes.sampled(PID, 1, 1), 0x2001).unwrap().0, "/all");
     }
 
     #[test]
@@ -427,13 +445,13 @@ mod tests {
         processes.apply(&map(PID, 0x1000, 0x1000, 0, "/parent"));
         let fork = Change::Fork { parent: PID };
         processes.apply(&Event { time_ns: 0, pid: PID + 1, change: fork });
-        let image = processes.sampled(PID + 1, 2).image;
-        assert_eq!(at(processes.sampled(PID + 1, 2), 0x1000).unwrap().0, "/parent");
+        let image = processes.sampled(PID + 1, 2, 1).image;
+        assert_eq!(at(processes.sampled(PID + 1, 2, 1), 0x1000).unwrap().0, "/parent");
         processes.apply(&exec(PID + 1, "child"));
-        let child = processes.sampled(PID + 1, 2);
+        let child = processes.sampled(PID + 1, 2, 1);
         assert!(at(child, 0x1000).is_none() && child.image != image);
         assert_eq!((child.comm.as_str(), child.generation), ("child", 1));
-        assert_eq!(at(processes.sampled(PID, 1), 0x1000).unwrap().0, "/parent");
+        assert_eq!(at(processes.sampled(PID, 1, 1), 0x1000).unwrap().0, "/parent");
     }
 
     #[test]
@@ -461,9 +479,9 @@ mod tests {
         // What the events told is out of date; the one that would have said so is lost.
         processes.apply(&exec(own, "stale"));
         processes.apply(&map(own, 0x1000, 0x1000, 0, "/stale"));
-        assert!(processes.sampled(own, 1).mapping(code).is_none());
+        assert!(processes.sampled(own, 1, 1).mapping(code).is_none());
         processes.apply(&Event { time_ns: 0, pid: 0, change: Change::Lost(1) });
-        let process = processes.sampled(own, 1);
+        let process = processes.sampled(own, 1, 1);
         assert!(at(process, 0x1000).is_none());
         let own_path = std::fs::read_link("/proc/self/exe").unwrap();
         assert_eq!(at(process, code).unwrap().0, own_path.to_str().unwrap());
@@ -472,7 +490,7 @@ mod tests {
         processes.apply(&exec(PID, "gone"));
         processes.apply(&map(PID, 0x1000, 0x1000, 0, "/gone"));
         processes.apply(&Event { time_ns: 0, pid: 0, change: Change::Lost(1) });
-        assert_eq!(at(processes.sampled(PID, 1), 0x1000).unwrap().0, "/gone");
+        assert_eq!(at(processes.sampled(PID, 1, 1), 0x1000).unwrap().0, "/gone");
     }
 
     #[test]
@@ -483,12 +501,12 @@ mod tests {
         processes.apply(&map(PID, 0x1000, 0x1000, 0, "/old"));
         processes.apply(&map(PID, 0x5000, 0x1000, 0, "/other"));
         let stack = [0x5010, 0x1010, 0x5020];
-        assert_eq!(processes.sampled(PID, 1).certain(10, &stack), 3);
+        assert_eq!(processes.sampled(PID, 1, 1).certain(10, &stack), 3);
         processes.apply(&map(PID, 0x1000, 0x1000, 0, "/new"));
-        assert_eq!(processes.sampled(PID, 1).certain(20, &stack), 2);
+        assert_eq!(processes.sampled(PID, 1, 1).certain(20, &stack), 2);
         processes.told(30);
-        assert_eq!(processes.sampled(PID, 1).certain(29, &stack), 2);
-        assert_eq!(processes.sampled(PID, 1).certain(30, &stack), 3);
+        assert_eq!(processes.sampled(PID, 1, 1).certain(29, &stack), 2);
+        assert_eq!(processes.sampled(PID, 1, 1).certain(30, &stack), 3);
     }
 
     #[test]
@@ -496,8 +514,8 @@ mod tests {
         let mut processes = Processes::new(None, false);
         processes.apply(&exec(PID, "first"));
         processes.apply(&map(PID, 0x1000, 0x1000, 0, "/first"));
-        processes.sampled(PID, 10);
-        let second = processes.sampled(PID, 20);
+        processes.sampled(PID, 10, 1);
+        let second = processes.sampled(PID, 20, 1);
         assert!(at(second, 0x1000).is_none());
         assert!(matches!(second.mappings, Mappings::Gone));
     }

@@ -1,11 +1,11 @@
 //! Output files: opened before the work starts, in place only when it is done.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use stackwire::export::{self, PprofOptions};
+use stackwire::export::{self, PerfDataOptions, PprofOptions};
 use stackwire::{Profile, profile, say};
 use tempfile::NamedTempFile;
 
@@ -46,18 +46,30 @@ impl Output {
         self,
         write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
     ) -> anyhow::Result<()> {
+        self.finish_seek(|file| {
+            let mut out = BufWriter::new(file);
+            write(&mut out).and_then(|()| out.flush())
+        })
+    }
+
+    /// Writes it, going back and forth in it.
+    pub fn finish_seek(
+        self,
+        write: impl FnOnce(&mut File) -> std::io::Result<()>,
+    ) -> anyhow::Result<()> {
         let cannot = || format!("cannot write {}", self.path.display());
-        let mut out = BufWriter::new(match &self.file {
-            Target::New(file) => file.as_file(),
-            Target::Special(file) => file,
-        });
-        write(&mut out).and_then(|()| out.flush()).with_context(cannot)?;
-        drop(out);
         match self.file {
-            Target::New(file) => {
+            Target::New(mut file) => {
+                write(file.as_file_mut()).with_context(cannot)?;
                 file.persist(&self.path).with_context(cannot)?;
             }
-            Target::Special(_) => {}
+            // A pipe has no beginning to go back to.
+            Target::Special(mut special) => {
+                let mut file = tempfile::tempfile().with_context(cannot)?;
+                write(&mut file).with_context(cannot)?;
+                file.rewind().with_context(cannot)?;
+                std::io::copy(&mut file, &mut special).with_context(cannot)?;
+            }
         }
         Ok(())
     }
@@ -69,6 +81,7 @@ pub struct Outputs {
     pprof: Output,
     flamegraph: Option<Output>,
     folded: Option<Output>,
+    perf_data: Option<Output>,
     tags: Vec<String>,
 }
 
@@ -80,6 +93,7 @@ impl Outputs {
             pprof: Output::prepare(pprof)?,
             flamegraph: optional(&outputs.flamegraph)?,
             folded: optional(&outputs.folded)?,
+            perf_data: optional(&outputs.perf_data_output)?,
             tags: outputs.tags.clone(),
         })
     }
@@ -97,6 +111,14 @@ impl Outputs {
         if let Some(folded) = self.folded {
             written.push_str(&format!("\nfolded stacks: {}", folded.path.display()));
             folded.finish(|out| export::folded(profile, out))?;
+        }
+        if let Some(perf_data) = self.perf_data {
+            written.push_str(&format!("\nperf.data: {}", perf_data.path.display()));
+            let arguments = std::env::args_os().map(|it| it.to_string_lossy().into_owned());
+            let options = PerfDataOptions { command_line: arguments.collect() };
+            perf_data.finish_seek(|file| {
+                export::perf_data(profile, &options, BufWriter::with_capacity(1 << 18, file))
+            })?;
         }
         say(&written);
         Ok(())

@@ -30,6 +30,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         arguments.capture.as_ref(),
         arguments.outputs.flamegraph.as_ref(),
         arguments.outputs.folded.as_ref(),
+        arguments.outputs.perf_data_output.as_ref(),
     ];
     let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
     check_distinct(&paths).map_err(Failure::Usage)?;
@@ -132,6 +133,7 @@ fn start(
     let mut builder: Builder = Session::builder()
         .profile()
         .cache(sources.cache.clone())
+        .timeline(arguments.outputs.perf_data_output.is_some())
         .sample_rate(arguments.sample_rate)
         .kernel_stacks(arguments.kernel_stacks)
         .event(match arguments.event {

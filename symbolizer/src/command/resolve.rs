@@ -1,11 +1,10 @@
 //! `stackwire resolve` and `report`: captures from files.
 
 use std::fs::File;
-use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Assembler, Profile, Sources, export, read_into, resolve};
+use stackwire::{Inputs, Profile, Sources, export, resolve};
 
 use super::Failure;
 use super::output::{Outputs, check_distinct};
@@ -14,16 +13,17 @@ use crate::cli::{Report, Resolve};
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
     let pprof = arguments.output.clone().unwrap_or_else(|| first.with_extension("pb.gz"));
-    let outputs =
-        [Some(&pprof), arguments.outputs.flamegraph.as_ref(), arguments.outputs.folded.as_ref()];
-    let outputs = outputs.into_iter().flatten();
+    let wanted = &arguments.outputs;
+    let others = [&wanted.flamegraph, &wanted.folded, &wanted.perf_data_output];
+    let outputs = [&pprof].into_iter().chain(others.into_iter().flatten());
     for capture in &arguments.captures {
         // A capture may be named twice, but not as an output.
         let paths: Vec<&Path> = outputs.clone().chain([capture]).map(PathBuf::as_path).collect();
         check_distinct(&paths).map_err(Failure::Usage)?;
     }
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
-    let profile = load(&arguments.captures, &arguments.symbols.sources()?)?;
+    let timeline = arguments.outputs.perf_data_output.is_some();
+    let profile = load(&arguments.captures, &arguments.symbols.sources()?, timeline)?;
     if profile.samples.is_empty() {
         return Err(no_samples(&profile).into());
     }
@@ -32,7 +32,7 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
 }
 
 pub fn report(arguments: &Report) -> Result<(), Failure> {
-    let profile = load(&arguments.captures, &arguments.symbols.sources()?)?;
+    let profile = load(&arguments.captures, &arguments.symbols.sources()?, false)?;
     if profile.samples.is_empty() {
         return Err(no_samples(&profile).into());
     }
@@ -43,14 +43,14 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     }
 }
 
-fn load(captures: &[PathBuf], sources: &Sources) -> anyhow::Result<Profile> {
-    let mut assembler = Assembler::default();
+fn load(captures: &[PathBuf], sources: &Sources, timeline: bool) -> anyhow::Result<Profile> {
+    let mut inputs = Inputs::new(timeline);
     for path in captures {
         let cannot = || format!("cannot read {}", path.display());
         let file = File::open(path).with_context(cannot)?;
-        read_into(BufReader::new(file), &mut assembler).with_context(cannot)?;
+        inputs.add(file, sources).with_context(cannot)?;
     }
-    let (mut profile, artifacts) = assembler.finish();
+    let (mut profile, artifacts) = inputs.finish();
     resolve(&mut profile, &artifacts, sources);
     Ok(profile)
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use super::plain::plain;
-use crate::profile::{Executable, Profile};
+use crate::profile::Profile;
 
 /// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`.
 ///
@@ -26,8 +26,7 @@ pub(super) fn lines(profile: &Profile) -> BTreeMap<String, u64> {
         let mut line = clean(&process.comm);
         for location in profile.frames(sample.key).rev() {
             let executable = profile.locations[location.index()].executable;
-            let kernel =
-                matches!(profile.executables[executable.index()], Executable::Kernel { .. });
+            let kernel = profile.executables[executable.index()].is_kernel();
             for function in profile.lines(location).iter().rev() {
                 line.push(';');
                 line.push_str(&clean(&function.function));

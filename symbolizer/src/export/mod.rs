@@ -2,13 +2,15 @@
 
 mod flamegraph;
 mod folded;
+mod kernel_place;
+mod perf_data;
 mod plain;
 mod pprof;
-mod pprof_proto;
 mod report;
 mod unwinding;
 
 pub use self::flamegraph::write as flamegraph;
 pub use self::folded::write as folded;
+pub use self::perf_data::{Options as PerfDataOptions, write as perf_data};
 pub use self::pprof::{Options as PprofOptions, write as pprof};
 pub use self::report::write as report;

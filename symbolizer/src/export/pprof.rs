@@ -8,8 +8,10 @@ use flate2::{Compression, GzBuilder};
 use prost::Message;
 use rustc_hash::FxHashMap;
 
+use super::kernel_place;
 use super::plain::plain;
-use super::pprof_proto as proto;
+use crate::pprof_proto as proto;
+use crate::profile::labels::LabelValue;
 use crate::profile::{Executable, Line, LocationId, Profile, Resolution};
 
 /// What is written besides the profile.
@@ -18,13 +20,6 @@ pub struct Options {
     /// `key=value` comments.
     pub tags: Vec<String>,
 }
-
-/// Where `_text` is linked on x86-64 and modules begin: kernel addresses are shown from there on, which
-/// is where a debugger expects those of a kernel that was not moved.
-const KERNEL_BASE: u64 = 0xffff_ffff_8100_0000;
-const MODULE_BASE: u64 = 0xffff_ffff_c000_0000;
-/// Shown for kernel code whose size is unknown.
-const KERNEL_SPAN: u64 = 0x0300_0000;
 
 /// Writes the profile.
 ///
@@ -47,23 +42,34 @@ fn build(profile: &Profile, options: &Options) -> proto::Profile {
         (frequency @ 1.., "nanoseconds") => 1_000_000_000 / i64::from(frequency),
         _ => 1,
     };
-    let samples = profile.samples.iter().map(|sample| writer.sample(sample)).collect();
+    let samples = profile.samples.iter().enumerate();
+    let samples = samples.map(|(index, sample)| writer.sample(index, sample)).collect();
+    let mut sample_type = vec![count_type, cpu_type];
+    let (mut period_type, mut period) = (cpu_type, period);
+    let mut default_sample_type = cpu_type.r#type;
+    if let Some(types) = &profile.types {
+        sample_type =
+            types.kinds.iter().map(|(kind, unit)| writer.value_type(kind, unit)).collect();
+        default_sample_type = sample_type.get(types.default).map_or(0, |kind| kind.r#type);
+        period_type = writer.value_type(&types.period_type.0, &types.period_type.1);
+        period = types.period;
+    }
     let comments = comments(profile, options);
     let comment = comments.iter().map(|comment| writer.strings.index(comment)).collect();
-    let default_sample_type = cpu_type.r#type;
     proto::Profile {
-        sample_type: vec![count_type, cpu_type],
+        sample_type,
         sample: samples,
         mapping: writer.mappings.list,
         location: writer.locations,
         function: writer.functions,
         time_nanos: profile.start_ns as i64,
         duration_nanos: profile.duration_ns as i64,
-        period_type: Some(cpu_type),
+        period_type: Some(period_type),
         period,
         comment,
         default_sample_type,
         string_table: writer.strings.table,
+        ..proto::Profile::default()
     }
 }
 
@@ -112,6 +118,7 @@ fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     let lost = profile.lost.iter();
     comments.extend(lost.map(|(reason, (count, _))| format!("lost {count} {}", reason.text())));
     comments.extend(profile.notes.iter().cloned());
+    comments.extend(profile.comments.iter().cloned());
     comments.extend(coverage(profile));
     comments
 }
@@ -146,30 +153,52 @@ impl<'a> Writer<'a> {
         proto::ValueType { r#type: self.strings.index(kind), unit: self.strings.index(unit) }
     }
 
-    fn sample(&mut self, sample: &crate::profile::Sample) -> proto::Sample {
+    fn sample(&mut self, index: usize, sample: &crate::profile::Sample) -> proto::Sample {
         let profile = self.profile;
         let location_id =
             profile.frames(sample.key).map(|location| self.location(location)).collect();
         let thread = &profile.threads[sample.key.thread.index()];
         let process = &profile.processes[thread.process.index()];
-        let label = vec![
-            self.text_label("comm", &process.comm),
-            self.number_label("pid", process.pid),
-            self.text_label("thread", &thread.comm),
-            self.number_label("tid", thread.tid),
-        ];
-        let value = vec![sample.count as i64, sample.value as i64];
+        let mut label = Vec::with_capacity(4 + process.labels.len());
+        // What came from elsewhere may have no process.
+        if process.pid != 0 || !process.comm.is_empty() {
+            label.push(self.text_label("comm", &process.comm));
+        }
+        if profile.types.is_none() || process.pid != 0 {
+            label.push(self.number_label("pid", process.pid));
+            label.push(self.text_label("thread", &thread.comm));
+            label.push(self.number_label("tid", thread.tid));
+        }
+        label.extend(process.labels.iter().map(|(key, value)| self.text_label(key, value)));
+        let given = sample.key.labels.checked_sub(1).map(|at| &profile.label_sets[at as usize]);
+        for found in given.into_iter().flatten() {
+            label.push(match &found.value {
+                LabelValue::Text(text) => self.text_label(&found.key, text),
+                LabelValue::Number(num, unit) => proto::Label {
+                    key: self.strings.index(&found.key),
+                    str: 0,
+                    num: *num,
+                    num_unit: self.strings.index(unit),
+                },
+            });
+        }
+        let value = match profile.types {
+            Some(_) => profile.values.get(index).cloned().unwrap_or_default(),
+            None => vec![sample.count as i64, sample.value as i64],
+        };
         proto::Sample { location_id, value, label }
     }
 
     fn text_label(&mut self, key: &str, text: &str) -> proto::Label {
         // An empty string would read as a number of 0.
         let text = if text.is_empty() { "?".to_owned() } else { plain(text) };
-        proto::Label { key: self.strings.index(key), str: self.strings.index(&text), num: 0 }
+        let (key, str) = (self.strings.index(key), self.strings.index(&text));
+        proto::Label { key, str, ..proto::Label::default() }
     }
 
     fn number_label(&mut self, key: &str, number: u32) -> proto::Label {
-        proto::Label { key: self.strings.index(key), str: 0, num: number.into() }
+        let key = self.strings.index(key);
+        proto::Label { key, num: number.into(), ..proto::Label::default() }
     }
 
     fn location(&mut self, id: LocationId) -> u64 {
@@ -192,7 +221,13 @@ impl<'a> Writer<'a> {
         let mapping_id = mapping.unwrap_or(0);
         let line = lines.iter().map(|line| self.line(mapping_id, line)).collect();
         let new = self.locations.len() as u64 + 1;
-        self.locations.push(proto::Location { id: new, mapping_id, address, line });
+        self.locations.push(proto::Location {
+            id: new,
+            mapping_id,
+            address,
+            line,
+            is_folded: false,
+        });
         self.location_ids.insert(id, new);
         new
     }
@@ -204,7 +239,9 @@ impl<'a> Writer<'a> {
         if function_id == next {
             let name = self.strings.index(&line.function);
             let filename = self.strings.index(&line.file);
-            self.functions.push(proto::Function { id: next, name, system_name: name, filename });
+            let system_name = name;
+            let function = proto::Function { id: next, name, system_name, filename, start_line: 0 };
+            self.functions.push(function);
         }
         proto::Line { function_id, line: line.line.into() }
     }
@@ -261,19 +298,9 @@ impl Mappings {
                 strings,
             );
         }
-        let mut next_module = MODULE_BASE;
+        let places = kernel_place::places(profile);
         for (index, executable) in profile.executables.iter().enumerate() {
-            if let Executable::Kernel { module, .. } = executable {
-                let used = profile.locations.iter().filter(|at| at.executable.index() == index);
-                let end = used.map(|at| at.offset + 1).max().unwrap_or(0).next_multiple_of(1 << 20);
-                let (start, length) = if module.is_empty() {
-                    (KERNEL_BASE, end.max(KERNEL_SPAN))
-                } else {
-                    // One behind the other, though where they were is not known.
-                    let start = next_module;
-                    next_module = next_module.saturating_add(end);
-                    (start, end)
-                };
+            if let Some(&(start, length)) = places.get(&(index as u32)) {
                 planned.add((index as u32, None), 0, start, length, 0, executable, strings);
             }
         }
@@ -311,6 +338,9 @@ impl Mappings {
     /// The mapping of a location and its address there.
     fn place(&self, profile: &Profile, id: LocationId) -> (Option<u64>, u64) {
         let location = &profile.locations[id.index()];
+        if let Executable::Names { .. } = profile.executables[location.executable.index()] {
+            return (None, 0);
+        }
         let owner = (location.executable.0, location.process.map(|process| process.0));
         let found = self.by_owner.get(&owner).and_then(|known| {
             known.iter().find(|&&(first, length, _)| {

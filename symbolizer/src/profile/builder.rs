@@ -3,11 +3,15 @@
 use std::collections::hash_map::Entry;
 use std::hash::Hash;
 
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 
+use super::labels::Label;
 use super::{
-    ArtifactHash, Executable, ExecutableId, Location, LocationId, LostReason, Mapping, Origin,
-    Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread, ThreadId, UnwindTables,
+    ArtifactHash, Executable, ExecutableId, Line, Location, LocationId, LostReason, Mapping,
+    Moment, Origin, Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread,
+    ThreadId, Types, UnwindTables,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
@@ -29,6 +33,16 @@ pub struct Builder {
     profile: Profile,
     limits: Limits,
     capture: usize,
+    /// The one whose origin stands for all.
+    first: usize,
+    /// Each sample is kept with its time and CPU.
+    timeline: bool,
+    /// Where that of this capture begins.
+    timeline_start: usize,
+    /// Values of a pprof are samples and CPU time.
+    of_cpu_time: bool,
+    names: FxHashMap<(ExecutableId, Arc<[Line]>), u64>,
+    label_sets: FxHashMap<Vec<Label>, u32>,
     executables: FxHashMap<Executable, u32>,
     /// Generations count within a capture, so its number is part of the key.
     processes: FxHashMap<(usize, u32, u64, u32), u32>,
@@ -45,12 +59,16 @@ pub struct Builder {
 pub struct Full(pub &'static str);
 
 impl Builder {
-    /// Begins capture number `capture` of several; how and where the first was taken stands for all.
-    pub fn capture(&mut self, capture: usize, origin: Origin) {
+    /// Begins capture number `capture` of several; how and where the first was taken stands for all. `clock_zero_ns`:
+    /// the wall clock when the clock of its times was zero.
+    pub fn capture(&mut self, capture: usize, origin: Origin, clock_zero_ns: u64) {
         self.capture = capture;
+        self.timeline_start = self.profile.timeline.len();
         let first = &mut self.profile.origin;
         if *first == Origin::default() {
             *first = origin;
+            self.first = capture;
+            self.profile.clock_zero_ns = clock_zero_ns;
         } else if first.event != origin.event {
             let note = format!("captures of {} and of {} are added up", first.event, origin.event);
             self.note(note);
@@ -84,6 +102,9 @@ impl Builder {
             add_snapshots(&mut known.jitdumps, process.jitdumps);
             // Of the last epoch: what was missing before may have come since.
             known.jit_missing = process.jit_missing;
+            known.end_ns = known.end_ns.max(process.end_ns);
+            // What a process is read in may be its parent's until it was asked itself.
+            known.labels = process.labels;
             return Ok(ProcessId(id));
         }
         let table = &mut self.profile.processes;
@@ -95,6 +116,27 @@ impl Builder {
     pub fn thread(&mut self, thread: Thread) -> Result<ThreadId, Full> {
         let table = &mut self.profile.threads;
         intern(&mut self.threads, table, thread, Clone::clone, self.limits, "threads").map(ThreadId)
+    }
+
+    /// What is known of an executable.
+    #[must_use]
+    pub fn executable_of(&self, id: ExecutableId) -> &Executable {
+        &self.profile.executables[id.index()]
+    }
+
+    /// Whether a stack leads through code made at run time.
+    #[must_use]
+    pub fn runs_anonymous(&self, stack: StackId) -> bool {
+        let locations = &self.profile.stacks[stack.index()].locations;
+        locations.iter().any(|location| {
+            let executable = self.profile.locations[location.index()].executable;
+            matches!(self.profile.executables[executable.index()], Executable::Anonymous)
+        })
+    }
+
+    /// A process has a perf-map.
+    pub fn add_perf_map(&mut self, process: ProcessId, hash: ArtifactHash) {
+        add_snapshots(&mut self.profile.processes[process.index()].perf_maps, vec![vec![hash]]);
     }
 
     /// Records a mapping.
@@ -111,21 +153,155 @@ impl Builder {
             .map(LocationId)
     }
 
+    /// The input had these names for a location.
+    pub fn name(&mut self, location: LocationId, lines: Arc<[Line]>) {
+        self.profile.given.insert(location, lines);
+    }
+
+    /// The location of names that have no address.
+    pub fn named(
+        &mut self,
+        executable: ExecutableId,
+        lines: Arc<[Line]>,
+    ) -> Result<LocationId, Full> {
+        let next = self.names.len() as u64;
+        let offset = *self.names.entry((executable, Arc::clone(&lines))).or_insert(next);
+        let id = self.location(Location { executable, process: None, offset })?;
+        self.profile.given.insert(id, lines);
+        Ok(id)
+    }
+
+    /// The id of labels; 0: there are none.
+    pub fn labels(&mut self, labels: Vec<Label>) -> Result<u32, Full> {
+        if labels.is_empty() {
+            return Ok(0);
+        }
+        let table = &mut self.profile.label_sets;
+        intern(&mut self.label_sets, table, labels, Clone::clone, self.limits, "labels")
+            .map(|id| id + 1)
+    }
+
     /// The id of a stack.
     pub fn stack(&mut self, stack: Stack) -> Result<StackId, Full> {
         let table = &mut self.profile.stacks;
         intern(&mut self.stacks, table, stack, Clone::clone, self.limits, "stacks").map(StackId)
     }
 
-    /// Adds one sample.
-    pub fn sample(&mut self, key: SampleKey, value: u64) -> Result<(), Full> {
+    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU.
+    pub fn sample(
+        &mut self,
+        key: SampleKey,
+        value: u64,
+        (time_ns, cpu): (u64, u32),
+    ) -> Result<(), Full> {
+        let id = self.add(key, 1, value)?;
+        if self.timeline {
+            if self.profile.timeline.len() >= self.limits.entries {
+                return Err(Full("samples"));
+            }
+            self.profile.timeline.push(Moment { time_ns, value, sample: id, cpu });
+        }
+        Ok(())
+    }
+
+    /// Adds samples of which no time is known, nor a weight.
+    pub fn samples(&mut self, key: SampleKey, count: u64) -> Result<(), Full> {
+        self.add(key, count, 0).map(|_| ())
+    }
+
+    fn add(&mut self, key: SampleKey, count: u64, value: u64) -> Result<u32, Full> {
         let table = &mut self.profile.samples;
         let new = |key: &SampleKey| Sample { key: *key, count: 0, value: 0 };
         let id = intern(&mut self.samples, table, key, new, self.limits, "samples")?;
         let sample = &mut self.profile.samples[id as usize];
-        sample.count += 1;
+        sample.count = sample.count.saturating_add(count);
         sample.value = sample.value.saturating_add(value);
-        Ok(())
+        Ok(id)
+    }
+
+    /// Says what the values of the next samples are. Samples of CPU time are what all profiles have.
+    pub fn types(&mut self, types: Types) -> Result<(), String> {
+        let shown = |types: &Types| {
+            let kinds = types.kinds.iter().map(|(kind, unit)| format!("{kind}/{unit}"));
+            kinds.collect::<Vec<_>>().join(", ")
+        };
+        if types.kinds.is_empty() {
+            return Err("its samples have no values".to_owned());
+        }
+        let is_cpu_time = types.kinds.len() == 2
+            && types.kinds[0] == ("samples".to_owned(), "count".to_owned())
+            && matches!(types.kinds[1].0.as_str(), "cpu" | "cycles");
+        self.of_cpu_time = is_cpu_time;
+        match (&self.profile.types, is_cpu_time) {
+            (None, true) => Ok(()),
+            (Some(known), false) if known.kinds == types.kinds => Ok(()),
+            (None, false) if self.profile.samples.is_empty() => {
+                self.profile.types = Some(types);
+                Ok(())
+            }
+            (known, _) => {
+                let known =
+                    known.as_ref().map_or("samples/count, cpu/nanoseconds".to_owned(), shown);
+                Err(format!(
+                    "its values ({}) cannot be added to those before ({known})",
+                    shown(&types)
+                ))
+            }
+        }
+    }
+
+    /// Adds a sample with values as the last [`Builder::types`] said, and tells what it counts for.
+    pub fn values(&mut self, key: SampleKey, values: &[i64]) -> Result<u64, String> {
+        let positive = |index: usize| values.get(index).map_or(0, |value| (*value).max(0) as u64);
+        let full = |full: Full| full.to_string();
+        if self.of_cpu_time {
+            self.add(key, positive(0), positive(1)).map_err(full)?;
+            return Ok(positive(0));
+        }
+        let types = self.profile.types.as_ref();
+        let (kinds, default) = types.map_or((0, 0), |types| (types.kinds.len(), types.default));
+        if values.len() != kinds {
+            return Err(format!("a sample has {} values of {kinds} kinds", values.len()));
+        }
+        let id = self.add(key, positive(default), 0).map_err(full)? as usize;
+        let all = &mut self.profile.values;
+        if all.len() <= id {
+            all.resize(id + 1, vec![0; kinds]);
+        }
+        for (sum, value) in all[id].iter_mut().zip(values) {
+            *sum = sum.saturating_add(*value);
+        }
+        Ok(positive(default))
+    }
+
+    /// Whether values are no samples of CPU time.
+    #[must_use]
+    pub fn has_other_values(&self) -> bool {
+        self.profile.types.is_some()
+    }
+
+    /// What another profiler had to say.
+    pub fn comment(&mut self, comment: String) {
+        if !self.profile.comments.contains(&comment) {
+            self.profile.comments.push(comment);
+        }
+    }
+
+    /// Names the event of this capture, if it is the one that stands for all.
+    pub fn event(&mut self, event: String) {
+        if self.capture == self.first {
+            self.profile.origin.event = event;
+        }
+    }
+
+    /// Times of this capture's samples were told on a clock that was zero then, nanoseconds since the Unix epoch.
+    pub fn shift_times(&mut self, zero_ns: u64) {
+        if self.capture == self.first {
+            self.profile.clock_zero_ns = zero_ns;
+        }
+        for moment in &mut self.profile.timeline[self.timeline_start..] {
+            moment.time_ns = moment.time_ns.saturating_add(zero_ns);
+        }
     }
 
     /// Adds to what was lost.
@@ -175,6 +351,11 @@ impl Builder {
         let mut builder = Self::default();
         builder.profile.taken = Some(0);
         builder
+    }
+
+    /// Keeps each sample with its time and CPU, 24 bytes each.
+    pub fn keep_timeline(&mut self) {
+        self.timeline = true;
     }
 
     /// Artifacts the profile refers to.

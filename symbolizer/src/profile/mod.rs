@@ -4,12 +4,15 @@
 //! does no I/O. Everything keeps the order of the stream, so equal streams give equal profiles.
 
 mod builder;
+pub mod labels;
 mod location;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-pub use self::builder::{Builder, Limits};
+use rustc_hash::FxHashMap;
+
+pub use self::builder::{Builder, Full, Limits};
 pub use self::location::{FrameKind, Location, lookup_offset};
 
 /// A handle into a table of a [`Profile`].
@@ -85,6 +88,11 @@ pub enum Executable {
     },
     /// Nothing known is mapped there.
     Unmapped,
+    /// Names that came without addresses.
+    Names {
+        /// They are of the kernel.
+        kernel: bool,
+    },
 }
 
 impl Executable {
@@ -98,7 +106,14 @@ impl Executable {
             Self::Kernel { module, .. } if module.is_empty() => "[kernel]".to_owned(),
             Self::Kernel { module, .. } => format!("[{module}]"),
             Self::Unmapped => "[unmapped]".to_owned(),
+            Self::Names { .. } => "[names]".to_owned(),
         }
+    }
+
+    /// Whether it is code of the kernel.
+    #[must_use]
+    pub fn is_kernel(&self) -> bool {
+        matches!(self, Self::Kernel { .. } | Self::Names { kernel: true })
     }
 
     /// GNU build-id, empty when unknown.
@@ -124,7 +139,7 @@ pub fn hex(bytes: &[u8]) -> String {
 }
 
 /// One program image of a process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Process {
     /// Process id.
     pub pid: u32,
@@ -134,8 +149,14 @@ pub struct Process {
     pub generation: u32,
     /// Name of its main thread.
     pub comm: String,
-    /// cgroup v2 id.
-    pub cgroup_id: u64,
+    /// Labels of its samples: where it ran.
+    pub labels: Vec<(&'static str, String)>,
+    /// The process that made it; 0: unknown.
+    pub parent: u32,
+    /// When it became this, nanoseconds since the Unix epoch; 0: before the capture.
+    pub since_ns: u64,
+    /// When it ended; 0: not in the capture.
+    pub end_ns: u64,
     /// Snapshots of its perf-map, oldest first; each as the artifacts that follow each other in it.
     pub perf_maps: Vec<Vec<ArtifactHash>>,
     /// Those of its jitdump.
@@ -168,6 +189,8 @@ pub struct Mapping {
     pub length: u64,
     /// File offset of the first address.
     pub file_offset: u64,
+    /// Since when, nanoseconds since the Unix epoch; 0: as long as the process.
+    pub since_ns: u64,
 }
 
 /// Why a stack ends.
@@ -203,6 +226,8 @@ pub enum EndReason {
     NoMappingsYet,
     /// Tables were replaced while the stack was walked.
     TablesReplaced,
+    /// Who took it did not say.
+    NotSaid,
 }
 
 impl EndReason {
@@ -225,6 +250,7 @@ impl EndReason {
             Self::BadStack => "caller's frame not above this one",
             Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
             Self::TablesReplaced => "unwind tables replaced meanwhile",
+            Self::NotSaid => "not said by who took it",
         }
     }
 }
@@ -247,6 +273,8 @@ pub struct SampleKey {
     pub user: Option<StackId>,
     /// Kernel stack.
     pub kernel: Option<StackId>,
+    /// 1 + index into [`Profile::label_sets`]; 0: none.
+    pub labels: u32,
 }
 
 /// Samples with one key.
@@ -258,6 +286,19 @@ pub struct Sample {
     pub count: u64,
     /// Sum of their weights, in the event's unit.
     pub value: u64,
+}
+
+/// One sample of those with a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// When, nanoseconds since the Unix epoch.
+    pub time_ns: u64,
+    /// Its weight.
+    pub value: u64,
+    /// Index into [`Profile::samples`].
+    pub sample: u32,
+    /// On which CPU.
+    pub cpu: u32,
 }
 
 /// Why something was lost.
@@ -335,6 +376,21 @@ pub struct Origin {
     pub collector: String,
     /// All processes were sampled.
     pub all: bool,
+    /// CPUs of the host, and those of them that were online; 0: unknown.
+    pub cpus: (u32, u32),
+}
+
+/// What the values of samples are, where they are no samples of CPU time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Types {
+    /// Kind and unit of each value.
+    pub kinds: Vec<(String, String)>,
+    /// Which of them is shown unless told otherwise.
+    pub default: usize,
+    /// Kind and unit of the period.
+    pub period_type: (String, String),
+    /// Between two events of that kind.
+    pub period: i64,
 }
 
 /// What became of a location.
@@ -368,6 +424,8 @@ pub enum Quality {
     Gopclntab,
     /// DWARF.
     Dwarf,
+    /// The input had the names already.
+    Given,
 }
 
 impl Quality {
@@ -382,6 +440,7 @@ impl Quality {
             Self::Symtab => "symtab",
             Self::Gopclntab => "gopclntab",
             Self::Dwarf => "dwarf",
+            Self::Given => "given",
         }
     }
 }
@@ -433,6 +492,20 @@ pub struct Profile {
     pub stacks: Vec<Stack>,
     /// Samples, first seen first.
     pub samples: Vec<Sample>,
+    /// Each of them, in the order they came; empty unless asked for.
+    pub timeline: Vec<Moment>,
+    /// The wall clock when the clock of sample times was zero, nanoseconds since the Unix epoch.
+    pub clock_zero_ns: u64,
+    /// Labels other profilers gave samples.
+    pub label_sets: Vec<Vec<labels::Label>>,
+    /// What [`Profile::values`] are; `None`: there are none, and samples are of CPU time.
+    pub types: Option<Types>,
+    /// By sample. Its count is then the value of the default kind.
+    pub values: Vec<Vec<i64>>,
+    /// Names the input had.
+    pub given: FxHashMap<LocationId, Arc<[Line]>>,
+    /// What another profiler had to say.
+    pub comments: Vec<String>,
     /// What was lost, with whether it counts samples.
     pub lost: BTreeMap<LostReason, (u64, bool)>,
     /// What became of unwind tables.

@@ -25,6 +25,7 @@ use stackwire_cache::Cache;
 pub use self::add::add as add_to_cache;
 pub use self::debuginfod::{Debuginfod, FetchError};
 pub use self::file::Pinned;
+pub(crate) use self::file::open_regular;
 pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
 pub use self::one::{Answer, Symbols};
@@ -126,7 +127,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
                 }
                 jobs.push((id, locations));
             }
-            Executable::Unmapped => {
+            Executable::Unmapped | Executable::Names { .. } => {
                 miss(profile, id, &locations, "no mapping known at this address");
             }
         }
@@ -134,6 +135,11 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     // The heaviest first, so that no thread is left alone with one at the end.
     jobs.sort_by_key(|(_, locations)| locations.len());
     run_jobs(profile, (artifacts, &snapshots), sources, jobs);
+    // What the input knew stays: it was there.
+    for (location, lines) in &profile.given {
+        profile.resolutions[location.index()] =
+            Resolution::Found { lines: Arc::clone(lines), quality: Quality::Given };
+    }
     sources.metrics.resolved(profile);
 }
 
@@ -293,6 +299,36 @@ fn quality(kind: Kind) -> Quality {
         Kind::Symtab | Kind::MiniDebugInfo => Quality::Symtab,
         Kind::Dynsym => Quality::Dynsym,
     }
+}
+
+/// The file of an executable: of this host, handed over, from the cache, or from a server.
+///
+/// # Errors
+/// In words.
+pub(crate) fn open_executable(
+    executable: &Executable,
+    artifacts: &Artifacts,
+    sources: &Sources,
+) -> Result<std::fs::File, String> {
+    if let Executable::Vdso { image } = executable {
+        let image = image.and_then(|hash| artifacts.get(&hash)).ok_or("its image is not known")?;
+        return file::of_image(image).map(|opened| opened.file);
+    }
+    let here = match file::open(executable, &[], &sources.pinned, artifacts.handed()) {
+        Ok(opened) => return Ok(opened.file),
+        Err(reason) => reason,
+    };
+    let Some(cache) = sources.cache.as_deref() else { return Err(here) };
+    let id = executable.build_id();
+    let key = ladder::key(id, stackwire_cache::Kind::Executable).ok_or_else(|| here.clone())?;
+    if let Ok(Some(blob)) = cache.get(&key) {
+        return Ok(blob.file);
+    }
+    let server = sources.debuginfod.as_deref().ok_or(here)?;
+    let deadline = Instant::now() + server.timeout();
+    let fetched =
+        server.fetch(id, debuginfod::Artifact::Executable, cache, deadline, &sources.metrics);
+    fetched.map(|blob| blob.file).map_err(|error| error.to_string())
 }
 
 /// Processes that had the executable mapped: their roots may still lead to it.

@@ -1,4 +1,4 @@
-//! The messages of pprof's `profile.proto`, as far as they are written here.
+//! The messages of pprof's `profile.proto`, as far as they are written and read here.
 //!
 //! By hand, because there are eight of them; field numbers from
 //! <https://github.com/google/pprof/blob/main/proto/profile.proto>.
@@ -19,6 +19,10 @@ pub struct Profile {
     pub function: Vec<Function>,
     #[prost(string, repeated, tag = "6")]
     pub string_table: Vec<String>,
+    #[prost(int64, tag = "7")]
+    pub drop_frames: i64,
+    #[prost(int64, tag = "8")]
+    pub keep_frames: i64,
     #[prost(int64, tag = "9")]
     pub time_nanos: i64,
     #[prost(int64, tag = "10")]
@@ -59,6 +63,8 @@ pub struct Label {
     pub str: i64,
     #[prost(int64, tag = "3")]
     pub num: i64,
+    #[prost(int64, tag = "4")]
+    pub num_unit: i64,
 }
 
 #[derive(Clone, Copy, PartialEq, Message)]
@@ -95,6 +101,8 @@ pub struct Location {
     pub address: u64,
     #[prost(message, repeated, tag = "4")]
     pub line: Vec<Line>,
+    #[prost(bool, tag = "5")]
+    pub is_folded: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Message)]
@@ -115,4 +123,6 @@ pub struct Function {
     pub system_name: i64,
     #[prost(int64, tag = "4")]
     pub filename: i64,
+    #[prost(int64, tag = "5")]
+    pub start_line: i64,
 }

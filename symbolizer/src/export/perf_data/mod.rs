@@ -1,0 +1,76 @@
+//! perf.data: the samples one by one, with what perf needs to name them itself. Classic records only, in time order, as
+//! perf of any age, hotspot, samply and autofdo read them.
+//!
+//! Addresses of callers are those of the call, as everywhere in a profile, where the kernel writes return addresses: perf
+//! looks call chains up as they are, and who subtracts one more still finds the call.
+
+mod header;
+mod play;
+mod record;
+
+use std::io::{self, Seek, SeekFrom, Write};
+
+use self::play::Player;
+use self::record::Mode;
+use super::kernel_place;
+use crate::profile::{Executable, Profile};
+
+/// What is written besides the profile.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The command that wrote the file, for `perf report --header`.
+    pub command_line: Vec<String>,
+}
+
+/// Writes a profile that was read with its timeline.
+///
+/// # Errors
+/// Those of the writer; `InvalidInput` when the samples have no times.
+pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -> io::Result<()> {
+    let samples: u64 = profile.sample_count();
+    if profile.timeline.len() as u64 != samples {
+        let message = "its samples have no times, which perf.data is made of";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+    }
+    // What the head says of the rest is known at the end.
+    out.write_all(&[0; header::DATA as usize])?;
+    let mut player = Player::new(profile, &mut out);
+    player.play()?;
+    let (data, times, used) = (player.bytes(), player.times(), player.into_used());
+    let places = kernel_place::places(profile);
+    let mut build_ids = Vec::new();
+    for (index, executable) in profile.executables.iter().enumerate() {
+        let (mode, name) = match executable {
+            Executable::Kernel { module, .. } if !places.contains_key(&(index as u32)) => {
+                let _ = module;
+                continue;
+            }
+            Executable::Kernel { module, .. } => (Mode::Kernel, kernel_name(module)),
+            _ if !used[index] => continue,
+            _ => (Mode::User, executable.name()),
+        };
+        if !executable.build_id().is_empty() {
+            build_ids.push((executable.build_id().to_vec(), mode, name));
+        }
+    }
+    let cpus = profile.origin.cpus;
+    let highest = profile.timeline.iter().map(|moment| moment.cpu + 1).max().unwrap_or(1);
+    let head = header::Head {
+        origin: &profile.origin,
+        command_line: &options.command_line,
+        times,
+        clock_zero_ns: profile.clock_zero_ns,
+        cpus: (cpus.0.max(highest), cpus.1.max(1).min(cpus.0.max(highest))),
+        build_ids,
+    };
+    let features = header::features(&head, header::DATA + data);
+    out.write_all(&features)?;
+    out.seek(SeekFrom::Start(0))?;
+    out.write_all(&header::head(&profile.origin, data, &features))?;
+    out.flush()
+}
+
+/// What perf calls the kernel, and a module.
+fn kernel_name(module: &str) -> String {
+    if module.is_empty() { "[kernel.kallsyms]".to_owned() } else { format!("[{module}]") }
+}

@@ -1,0 +1,134 @@
+//! What this host knows of a profile that was taken on it: kallsyms and vDSO of its kernel, perf-maps of its processes.
+//!
+//! Each only when it is the same: a kernel by its build-id. A file that is not there is no error.
+
+use std::fmt::Write as _;
+use std::io::Read;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use crate::resolve::open_regular;
+
+/// Most bytes of a perf-map.
+const MAX_PERF_MAP: u64 = 256 << 20;
+
+/// Symbols of the kernel that runs here, if its build-id is this one, as lines `module TAB offset TAB name`. `text` is
+/// where its `_text` lay in the profile, `modules` where modules lay: begin, end, name.
+#[must_use]
+pub fn kallsyms(build_id: &[u8], text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
+    if build_id.is_empty() || running_kernel()? != build_id {
+        return None;
+    }
+    rebase(&std::fs::read_to_string("/proc/kallsyms").ok()?, text, modules)
+}
+
+fn rebase(kallsyms: &str, text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
+    let symbols = || {
+        kallsyms.lines().filter_map(|line| {
+            let mut fields = line.split([' ', '\t']);
+            let address = u64::from_str_radix(fields.next()?, 16).ok().filter(|it| *it != 0)?;
+            let kind = fields.next()?;
+            let name = fields.next()?;
+            matches!(kind, "t" | "T" | "w" | "W").then_some((address, name, fields.next()))
+        })
+    };
+    let here = symbols().find(|(_, name, module)| *name == "_text" && module.is_none())?.0;
+    let mut snapshot = String::new();
+    for (address, name, module) in symbols() {
+        let (module, base) = match module {
+            None => ("", here),
+            // Modules lie where they lay only until the next boot, which moves the kernel as well.
+            Some(module) if here == text => {
+                let module = module.trim_matches(['[', ']']);
+                let is_it = |&&(start, end, name): &&(u64, u64, &str)| {
+                    name == module && (start..end).contains(&address)
+                };
+                match modules.iter().find(is_it) {
+                    Some(&(start, ..)) => (module, start),
+                    None => continue,
+                }
+            }
+            Some(_) => continue,
+        };
+        if let Some(offset) = address.checked_sub(base) {
+            // Writing to a String cannot fail.
+            let _ = writeln!(snapshot, "{module}\t{offset:x}\t{name}");
+        }
+    }
+    Some(snapshot.into_bytes())
+}
+
+/// The vDSO of the kernel that runs here, if its build-id is this one.
+#[must_use]
+pub fn vdso(kernel: &[u8]) -> Option<Vec<u8>> {
+    if kernel.is_empty() || running_kernel()? != kernel {
+        return None;
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let line = maps.lines().find(|line| line.ends_with("[vdso]"))?;
+    let (start, end) = line.split(' ').next()?.split_once('-')?;
+    let start = u64::from_str_radix(start, 16).ok()?;
+    let size = u64::from_str_radix(end, 16).ok()?.checked_sub(start)?;
+    let mut image = vec![0; usize::try_from(size).ok()?];
+    let memory = std::fs::File::open("/proc/self/mem").ok()?;
+    memory.read_exact_at(&mut image, start).ok()?;
+    Some(image)
+}
+
+/// What a process of this host wrote of its code, if the file is its user's or root's: others may write there, too.
+#[must_use]
+pub fn perf_map(pid: u32) -> Option<Vec<u8>> {
+    let file = open_regular(&format!("/tmp/perf-{pid}.map")).ok()?;
+    let metadata = file.metadata().ok()?;
+    let own = rustix::process::geteuid().as_raw();
+    if !(metadata.uid() == own || metadata.uid() == 0 || own == 0) {
+        return None;
+    }
+    let mut content = Vec::new();
+    file.take(MAX_PERF_MAP).read_to_end(&mut content).ok()?;
+    Some(content)
+}
+
+/// Build-id of the kernel that runs: `NT_GNU_BUILD_ID` (3) of owner "GNU" among its notes.
+fn running_kernel() -> Option<Vec<u8>> {
+    let notes = std::fs::read("/sys/kernel/notes").ok()?;
+    let mut rest = notes.as_slice();
+    loop {
+        let (head, after) = rest.split_at_checked(12)?;
+        let word =
+            |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let (name_size, size) = (word(0) as usize, word(4) as usize);
+        let (name, after) = after.split_at_checked(name_size.next_multiple_of(4))?;
+        let (content, after) = after.split_at_checked(size.next_multiple_of(4))?;
+        if word(8) == 3 && name.starts_with(b"GNU\0") {
+            return Some(content[..size].to_vec());
+        }
+        rest = after;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_that_was_moved_keeps_its_symbols_and_loses_its_modules() {
+        let kallsyms = "\
+ffffffff81000000 T _text
+ffffffff81000100 t do_syscall
+ffffffff81000200 D data
+ffffffffc0000080 t second\t[ext4]
+ffffffffc0900080 t third\t[xfs]
+";
+        let modules = [(0xffff_ffff_c000_0000, 0xffff_ffff_c000_1000, "ext4")];
+        let text = |at| {
+            String::from_utf8(rebase(kallsyms, at, &modules).unwrap_or_default())
+                .unwrap_or_default()
+        };
+        assert_eq!(
+            text(0xffff_ffff_8100_0000),
+            "\t0\t_text\n\t100\tdo_syscall\next4\t80\tsecond\n"
+        );
+        assert_eq!(text(0xffff_ffff_9100_0000), "\t0\t_text\n\t100\tdo_syscall\n");
+        assert!(rebase("0000000000000000 T _text\n", 0, &modules).is_none());
+    }
+}

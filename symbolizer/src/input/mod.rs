@@ -1,0 +1,112 @@
+//! Profiles of every kind, read into one: our captures, perf.data, pprof, folded stacks. By what is in a file, never by
+//! its name.
+
+mod folded;
+mod host;
+mod kernel;
+mod perf_data;
+mod perf_guard;
+mod pprof;
+mod stack_copy;
+mod tasks;
+
+use std::fs::File;
+use std::io::{BufReader, Read, Seek};
+
+use crate::capture::{Artifacts, Assembler, CaptureError, read_into};
+use crate::profile::{Full, Profile};
+use crate::resolve::Sources;
+
+/// A file that is no profile, or a damaged one.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InputError {
+    /// Reading it.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+    /// A capture.
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
+    /// A perf.data.
+    #[error("not a perf.data that can be read: {0}")]
+    PerfData(String),
+    /// A pprof.
+    #[error("not a pprof that can be read: {0}")]
+    Pprof(String),
+    /// Folded stacks.
+    #[error("not a Stackwire capture, nor a perf.data or pprof, and line {line} is no folded stack: {what}")]
+    Folded {
+        /// The line.
+        line: u64,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Samples and what is none.
+    #[error("it cannot be added to a pprof whose values are no samples of CPU time")]
+    Mixed,
+    /// More than a profile holds.
+    #[error(transparent)]
+    Full(#[from] Full),
+}
+
+/// Puts files together.
+#[derive(Debug, Default)]
+pub struct Inputs {
+    assembler: Assembler,
+}
+
+impl Inputs {
+    /// None yet. With a timeline each sample is kept with its time and CPU.
+    #[must_use]
+    pub fn new(timeline: bool) -> Self {
+        let assembler = if timeline { Assembler::with_timeline() } else { Assembler::default() };
+        Self { assembler }
+    }
+
+    /// Adds a file. Stacks in a perf.data that are copies of memory are walked with executables from `sources`.
+    ///
+    /// # Errors
+    /// See [`InputError`].
+    pub fn add(&mut self, mut file: File, sources: &Sources) -> Result<(), InputError> {
+        let mut head = Vec::new();
+        file.by_ref().take(64).read_to_end(&mut head)?;
+        // What cannot be read twice is read once, into where it can be.
+        if file.rewind().is_err() {
+            let mut kept = tempfile::tempfile()?;
+            std::io::copy(&mut head.as_slice(), &mut kept)?;
+            std::io::copy(&mut file, &mut kept)?;
+            kept.rewind()?;
+            file = kept;
+        }
+        let mixed = self.assembler.has_other_values() && !head.starts_with(&[0x1f, 0x8b]);
+        if mixed && !pprof::is_plain(&head) {
+            return Err(InputError::Mixed);
+        }
+        if head.starts_with(b"PERFILE2") || head.starts_with(b"2ELIFREP") {
+            let (into, artifacts, number) = self.assembler.other();
+            return perf_data::read(file, (into, artifacts), number, sources);
+        }
+        let input = BufReader::with_capacity(1 << 18, file);
+        let gzip = head.starts_with(&[0x1f, 0x8b]);
+        if gzip || pprof::is_plain(&head) && !is_text(&head) {
+            let (into, _, number) = self.assembler.other();
+            return pprof::read(input, gzip, into, number);
+        }
+        if head.starts_with(b"SWF") || !is_text(&head) {
+            return Ok(read_into(input, &mut self.assembler)?);
+        }
+        let (into, _, number) = self.assembler.other();
+        folded::read(input, into, number)
+    }
+
+    /// The profile with what it needs to be resolved.
+    #[must_use]
+    pub fn finish(self) -> (Profile, Artifacts) {
+        self.assembler.finish()
+    }
+}
+
+fn is_text(head: &[u8]) -> bool {
+    !head.is_empty()
+        && head.iter().all(|&byte| byte >= b' ' || matches!(byte, b'\n' | b'\t' | b'\r'))
+}

@@ -1,0 +1,464 @@
+//! perf.data of perf itself: file or pipe, chains by frame pointers or copies of stacks, which are walked here.
+//!
+//! The crate that reads the records trusts sizes in them: `perf_guard.rs` looks at those first. Of several events the one
+//! that has the first sample is read, and the others are said to be left out.
+
+use std::fs::File;
+use std::io::{BufReader, Read, Seek};
+
+use linux_perf_data::linux_perf_event_reader::{
+    AttrFlags, CpuMode, EventRecord, Mmap2FileId, RawData, SampleFormat, SampleRecord,
+};
+use linux_perf_data::{
+    AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
+    PerfRecordIter,
+};
+use rustc_hash::FxHashMap;
+
+use super::kernel::Kernel;
+use super::stack_copy::{Copied, Walker};
+use super::tasks::{Map, Tasks};
+use super::{InputError, host, perf_guard};
+use crate::capture::Artifacts;
+use crate::profile::{
+    Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey, StackId,
+};
+use crate::resolve::Sources;
+
+/// Above this, entries of a call chain say in what mode those after them are: `PERF_CONTEXT_MAX` and below.
+const CONTEXT_MAX: u64 = -4095i64 as u64;
+const CONTEXT_KERNEL: u64 = -128i64 as u64;
+const CONTEXT_USER: u64 = -512i64 as u64;
+
+/// Reads a file, which may be one that was written to a pipe.
+///
+/// # Errors
+/// What cannot be a perf.data, or is none of x86-64 or arm64, little-endian. A file that is cut is read as far as it goes.
+pub fn read(
+    mut file: File,
+    (into, artifacts): (&mut Builder, &mut Artifacts),
+    number: usize,
+    sources: &Sources,
+) -> Result<(), InputError> {
+    let pipe = perf_guard::check(&mut file)?;
+    let modified = file.metadata().and_then(|metadata| metadata.modified()).ok();
+    file.rewind()?;
+    let input = BufReader::with_capacity(1 << 18, file);
+    let error = |error: linux_perf_data::Error| InputError::PerfData(error.to_string());
+    if pipe {
+        let PerfFileReader { perf_file, record_iter } =
+            PerfFileReader::parse_pipe(input).map_err(error)?;
+        Reader::new(perf_file, modified, (into, artifacts), sources)?.run(record_iter, number)
+    } else {
+        let PerfFileReader { perf_file, record_iter } =
+            PerfFileReader::parse_file(input).map_err(error)?;
+        Reader::new(perf_file, modified, (into, artifacts), sources)?.run(record_iter, number)
+    }
+}
+
+/// Of a stack, leaf first, each with how it is to be read.
+type Addresses = Vec<(u64, FrameKind)>;
+
+struct Reader<'a> {
+    file: PerfFile,
+    into: &'a mut Builder,
+    artifacts: &'a mut Artifacts,
+    tasks: Tasks,
+    kernel: Kernel,
+    walker: Walker<'a>,
+    build_ids: FxHashMap<DsoKey, Vec<u8>>,
+    /// Index of the event that is read, once one had a sample.
+    event: Option<usize>,
+    others: FxHashMap<usize, u64>,
+    taken: u64,
+    lost: u64,
+    span: Option<(u64, u64)>,
+    modified: Option<std::time::SystemTime>,
+    /// Processes that ran code they made themselves, once they were looked at.
+    jits: rustc_hash::FxHashSet<u32>,
+    chain: Vec<(u64, FrameKind)>,
+}
+
+impl<'a> Reader<'a> {
+    fn new(
+        file: PerfFile,
+        modified: Option<std::time::SystemTime>,
+        (into, artifacts): (&'a mut Builder, &'a mut Artifacts),
+        sources: &'a Sources,
+    ) -> Result<Self, InputError> {
+        if file.endian() != Endianness::LittleEndian {
+            return Err(InputError::PerfData("it is of a big-endian host".to_owned()));
+        }
+        let arch = file.arch().ok().flatten().unwrap_or("x86_64");
+        if !matches!(arch, "x86_64" | "aarch64") {
+            let message = format!("it is of {arch}: only x86_64 and aarch64 are read");
+            return Err(InputError::PerfData(message));
+        }
+        if file
+            .event_attributes()
+            .iter()
+            .any(|attr| attr.attr.sample_format.contains(SampleFormat::READ))
+        {
+            let message =
+                "its samples hold counter values (perf record of a group with :S): not read";
+            return Err(InputError::PerfData(message.to_owned()));
+        }
+        let build_ids = file.build_ids().unwrap_or_default();
+        let build_ids = build_ids.into_iter().map(|(key, info)| (key, trimmed(info.build_id)));
+        Ok(Self {
+            build_ids: build_ids.collect(),
+            file,
+            into,
+            artifacts,
+            tasks: Tasks::default(),
+            kernel: Kernel::default(),
+            walker: Walker::new(sources),
+            event: None,
+            others: FxHashMap::default(),
+            taken: 0,
+            lost: 0,
+            span: None,
+            modified,
+            jits: rustc_hash::FxHashSet::default(),
+            chain: Vec::new(),
+        })
+    }
+
+    fn run<R: Read>(
+        mut self,
+        mut records: PerfRecordIter<R>,
+        number: usize,
+    ) -> Result<(), InputError> {
+        // Numbers of processes are those of this file.
+        self.into.capture(number, self.origin(), 0);
+        loop {
+            match records.next_record(&mut self.file) {
+                Ok(Some(PerfFileRecord::EventRecord { attr_index, record })) => {
+                    let time = record.timestamp();
+                    let misc = record.misc;
+                    let kind = record.record_type;
+                    match record.parse() {
+                        Ok(EventRecord::Raw(raw)) => self.raw(kind.0, raw.data),
+                        Ok(parsed) => self.record(parsed, (attr_index, misc, time))?,
+                        Err(_) => self.lost_one("a record that does not decode"),
+                    }
+                }
+                Ok(Some(PerfFileRecord::UserRecord(_))) => {}
+                Ok(None) => break,
+                Err(error) => {
+                    self.into.note(format!("the perf.data is cut or damaged: {error}"));
+                    break;
+                }
+            }
+        }
+        self.finish();
+        Ok(())
+    }
+
+    fn origin(&self) -> Origin {
+        let text = |found: Result<Option<&str>, linux_perf_data::Error>| {
+            found.ok().flatten().unwrap_or_default().to_owned()
+        };
+        let attribute = &self.file.event_attributes()[self.event.unwrap_or(0)];
+        let freq = attribute.attr.flags.contains(AttrFlags::FREQ);
+        let sampling = format!("{:?}", attribute.attr.sampling_policy);
+        let digits: String = sampling.chars().filter(char::is_ascii_digit).collect();
+        let cpus = self.file.nr_cpus().ok().flatten();
+        Origin {
+            hostname: text(self.file.hostname()),
+            kernel_release: text(self.file.os_release()),
+            machine: text(self.file.arch()),
+            event: event_name(attribute),
+            frequency: if freq { digits.parse().unwrap_or(0) } else { 0 },
+            kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
+            collector: format!("perf {}", text(self.file.perf_version())),
+            all: false,
+            cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
+        }
+    }
+
+    fn record(
+        &mut self,
+        record: EventRecord<'_>,
+        (attr_index, misc, time): (usize, u16, Option<u64>),
+    ) -> Result<(), InputError> {
+        /// `PERF_RECORD_MISC_MMAP_DATA`: not of code.
+        const MMAP_DATA: u16 = 1 << 13;
+        match record {
+            EventRecord::Sample(sample) => self.sample(&sample, attr_index, time)?,
+            EventRecord::Comm(comm) => {
+                let name = text(comm.name);
+                self.tasks.comm(
+                    self.into,
+                    (comm.pid as u32, comm.tid as u32),
+                    name,
+                    comm.is_execve,
+                )?;
+            }
+            EventRecord::Fork(fork) => self.tasks.fork(
+                self.into,
+                (fork.pid as u32, fork.tid as u32),
+                (fork.ppid as u32, fork.ptid as u32),
+            )?,
+            EventRecord::Mmap(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
+                let path = text(map.path);
+                self.kernel.map(&path, (map.address, map.length, map.page_offset));
+            }
+            EventRecord::Mmap2(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
+                let path = text(map.path);
+                if let Mmap2FileId::BuildId(id) = map.file_id {
+                    self.build_ids.extend(
+                        DsoKey::detect(path.as_bytes(), CpuMode::Kernel)
+                            .map(|key| (key, trimmed(id))),
+                    );
+                }
+                self.kernel.map(&path, (map.address, map.length, map.page_offset));
+            }
+            EventRecord::Mmap(map) if misc & MMAP_DATA == 0 => {
+                let range = (map.address, map.length, map.page_offset);
+                self.map(map.pid as u32, range, &text(map.path), None)?;
+            }
+            EventRecord::Mmap2(map) if misc & MMAP_DATA == 0 => {
+                let range = (map.address, map.length, map.page_offset);
+                self.map(map.pid as u32, range, &text(map.path), Some(map.file_id))?;
+            }
+            EventRecord::Lost(lost) => self.lost = self.lost.saturating_add(lost.count),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Records the crate has no type for.
+    fn raw(&mut self, kind: u32, mut data: RawData<'_>) {
+        /// `PERF_RECORD_LOST_SAMPLES`: how many.
+        const LOST_SAMPLES: u32 = 13;
+        if kind == LOST_SAMPLES
+            && let Ok(count) = data.read_u64::<byteorder::LittleEndian>()
+        {
+            self.lost = self.lost.saturating_add(count);
+        }
+    }
+
+    fn map(
+        &mut self,
+        pid: u32,
+        (start, length, file_offset): (u64, u64, u64),
+        path: &str,
+        id: Option<Mmap2FileId>,
+    ) -> Result<(), InputError> {
+        let Some(end) = start.checked_add(length).filter(|end| *end > start) else { return Ok(()) };
+        let executable = self.executable(path, id)?;
+        let private = matches!(executable, Executable::Anonymous);
+        let executable = self.into.executable(executable)?;
+        self.tasks.map(self.into, pid, Map { start, end, file_offset, executable, private })?;
+        Ok(())
+    }
+
+    fn executable(
+        &mut self,
+        path: &str,
+        id: Option<Mmap2FileId>,
+    ) -> Result<Executable, InputError> {
+        if path == "[vdso]" {
+            let image =
+                host::vdso(&self.host_kernel()).map(|image| self.artifacts.add_whole(image));
+            return Ok(Executable::Vdso { image });
+        }
+        // Code that was made at run time; as perf, which looks for a perf-map then.
+        if path.starts_with("//anon")
+            || path.starts_with('[')
+            || path.is_empty()
+            || path.starts_with("anon_inode:")
+        {
+            return Ok(Executable::Anonymous);
+        }
+        let (mut build_id, mut inode, mut device) = (Vec::new(), 0, (0, 0));
+        match id {
+            Some(Mmap2FileId::BuildId(id)) => build_id = trimmed(id),
+            Some(Mmap2FileId::InodeAndVersion(id)) => {
+                (inode, device) = (id.inode, (id.major, id.minor));
+            }
+            None => {}
+        }
+        if build_id.is_empty()
+            && let Some(known) = DsoKey::detect(path.as_bytes(), CpuMode::User)
+                .and_then(|key| self.build_ids.get(&key))
+        {
+            build_id.clone_from(known);
+        }
+        if !build_id.is_empty() {
+            (inode, device) = (0, (0, 0));
+        }
+        Ok(Executable::File { path: path.to_owned(), build_id, inode, device })
+    }
+
+    /// Build-id of the kernel the file is of, empty when unknown.
+    fn host_kernel(&self) -> Vec<u8> {
+        self.build_ids.get(&DsoKey::Kernel).cloned().unwrap_or_default()
+    }
+
+    fn sample(
+        &mut self,
+        sample: &SampleRecord<'_>,
+        attr_index: usize,
+        time: Option<u64>,
+    ) -> Result<(), InputError> {
+        let event = *self.event.get_or_insert(attr_index);
+        if attr_index != event {
+            *self.others.entry(attr_index).or_default() += 1;
+            return Ok(());
+        }
+        let pid = sample.pid.unwrap_or(0) as u32;
+        let tid = sample.tid.unwrap_or(0) as u32;
+        let (thread, process) = self.tasks.thread(self.into, (pid, tid))?;
+        let (kernel, user, end) = self.chains(sample, pid);
+        let kernel = self.kernel_stack(&kernel)?;
+        let user = self.tasks.stack(self.into, pid, &user, end)?;
+        if let Some(user) = user {
+            self.look_for_perf_map(pid, process, user)?;
+        }
+        let time = time.unwrap_or(0);
+        self.span =
+            Some(self.span.map_or((time, time), |(first, last)| (first.min(time), last.max(time))));
+        let key = SampleKey { thread, user, kernel, labels: 0 };
+        self.into.sample(key, sample.period.unwrap_or(1), (time, sample.cpu.unwrap_or(0)))?;
+        self.taken += 1;
+        Ok(())
+    }
+
+    /// Kernel and user addresses of a sample, leaf first, and why the user stack ends.
+    fn chains(&mut self, sample: &SampleRecord<'_>, pid: u32) -> (Addresses, Addresses, EndReason) {
+        let mut stacks = [Vec::new(), Vec::new()];
+        let mut mode = usize::from(sample.cpu_mode != CpuMode::Kernel);
+        let chain = sample.callchain;
+        for index in 0..chain.map_or(0, |chain| chain.len()) {
+            let Some(address) = chain.and_then(|chain| chain.get(index)) else { break };
+            match address {
+                CONTEXT_KERNEL => mode = 0,
+                CONTEXT_USER => mode = 1,
+                // A guest, a hypervisor: not of this host's code.
+                CONTEXT_MAX.. => mode = 2,
+                _ => {
+                    if let Some(stack) = stacks.get_mut(mode) {
+                        let kind =
+                            if stack.is_empty() { FrameKind::Exact } else { FrameKind::Caller };
+                        stack.push((address, kind));
+                    }
+                }
+            }
+        }
+        let [mut kernel, mut user] = stacks;
+        if chain.is_none_or(|chain| chain.is_empty())
+            && let Some(ip) = sample.ip
+        {
+            let stack = if sample.cpu_mode == CpuMode::Kernel { &mut kernel } else { &mut user };
+            stack.push((ip, FrameKind::Exact));
+        }
+        let mut end = EndReason::NotSaid;
+        if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack) {
+            let stack = stack.as_slice();
+            let size = usize::try_from(*size).unwrap_or(0).min(stack.len());
+            let copied = Copied { registers, stack: &stack[..size] };
+            self.chain.clear();
+            end = self.walker.walk(
+                &copied,
+                pid,
+                &self.tasks,
+                self.into,
+                self.artifacts,
+                &mut self.chain,
+            );
+            user.clone_from(&self.chain);
+        }
+        (kernel, user, end)
+    }
+
+    fn kernel_stack(
+        &mut self,
+        addresses: &[(u64, FrameKind)],
+    ) -> Result<Option<StackId>, InputError> {
+        if addresses.is_empty() {
+            return Ok(None);
+        }
+        let build_ids = &self.build_ids;
+        self.kernel.prepare(self.artifacts, |module| {
+            let key = match module {
+                "" => DsoKey::Kernel,
+                module => DsoKey::detect(format!("[{module}]").as_bytes(), CpuMode::Kernel)?,
+            };
+            build_ids.get(&key).cloned()
+        });
+        Ok(self.kernel.stack(self.into, addresses)?)
+    }
+
+    /// As perf, which finds names of code made at run time where the process wrote them, if they are still there.
+    fn look_for_perf_map(
+        &mut self,
+        pid: u32,
+        process: crate::profile::ProcessId,
+        user: StackId,
+    ) -> Result<(), InputError> {
+        if self.jits.contains(&pid) || !self.into.runs_anonymous(user) {
+            return Ok(());
+        }
+        self.jits.insert(pid);
+        if let Some(map) = host::perf_map(pid) {
+            let hash = self.artifacts.add_whole(map);
+            self.into.add_perf_map(process, hash);
+        }
+        Ok(())
+    }
+
+    fn lost_one(&mut self, why: &str) {
+        if self.others.insert(usize::MAX, 1).is_none() {
+            self.into.note(format!("the perf.data has {why}"));
+        }
+    }
+
+    fn finish(mut self) {
+        self.others.remove(&usize::MAX);
+        let mut others: Vec<_> = self.others.iter().collect();
+        others.sort_unstable();
+        for (&index, count) in others {
+            let name = self.file.event_attributes().get(index).map(event_name).unwrap_or_default();
+            self.into.note(format!("{count} samples of another event, {name}, are left out"));
+        }
+        if self.lost > 0 {
+            self.into.lost(LostReason::RingFull, self.lost, true);
+        }
+        self.into.taken(Some(self.taken.saturating_add(self.lost)));
+        let (first, last) = self.span.unwrap_or_default();
+        let zero = match self.file.clock_data() {
+            Ok(Some(clock)) => clock.wall_clock_ns.saturating_sub(clock.clockid_time_ns),
+            // perf says "captured on" of the file's time, too.
+            _ => self
+                .modified
+                .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
+                .map_or(0, |time| (time.as_nanos() as u64).saturating_sub(last)),
+        };
+        self.into.shift_times(zero);
+        self.into.span(zero + first, zero + last + 1);
+        self.into.event(event_name(&self.file.event_attributes()[self.event.unwrap_or(0)]));
+    }
+}
+
+/// "cycles:P" and the like without what asks for precision.
+fn event_name(attribute: &AttributeDescription) -> String {
+    let name = attribute.name().unwrap_or("samples");
+    name.split(':').next().filter(|_| !name.contains("::")).unwrap_or(name).to_owned()
+}
+
+/// A build-id of 20 bytes whose end is padding.
+fn trimmed(mut id: Vec<u8>) -> Vec<u8> {
+    // perf before 5.10 did not say how long it is.
+    while id.len().is_multiple_of(4) && id.len() > 8 && id.ends_with(&[0; 4]) {
+        id.truncate(id.len() - 4);
+    }
+    if id.iter().all(|&byte| byte == 0) { Vec::new() } else { id }
+}
+
+fn text(raw: RawData<'_>) -> String {
+    let bytes = raw.as_slice();
+    let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}

@@ -1,0 +1,311 @@
+//! pprof of any agent, with names or without: `profile.proto`, gzip or plain.
+//!
+//! Names a profile came with stay; what has none is looked up by build-id like any other code. Values keep their types:
+//! a heap profile stays one.
+
+use std::io::Read;
+use std::sync::Arc;
+
+use flate2::read::MultiGzDecoder;
+use prost::Message;
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use super::InputError;
+use crate::pprof_proto as proto;
+use crate::profile::labels::{Label, LabelValue};
+use crate::profile::{
+    Builder, EndReason, Executable, ExecutableId, Line, Location, LocationId, Mapping, Origin,
+    Process, ProcessId, SampleKey, Stack, Thread, ThreadId, Types,
+};
+
+/// Bytes of a profile, opened: some bytes of it become thirty times as many in memory.
+const MAX_BYTES: u64 = 256 << 20;
+/// Beyond any file: a number no address has tells code without one apart.
+const NO_ADDRESS: u64 = 1 << 60;
+
+/// Whether bytes that are no text may begin a pprof that is not compressed.
+#[must_use]
+pub fn is_plain(head: &[u8]) -> bool {
+    // Tags of sample_type, sample, mapping, location, function, string_table, all length-delimited.
+    matches!(head, [0x0a | 0x12 | 0x1a | 0x22 | 0x2a | 0x32, ..])
+}
+
+/// Reads a profile.
+///
+/// # Errors
+/// What does not decode, refers to what is not in it, or has values that cannot be added to those before.
+pub fn read(
+    mut input: impl Read,
+    gzip: bool,
+    into: &mut Builder,
+    number: usize,
+) -> Result<(), InputError> {
+    let mut bytes = Vec::new();
+    let error = |error: std::io::Error| InputError::Pprof(error.to_string());
+    if gzip {
+        MultiGzDecoder::new(input).take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(error)?;
+    } else {
+        input.by_ref().take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(error)?;
+    }
+    if bytes.len() as u64 > MAX_BYTES {
+        let message = format!("it has more than {} MiB when it is opened", MAX_BYTES >> 20);
+        return Err(InputError::Pprof(message));
+    }
+    let wire =
+        proto::Profile::decode(&*bytes).map_err(|error| InputError::Pprof(error.to_string()))?;
+    drop(bytes);
+    Reader::new(&wire, into, number)?.run()
+}
+
+struct Reader<'a> {
+    wire: &'a proto::Profile,
+    into: &'a mut Builder,
+    mappings: FxHashMap<u64, (ExecutableId, &'a proto::Mapping)>,
+    locations: FxHashMap<u64, &'a proto::Location>,
+    functions: FxHashMap<u64, &'a proto::Function>,
+    known: FxHashMap<u64, LocationId>,
+    processes: FxHashMap<(u32, String), ProcessId>,
+    told: FxHashSet<u64>,
+    main: String,
+}
+
+impl<'a> Reader<'a> {
+    fn new(
+        wire: &'a proto::Profile,
+        into: &'a mut Builder,
+        number: usize,
+    ) -> Result<Self, InputError> {
+        let mut reader = Self {
+            wire,
+            into,
+            mappings: FxHashMap::default(),
+            locations: wire.location.iter().map(|it| (it.id, it)).collect(),
+            functions: wire.function.iter().map(|it| (it.id, it)).collect(),
+            known: FxHashMap::default(),
+            processes: FxHashMap::default(),
+            told: FxHashSet::default(),
+            main: String::new(),
+        };
+        for mapping in &wire.mapping {
+            let executable = reader.executable(mapping)?;
+            let executable = reader.into.executable(executable)?;
+            reader.mappings.insert(mapping.id, (executable, mapping));
+        }
+        let main = wire.mapping.first().map(|first| reader.text(first.filename)).transpose()?;
+        main.unwrap_or_default()
+            .rsplit('/')
+            .next()
+            .unwrap_or_default()
+            .clone_into(&mut reader.main);
+        reader.head(number)?;
+        Ok(reader)
+    }
+
+    fn head(&mut self, number: usize) -> Result<(), InputError> {
+        let wire = self.wire;
+        let of = |kind: &proto::ValueType| {
+            Ok::<_, InputError>((
+                self.text(kind.r#type)?.to_owned(),
+                self.text(kind.unit)?.to_owned(),
+            ))
+        };
+        let kinds: Vec<(String, String)> =
+            wire.sample_type.iter().map(of).collect::<Result<_, _>>()?;
+        let default = self.text(wire.default_sample_type)?;
+        let default = kinds.iter().position(|(kind, _)| kind == default && !default.is_empty());
+        let period_type = wire.period_type.as_ref().map(of).transpose()?;
+        let period_type = period_type.unwrap_or_default();
+        let frequency = match (period_type.1.as_str(), wire.period) {
+            ("nanoseconds", period @ 1..) => 1_000_000_000 / period,
+            _ => 0,
+        };
+        let origin = Origin {
+            event: period_type.0.clone(),
+            frequency: u32::try_from(frequency).unwrap_or(0),
+            ..Origin::default()
+        };
+        let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
+        let comments: Vec<String> = comments.collect::<Result<_, _>>()?;
+        self.into.capture(number, origin, 0);
+        let types = Types {
+            default: default.unwrap_or(kinds.len().saturating_sub(1)),
+            kinds,
+            period: wire.period,
+            period_type,
+        };
+        self.into.types(types).map_err(InputError::Pprof)?;
+        for comment in comments {
+            self.into.comment(comment);
+        }
+        let start = u64::try_from(wire.time_nanos).unwrap_or(0);
+        if start > 0 {
+            self.into
+                .span(start, start.saturating_add(u64::try_from(wire.duration_nanos).unwrap_or(0)));
+        }
+        Ok(())
+    }
+
+    fn run(mut self) -> Result<(), InputError> {
+        let mut taken = 0u64;
+        for sample in &self.wire.sample {
+            let (thread, process, labels) = self.labels(sample)?;
+            let mut locations = Vec::with_capacity(sample.location_id.len());
+            for &id in &sample.location_id {
+                locations.push(self.location(id, process)?);
+            }
+            let user = match locations.is_empty() {
+                true => None,
+                false => Some(self.into.stack(Stack { locations, end: EndReason::NotSaid })?),
+            };
+            let key = SampleKey { thread, user, kernel: None, labels };
+            taken = taken
+                .saturating_add(self.into.values(key, &sample.value).map_err(InputError::Pprof)?);
+        }
+        self.into.taken(Some(taken));
+        Ok(())
+    }
+
+    /// The thread a sample is of, and labels that are nobody's but its own.
+    fn labels(&mut self, sample: &proto::Sample) -> Result<(ThreadId, ProcessId, u32), InputError> {
+        let (mut pid, mut tid) = (0, 0);
+        let (mut comm, mut thread) = (None, None);
+        let mut rest = Vec::new();
+        for label in &sample.label {
+            let key = self.text(label.key)?;
+            let number = u32::try_from(label.num).unwrap_or(0);
+            match (key, label.str) {
+                ("pid", 0) => pid = number,
+                ("tid", 0) => tid = number,
+                ("comm", 1..) => comm = Some(self.text(label.str)?.to_owned()),
+                ("thread", 1..) => thread = Some(self.text(label.str)?.to_owned()),
+                _ => {
+                    let value = match label.str {
+                        0 => LabelValue::Number(label.num, self.text(label.num_unit)?.to_owned()),
+                        text => LabelValue::Text(self.text(text)?.to_owned()),
+                    };
+                    rest.push(Label { key: key.to_owned(), value });
+                }
+            }
+        }
+        let comm = comm.unwrap_or_else(|| self.main.clone());
+        let next = self.processes.len() as u32;
+        let process = match self.processes.get(&(pid, comm.clone())) {
+            Some(&known) => known,
+            None => {
+                let new =
+                    Process { pid, generation: next, comm: comm.clone(), ..Process::default() };
+                let id = self.into.process(new)?;
+                self.processes.insert((pid, comm.clone()), id);
+                id
+            }
+        };
+        let comm = thread.unwrap_or_default();
+        let thread = self.into.thread(Thread { process, tid, comm })?;
+        Ok((thread, process, self.into.labels(rest)?))
+    }
+
+    fn location(&mut self, id: u64, process: ProcessId) -> Result<LocationId, InputError> {
+        let wire = *self.locations.get(&id).ok_or_else(|| undefined("location", id))?;
+        let mapping = match wire.mapping_id {
+            0 => None,
+            of => Some(*self.mappings.get(&of).ok_or_else(|| undefined("mapping", of))?),
+        };
+        if let Some((executable, mapping)) = mapping
+            && self.told.insert(mapping.id)
+        {
+            self.into.mapping(Mapping {
+                process,
+                executable,
+                start: mapping.memory_start,
+                length: mapping.memory_limit.saturating_sub(mapping.memory_start),
+                file_offset: mapping.file_offset,
+                since_ns: 0,
+            })?;
+        }
+        if let Some(&known) = self.known.get(&id) {
+            return Ok(known);
+        }
+        let inside = mapping.and_then(|(executable, mapping)| {
+            let offset = wire.address.checked_sub(mapping.memory_start)?;
+            (wire.address < mapping.memory_limit)
+                .then(|| (executable, offset.wrapping_add(mapping.file_offset)))
+        });
+        let (executable, offset) = match inside {
+            Some(found) => found,
+            None if wire.address == 0 => {
+                let nowhere = self.into.executable(Executable::Names { kernel: false })?;
+                (nowhere, NO_ADDRESS | self.known.len() as u64)
+            }
+            None => (self.into.executable(Executable::Unmapped)?, wire.address),
+        };
+        let mut lines = Vec::with_capacity(wire.line.len());
+        for line in &wire.line {
+            let function = self.functions.get(&line.function_id);
+            let function = *function.ok_or_else(|| undefined("function", line.function_id))?;
+            let name = match self.text(function.name)? {
+                "" => self.text(function.system_name)?,
+                name => name,
+            };
+            lines.push(Line {
+                function: name.to_owned(),
+                file: self.text(function.filename)?.to_owned(),
+                line: u32::try_from(line.line).unwrap_or(0),
+            });
+        }
+        lines.retain(|line| !line.function.is_empty());
+        // Without an address it is its names that tell it apart.
+        let found = if offset & NO_ADDRESS != 0 && inside.is_none() {
+            self.into.named(executable, Arc::from(lines))?
+        } else {
+            let found = self.into.location(Location { executable, process: None, offset })?;
+            if !lines.is_empty() {
+                self.into.name(found, Arc::from(lines));
+            }
+            found
+        };
+        self.known.insert(id, found);
+        Ok(found)
+    }
+
+    fn executable(&self, mapping: &proto::Mapping) -> Result<Executable, InputError> {
+        let path = self.text(mapping.filename)?;
+        let build_id = bytes(self.text(mapping.build_id)?);
+        Ok(match path {
+            "[vdso]" => Executable::Vdso { image: None },
+            "[kernel]" | "[kernel.kallsyms]" => {
+                Executable::Kernel { module: String::new(), build_id, kallsyms: None }
+            }
+            "" | "[jit]" | "//anon" | "[unmapped]" => Executable::Unmapped,
+            _ => match path.strip_prefix('[').and_then(|path| path.strip_suffix(']')) {
+                Some(module) if !build_id.is_empty() => {
+                    Executable::Kernel { module: module.to_owned(), build_id, kallsyms: None }
+                }
+                _ => Executable::File { path: path.to_owned(), build_id, inode: 0, device: (0, 0) },
+            },
+        })
+    }
+
+    fn text(&self, index: i64) -> Result<&'a str, InputError> {
+        let found = usize::try_from(index).ok().and_then(|at| self.wire.string_table.get(at));
+        match found {
+            Some(text) => Ok(text),
+            // An empty profile may have an empty table.
+            None if index == 0 => Ok(""),
+            None => Err(undefined("string", index as u64)),
+        }
+    }
+}
+
+/// A build-id in hex; what is none (Go writes its own kind there) counts as unknown.
+fn bytes(hex: &str) -> Vec<u8> {
+    let digits = hex.as_bytes();
+    if !(8..=128).contains(&digits.len()) || !digits.len().is_multiple_of(2) {
+        return Vec::new();
+    }
+    let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+    digits.chunks_exact(2).map(byte).collect::<Option<_>>().unwrap_or_default()
+}
+
+fn undefined(what: &str, id: u64) -> InputError {
+    InputError::Pprof(format!("{what} {id} is not in it"))
+}

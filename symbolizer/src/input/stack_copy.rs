@@ -1,0 +1,186 @@
+//! Stacks from copies of memory (`perf record --call-graph dwarf`): registers and the top of the stack, walked by the same
+//! tables and the same code as on the collector's kernel side.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use linux_perf_data::linux_perf_event_reader::Regs;
+use rustc_hash::FxHashMap;
+use stackwire_collector_ebpf::UserEnd;
+use stackwire_collector_ebpf::unwind::{
+    self, Cursor, GO_ON, Memory, REGISTERS, RSP, Rule, SignalFrame, cfa,
+};
+use stackwire_unwind::Table;
+
+use super::tasks::{Map, Tasks};
+use crate::capture::Artifacts;
+use crate::profile::{Builder, EndReason, Executable, ExecutableId, FrameKind};
+use crate::resolve::{Sources, open_executable};
+
+/// Frames of one stack, as the collector's.
+const DEPTH: usize = 1024;
+
+/// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8 to r15.
+const PERF_REGISTER: [u64; REGISTERS] = [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
+/// `PERF_REG_X86_IP`.
+const PERF_IP: u64 = 8;
+
+/// What a sample has of its thread.
+#[derive(Clone, Copy, Debug)]
+pub struct Copied<'a> {
+    /// Registers.
+    pub registers: &'a Regs<'a>,
+    /// Memory from the stack pointer on.
+    pub stack: &'a [u8],
+}
+
+/// Walks them; keeps the tables of executables.
+#[derive(Debug)]
+pub struct Walker<'s> {
+    sources: &'s Sources,
+    modules: FxHashMap<ExecutableId, Option<Module>>,
+}
+
+#[derive(Debug)]
+struct Module {
+    table: Table,
+    file: File,
+}
+
+impl<'s> Walker<'s> {
+    /// Looks for executables in these sources.
+    pub fn new(sources: &'s Sources) -> Self {
+        Self { sources, modules: FxHashMap::default() }
+    }
+
+    /// Adds the frames of a stack, leaf first, and says why it ends.
+    pub fn walk(
+        &mut self,
+        copied: &Copied<'_>,
+        pid: u32,
+        tasks: &Tasks,
+        into: &Builder,
+        artifacts: &Artifacts,
+        frames: &mut Vec<(u64, FrameKind)>,
+    ) -> EndReason {
+        let mut cursor = Cursor { exact: 1, ..Cursor::default() };
+        for (number, register) in PERF_REGISTER.into_iter().enumerate() {
+            if let Some(value) = copied.registers.get(register) {
+                cursor.registers[number] = value;
+                cursor.known |= 1 << number;
+            }
+        }
+        let Some(ip) = copied.registers.get(PERF_IP) else { return EndReason::Failed };
+        cursor.ip = ip;
+        let stack_start = cursor.registers[RSP as usize];
+        let mut signal = SignalFrame::default();
+        loop {
+            let kind = if cursor.exact != 0 { FrameKind::Exact } else { FrameKind::Caller };
+            frames.push((cursor.ip, kind));
+            if frames.len() == DEPTH {
+                return EndReason::DepthLimit;
+            }
+            let address = cursor.lookup_ip();
+            let Some(map) = tasks.find(pid, address).copied() else {
+                // A return address into nothing is none.
+                if cursor.exact == 0 {
+                    frames.pop();
+                }
+                return EndReason::NotCode;
+            };
+            let rule = if map.private {
+                Rule { cfa: cfa::FRAME_POINTER, ..Rule::default() }
+            } else {
+                self.load(map.executable, into, artifacts);
+                let Some(Some(module)) = self.modules.get(&map.executable) else {
+                    return EndReason::NoTable;
+                };
+                match module.table.rule(offset(&map, address)) {
+                    Some(rule) => *rule,
+                    None => return EndReason::NoUnwindRule,
+                }
+            };
+            let modules = &self.modules;
+            let mut memory = Copy { stack: copied.stack, stack_start, pid, tasks, modules };
+            match unwind::step(&mut memory, &mut signal, &mut cursor, &rule) {
+                GO_ON => {}
+                end => return end_reason(end),
+            }
+        }
+    }
+
+    fn load(&mut self, id: ExecutableId, into: &Builder, artifacts: &Artifacts) {
+        if self.modules.contains_key(&id) {
+            return;
+        }
+        let executable = into.executable_of(id);
+        let module = open_executable(executable, artifacts, self.sources).ok().and_then(|file| {
+            let table = stackwire_unwind::compile(&file).ok()?;
+            Some(Module { table, file })
+        });
+        debug_assert!(!matches!(executable, Executable::Anonymous));
+        self.modules.insert(id, module);
+    }
+}
+
+fn offset(map: &Map, address: u64) -> u64 {
+    (address - map.start).wrapping_add(map.file_offset)
+}
+
+/// The copied piece of the stack, and code as it is in files.
+struct Copy<'a> {
+    stack: &'a [u8],
+    stack_start: u64,
+    pid: u32,
+    tasks: &'a Tasks,
+    modules: &'a FxHashMap<ExecutableId, Option<Module>>,
+}
+
+impl Copy<'_> {
+    fn on_stack(&self, address: u64, size: usize) -> Option<&[u8]> {
+        let at = usize::try_from(address.checked_sub(self.stack_start)?).ok()?;
+        self.stack.get(at..at.checked_add(size)?)
+    }
+}
+
+impl Memory for Copy<'_> {
+    fn word(&mut self, address: u64) -> Option<u64> {
+        let mut bytes = [0; 8];
+        if let Some(found) = self.on_stack(address, 8) {
+            bytes.copy_from_slice(found);
+            return Some(u64::from_le_bytes(bytes));
+        }
+        let map = self.tasks.find(self.pid, address).filter(|map| !map.private)?;
+        let module = self.modules.get(&map.executable)?.as_ref()?;
+        module.file.read_exact_at(&mut bytes, offset(map, address)).ok()?;
+        Some(u64::from_le_bytes(bytes))
+    }
+
+    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool {
+        let Some(bytes) = self.on_stack(address, size_of::<SignalFrame>()) else { return false };
+        for (word, bytes) in to.iter_mut().zip(bytes.chunks_exact(8)) {
+            let mut word_bytes = [0; 8];
+            word_bytes.copy_from_slice(bytes);
+            *word = u64::from_le_bytes(word_bytes);
+        }
+        true
+    }
+}
+
+fn end_reason(end: u64) -> EndReason {
+    const ROOT: u64 = UserEnd::Root as u64;
+    const UNREADABLE: u64 = UserEnd::Unreadable as u64;
+    const NO_FRAME_POINTER: u64 = UserEnd::NoFramePointer as u64;
+    const NO_RULE: u64 = UserEnd::NoRule as u64;
+    const REGISTER_LOST: u64 = UserEnd::RegisterLost as u64;
+    const BAD_STACK: u64 = UserEnd::BadStack as u64;
+    match end {
+        ROOT => EndReason::Root,
+        UNREADABLE => EndReason::Unreadable,
+        NO_FRAME_POINTER => EndReason::NoFramePointer,
+        NO_RULE => EndReason::NoUnwindRule,
+        REGISTER_LOST => EndReason::RegisterLost,
+        BAD_STACK => EndReason::BadStack,
+        _ => EndReason::Failed,
+    }
+}

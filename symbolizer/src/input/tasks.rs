@@ -1,0 +1,241 @@
+//! Processes of a foreign profile as its records tell of them: who is called what, and what is mapped where. Pure.
+//!
+//! perf's rules: a child has its parent's mappings, an exec empties them, a mapping covers what was there before.
+
+use std::rc::Rc;
+
+use rustc_hash::FxHashMap;
+
+use crate::profile::{
+    Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, LocationId, Mapping,
+    Process, ProcessId, Stack, StackId, Thread, ThreadId, lookup_offset,
+};
+
+/// Mappings of one process, more than any kernel lets it have.
+const MAX_MAPS: usize = 1 << 18;
+
+/// Executable memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Map {
+    /// First address.
+    pub start: u64,
+    /// First address behind it.
+    pub end: u64,
+    /// File offset of the first address.
+    pub file_offset: u64,
+    /// What is mapped.
+    pub executable: ExecutableId,
+    /// Addresses mean something in this process alone.
+    pub private: bool,
+}
+
+#[derive(Debug)]
+struct Task {
+    id: ProcessId,
+    start: u64,
+    generation: u32,
+    comm: String,
+    maps: Rc<Vec<Map>>,
+    /// Names of its threads.
+    names: FxHashMap<u32, String>,
+    /// Mappings the profile has been told of, by address.
+    told: FxHashMap<u64, u64>,
+    threads: FxHashMap<u32, ThreadId>,
+}
+
+/// All of them.
+#[derive(Debug, Default)]
+pub struct Tasks {
+    by_pid: FxHashMap<u32, Task>,
+    /// Stands for the time a process began, which nobody tells.
+    next: u64,
+}
+
+impl Tasks {
+    /// A thread has another name; `exec`: its process is another program.
+    pub fn comm(
+        &mut self,
+        into: &mut Builder,
+        (pid, tid): (u32, u32),
+        comm: String,
+        exec: bool,
+    ) -> Result<(), Full> {
+        if exec {
+            let before = self.by_pid.get(&pid).map(|task| (task.start, task.generation + 1));
+            let (start, generation) = before.unwrap_or_else(|| (self.next(), 0));
+            self.begin(into, pid, (start, generation), comm, Rc::default())?;
+            return Ok(());
+        }
+        let task = self.task(into, pid)?;
+        task.threads.remove(&tid);
+        if tid == pid {
+            task.comm.clone_from(&comm);
+            let (start, generation) = (task.start, task.generation);
+            into.process(process(pid, start, generation, comm.clone()))?;
+        }
+        self.task(into, pid)?.names.insert(tid, comm);
+        Ok(())
+    }
+
+    /// A process, or a thread of one, was made.
+    pub fn fork(
+        &mut self,
+        into: &mut Builder,
+        (pid, tid): (u32, u32),
+        (parent, parent_tid): (u32, u32),
+    ) -> Result<(), Full> {
+        if pid == parent {
+            let task = self.task(into, pid)?;
+            if let Some(name) = task.names.get(&parent_tid).cloned() {
+                task.threads.remove(&tid);
+                task.names.insert(tid, name);
+            }
+            return Ok(());
+        }
+        let from = self.by_pid.get(&parent).map(|from| (from.comm.clone(), Rc::clone(&from.maps)));
+        let (comm, maps) = from.unwrap_or_default();
+        let start = self.next();
+        self.begin(into, pid, (start, 0), comm, maps)
+    }
+
+    /// Something was mapped.
+    pub fn map(&mut self, into: &mut Builder, pid: u32, new: Map) -> Result<(), Full> {
+        let task = self.task(into, pid)?;
+        let maps = Rc::make_mut(&mut task.maps);
+        let first = maps.partition_point(|old| old.end <= new.start);
+        let last = maps.partition_point(|old| old.start < new.end).max(first);
+        let mut replacement = Vec::with_capacity(3);
+        if let Some(old) = maps[first..last].first().filter(|old| old.start < new.start) {
+            replacement.push(Map { end: new.start, ..*old });
+        }
+        replacement.push(new);
+        if let Some(old) = maps[first..last].last().filter(|old| old.end > new.end) {
+            let file_offset = old.file_offset.wrapping_add(new.end - old.start);
+            replacement.push(Map { start: new.end, file_offset, ..*old });
+        }
+        maps.splice(first..last, replacement);
+        if maps.len() > MAX_MAPS { Err(Full("mappings of a process")) } else { Ok(()) }
+    }
+
+    /// The thread a sample is of.
+    pub fn thread(
+        &mut self,
+        into: &mut Builder,
+        (pid, tid): (u32, u32),
+    ) -> Result<(ThreadId, ProcessId), Full> {
+        let task = self.task(into, pid)?;
+        let process = task.id;
+        if let Some(&known) = task.threads.get(&tid) {
+            return Ok((known, process));
+        }
+        let comm = task.names.get(&tid).unwrap_or(&task.comm).clone();
+        let id = into.thread(Thread { process, tid, comm })?;
+        task.threads.insert(tid, id);
+        Ok((id, process))
+    }
+
+    /// Where an address of a process lies.
+    pub fn find(&self, pid: u32, address: u64) -> Option<&Map> {
+        let maps = &self.by_pid.get(&pid)?.maps;
+        let after = maps.partition_point(|map| map.start <= address);
+        maps.get(after.checked_sub(1)?).filter(|map| address < map.end)
+    }
+
+    /// The stack of these addresses, leaf first, each with how it is to be read.
+    pub fn stack(
+        &mut self,
+        into: &mut Builder,
+        pid: u32,
+        addresses: &[(u64, FrameKind)],
+        end: EndReason,
+    ) -> Result<Option<StackId>, Full> {
+        if addresses.is_empty() {
+            return Ok(None);
+        }
+        let process = self.task(into, pid)?.id;
+        let mut locations: Vec<LocationId> = Vec::with_capacity(addresses.len());
+        for &(address, kind) in addresses {
+            let address = lookup_offset(address, kind);
+            let location = match self.find(pid, address).copied() {
+                Some(map) => {
+                    self.tell(into, pid, process, &map)?;
+                    let inside = (address - map.start).wrapping_add(map.file_offset);
+                    Location {
+                        executable: map.executable,
+                        process: map.private.then_some(process),
+                        offset: if map.private { address } else { inside },
+                    }
+                }
+                None => Location {
+                    executable: into.executable(Executable::Unmapped)?,
+                    process: Some(process),
+                    offset: address,
+                },
+            };
+            locations.push(into.location(location)?);
+        }
+        into.stack(Stack { locations, end }).map(Some)
+    }
+
+    fn tell(
+        &mut self,
+        into: &mut Builder,
+        pid: u32,
+        process: ProcessId,
+        map: &Map,
+    ) -> Result<(), Full> {
+        let Some(task) = self.by_pid.get_mut(&pid) else { return Ok(()) };
+        if task.told.insert(map.start, map.end) == Some(map.end) {
+            return Ok(());
+        }
+        into.mapping(Mapping {
+            process,
+            executable: map.executable,
+            start: map.start,
+            length: map.end - map.start,
+            file_offset: map.file_offset,
+            since_ns: 0,
+        })
+    }
+
+    fn task(&mut self, into: &mut Builder, pid: u32) -> Result<&mut Task, Full> {
+        if !self.by_pid.contains_key(&pid) {
+            let start = self.next();
+            let comm = if pid == 0 { "swapper".to_owned() } else { format!(":{pid}") };
+            self.begin(into, pid, (start, 0), comm, Rc::default())?;
+        }
+        self.by_pid.get_mut(&pid).ok_or(Full("processes"))
+    }
+
+    fn begin(
+        &mut self,
+        into: &mut Builder,
+        pid: u32,
+        (start, generation): (u64, u32),
+        comm: String,
+        maps: Rc<Vec<Map>>,
+    ) -> Result<(), Full> {
+        let id = into.process(process(pid, start, generation, comm.clone()))?;
+        let task = Task {
+            id,
+            start,
+            generation,
+            comm,
+            maps,
+            names: FxHashMap::default(),
+            told: FxHashMap::default(),
+            threads: FxHashMap::default(),
+        };
+        self.by_pid.insert(pid, task);
+        Ok(())
+    }
+
+    fn next(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+fn process(pid: u32, start: u64, generation: u32, comm: String) -> Process {
+    Process { pid, start_ns: start, generation, comm, ..Process::default() }
+}
