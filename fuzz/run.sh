@@ -49,7 +49,7 @@ if command -v go >/dev/null; then
   cp "$scratch/go" fuzz/corpus/unwind/go
 fi
 rm -r "$scratch"
-for target in $(cargo fuzz list); do
+for target in ${FUZZ_TARGETS:-$(cargo fuzz list)}; do
   echo "== $target"
   mkdir -p "fuzz/corpus/$target"
   cargo fuzz run --sanitizer=none --target "$host" "$target" -- \

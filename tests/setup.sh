@@ -7,7 +7,7 @@ declare -A packages=(
   [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
   [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
-  [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps
+  [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs
 )
 wanted=()
 for command in "${!packages[@]}"; do

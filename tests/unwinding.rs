@@ -34,12 +34,25 @@ fn collected(pids: impl Iterator<Item = u32>, duration: &str, cache: &Path) -> (
 #[track_caller]
 fn read(command: &mut Command, capture: &str, what: &[&str], cache: &Path) -> (String, Pprof) {
     let directory = tempfile::tempdir().unwrap();
-    let [file, output] = ["x.stackwire", "x.pb.gz"].map(|name| directory.path().join(name));
+    let (report, output) = read_into(directory.path(), command, capture, what, cache);
+    (report, Pprof::read(&output))
+}
+
+/// The report, and where the pprof is.
+#[track_caller]
+fn read_into(
+    directory: &Path,
+    command: &mut Command,
+    capture: &str,
+    what: &[&str],
+    cache: &Path,
+) -> (String, PathBuf) {
+    let [file, output] = ["x.stackwire", "x.pb.gz"].map(|name| directory.join(name));
     command.arg("--sample-rate=997").arg(capture).arg(&file).args(what);
-    Ran::of(command.current_dir(&directory).env("XDG_CACHE_HOME", cache)).succeeded();
+    Ran::of(command.current_dir(directory).env("XDG_CACHE_HOME", cache)).succeeded();
     let resolve = ["resolve".as_ref(), file.as_os_str(), "-o".as_ref()];
     stackwire(resolve.into_iter().chain([output.as_os_str()])).succeeded();
-    (report(&file), Pprof::read(&output))
+    (report(&file), output)
 }
 
 #[track_caller]
@@ -267,6 +280,41 @@ fn programs_that_become_each_other_never_share_a_stack() {
     }
 }
 
+/// A directory as `bindfs` shows it elsewhere, as long as it is not stopped.
+struct Mounted {
+    server: std::process::Child,
+    at: PathBuf,
+}
+
+impl Mounted {
+    fn new(directory: &Path, at: &Path) -> Self {
+        let server = Command::new("bindfs").arg("-f").args([directory, at]).spawn().unwrap();
+        let mounted =
+            || std::fs::read_to_string("/proc/mounts").unwrap().contains(at.to_str().unwrap());
+        let is_there = (0..100).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            mounted()
+        });
+        assert!(is_there, "bindfs does not mount");
+        Self { server, at: at.to_owned() }
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.server.id().to_string();
+        assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        self.signal("CONT");
+        // Lazily: what still runs from it must not keep it.
+        let _ = Command::new("umount").arg("-l").arg(&self.at).status();
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
 /// Copies of a program whose call frame information lies, or whose file is not what it was: each costs its own frames
 /// alone, and the report says why.
 #[test]
@@ -331,8 +379,21 @@ fn executables_that_lie_cost_their_own_frames_alone() {
         patch(&path, 0, b"\x7f");
         programs.push((path, true));
     }
+    // A file system that stops answering once the program runs.
+    let (below, mounted) = (directory.path().join("below"), directory.path().join("mounted"));
+    let fuse =
+        crate::support::can("bindfs on /dev/fuse", Path::new("/dev/fuse").exists()).then(|| {
+            std::fs::create_dir(&below).unwrap();
+            std::fs::create_dir(&mounted).unwrap();
+            patch(&copy("below/silent"), 0, b"\x7f");
+            Mounted::new(&below, &mounted)
+        });
+    if fuse.is_some() {
+        programs.push((mounted.join("silent"), false));
+    }
     let running: Vec<Running> =
         programs.iter().map(|(path, _)| Running::start(Command::new(path).arg("sort"))).collect();
+    fuse.iter().for_each(|fuse| fuse.signal("STOP"));
     // What was mapped is found all the same: not by its path.
     let replaced = directory.path().join("replaced");
     let short = directory.path().join("short");
@@ -343,7 +404,16 @@ fn executables_that_lie_cost_their_own_frames_alone() {
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
 
     let pids = running.iter().map(Running::pid);
-    let (report, profile) = collected(pids, "5s", &directory.path().join("cache"));
+    let mut what: Vec<String> = pids.map(|pid| format!("--pid={pid}")).collect();
+    what.push("--duration=5s".to_owned());
+    let what: Vec<&str> = what.iter().map(String::as_str).collect();
+    let cache = directory.path().join("cache");
+    let mut collector = Command::new(binary("stackwire-collector"));
+    let (report, output) = read_into(directory.path(), &mut collector, "--output", &what, &cache);
+    // pprof would wait for it.
+    fuse.iter().for_each(|fuse| fuse.signal("CONT"));
+    let profile = Pprof::read(&output);
+    drop(running);
     let taken: u64 = profile.count();
     assert!(
         report.contains(&format!("samples taken {taken} = {taken} in the profile + 0 lost")),
@@ -372,7 +442,11 @@ fn executables_that_lie_cost_their_own_frames_alone() {
         ("noise", "no unwind rule for this code"),
         ("huge", "no unwind table: not a readable ELF file: its .eh_frame has"),
         ("large", "no unwind table: not a readable ELF file: its .eh_frame has"),
+        ("mounted/silent", "no unwind table: its file system does not answer"),
     ] {
+        if name.starts_with("mounted") && fuse.is_none() {
+            continue;
+        }
         let lines = said_of(&directory.path().join(name));
         assert!(lines.iter().any(|line| line.contains(reason)), "{name}: {lines:?}");
     }

@@ -18,7 +18,7 @@ use crate::channel::{self, readable, receive};
 
 /// How long an open may take: what hangs is on a file system that a process of the host made up, or a server
 /// that is gone.
-const LIMIT: Duration = Duration::from_secs(1);
+pub const LIMIT: Duration = Duration::from_secs(1);
 /// The broker's own answer that it took too long comes before this.
 const PATIENCE: Duration = Duration::from_secs(3);
 
@@ -26,6 +26,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub const NONE: &str = "there is none";
 /// The reason when nobody can tell.
 const UNREACHABLE: &str = "the root directory of its process is out of reach";
+/// How a reason begins when whoever opens the file is not heard of again: nobody here tries.
+pub const HANGS: &str = "its file system does not answer";
 
 /// What is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,11 +89,22 @@ impl Broker {
     /// # Errors
     /// In words for the report.
     pub fn open(&self, wanted: &Wanted) -> Result<File, String> {
+        self.open_within(wanted, LIMIT)
+    }
+
+    /// As [`Broker::open`], with less patience: others wait meanwhile.
+    ///
+    /// # Errors
+    /// As [`Broker::open`]; a reason that begins with [`HANGS`] when it takes longer.
+    pub fn open_within(&self, wanted: &Wanted, limit: Duration) -> Result<File, String> {
         let opened = match &self.socket {
             None => open::open(wanted),
-            Some(socket) => socket.lock().unwrap_or_else(PoisonError::into_inner).open(wanted),
+            Some(socket) => {
+                socket.lock().unwrap_or_else(PoisonError::into_inner).open(wanted, limit)
+            }
         };
         opened.or_else(|reason| match wanted {
+            _ if reason.starts_with(HANGS) => Err(reason),
             Wanted::Own { here, .. } if !here || reason != UNREACHABLE => Err(reason),
             _ => open::open_here(wanted).map_err(|_here| reason),
         })
@@ -99,16 +112,16 @@ impl Broker {
 }
 
 impl Socket {
-    fn open(&mut self, wanted: &Wanted) -> Result<File, String> {
+    fn open(&mut self, wanted: &Wanted, limit: Duration) -> Result<File, String> {
         let gone = |error: rustix::io::Errno| format!("the collector's broker is gone: {error}");
         self.serial += 1;
-        let request = encode(self.serial, wanted);
+        let request = encode(self.serial, wanted, limit);
         channel::send(&self.fd, &request, None).map_err(gone)?;
         let deadline = Instant::now() + PATIENCE;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if !readable(&self.fd, left).map_err(gone)? {
-                return Err("the collector's broker does not answer".to_owned());
+                return Err(format!("{HANGS}, nor does the collector's broker"));
             }
             let (message, file) = receive(&self.fd).map_err(gone)?;
             let Some((serial, reason)) = message.split_first_chunk::<8>() else {
@@ -123,24 +136,25 @@ impl Socket {
     }
 }
 
-/// Serial, pid, kind, start, end; then the path.
-fn encode(serial: u64, wanted: &Wanted) -> Vec<u8> {
+/// Serial, pid, kind, start, end, limit in milliseconds; then the path.
+fn encode(serial: u64, wanted: &Wanted, limit: Duration) -> Vec<u8> {
     let (pid, kind, start, end, path) = match wanted {
         Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, *start, *end, path),
         Wanted::Own { pid, path, here } => (*pid, 1, u64::from(*here), 0, path),
     };
-    let mut message = Vec::with_capacity(32 + path.len());
+    let mut message = Vec::with_capacity(40 + path.len());
     message.extend(serial.to_ne_bytes());
     message.extend(pid.to_ne_bytes());
     message.extend(kind.to_ne_bytes());
     message.extend(start.to_ne_bytes());
     message.extend(end.to_ne_bytes());
+    message.extend((limit.as_millis() as u64).to_ne_bytes());
     message.extend(path.as_bytes());
     message
 }
 
-fn decode(message: &[u8]) -> Option<(u64, Wanted)> {
-    let (head, path) = message.split_first_chunk::<32>()?;
+fn decode(message: &[u8]) -> Option<(u64, Wanted, Duration)> {
+    let (head, path) = message.split_first_chunk::<40>()?;
     let long = |at: usize| -> u64 {
         u64::from_ne_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|byte| head[at + byte]))
     };
@@ -151,7 +165,7 @@ fn decode(message: &[u8]) -> Option<(u64, Wanted)> {
         1 => Wanted::Own { pid, path, here: long(16) != 0 },
         _ => return None,
     };
-    Some((long(0), wanted))
+    Some((long(0), wanted, Duration::from_millis(long(32)).min(LIMIT)))
 }
 
 #[cfg(test)]
@@ -166,7 +180,8 @@ mod tests {
             Wanted::Mapped { pid: 7, start: 0x1000, end: 0x2000, path: path.clone() },
             Wanted::Own { pid: 8, path, here: true },
         ] {
-            assert_eq!(decode(&encode(5, &wanted)).unwrap(), (5, wanted));
+            let limit = Duration::from_millis(50);
+            assert_eq!(decode(&encode(5, &wanted, limit)).unwrap(), (5, wanted, limit));
         }
         assert_eq!(decode(b"short"), None);
     }

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::process::{Pid, WaitOptions, waitpid};
 use rustix::thread::CapabilitySet;
 
-use super::{LIMIT, decode, open};
+use super::{HANGS, decode, open};
 use crate::channel::{self, ends, receive};
 use crate::privilege;
 
@@ -27,13 +27,13 @@ pub(super) fn serve(socket: &OwnedFd) -> io::Result<()> {
         if message.is_empty() {
             return Ok(()); // the collector is gone
         }
-        let Some((serial, wanted)) = decode(&message) else { continue };
+        let Some((serial, wanted, limit)) = decode(&message) else { continue };
         // Those that were killed and do not die are on a file system that does not answer.
         while let Ok(Some(_)) = waitpid(None, WaitOptions::NOHANG) {
             children -= 1;
         }
         if children >= MAX_HANGING {
-            answer(socket, serial, Err("too many files hang already".to_owned()))?;
+            answer(socket, serial, Err(format!("{HANGS}, nor do those of others")))?;
             continue;
         }
         // SAFETY: there is one thread, as above.
@@ -46,9 +46,8 @@ pub(super) fn serve(socket: &OwnedFd) -> io::Result<()> {
             }
             child => {
                 children += 1;
-                if !Pid::from_raw(child).is_none_or(|child| ends(child, LIMIT)) {
-                    let seconds = LIMIT.as_secs();
-                    let reason = format!("it could not be opened within {seconds} s");
+                if !Pid::from_raw(child).is_none_or(|child| ends(child, limit)) {
+                    let reason = format!("{HANGS} within {} ms", limit.as_millis());
                     answer(socket, serial, Err(reason))?;
                 }
             }

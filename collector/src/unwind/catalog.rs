@@ -37,6 +37,8 @@ pub struct Job {
     pub kind: Kind,
     /// Where it is mapped, the last process first.
     pub wanted: Vec<Wanted>,
+    /// Its file takes long to open.
+    pub slow: bool,
 }
 
 impl Job {
@@ -107,6 +109,8 @@ struct Slot {
     refs: u32,
     /// On disk, by [`Catalog::next_idle`].
     looked_for: bool,
+    /// Its file takes long to open.
+    slow: bool,
     failures: u32,
     state: State,
     /// Its uses at the last look, and how many there have been of late.
@@ -143,6 +147,7 @@ impl Catalog {
             wanted: Vec::new(),
             refs: 1,
             looked_for: false,
+            slow: false,
             failures: 0,
             state: State::Failed(String::new()),
             seen: 0,
@@ -199,11 +204,14 @@ impl Catalog {
         let (number, _) = wanting
             .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
             .filter(|(_, uses)| all || *uses > 0)
-            .max_by_key(|&(number, uses)| (uses, std::cmp::Reverse(number)))?;
+            .max_by_key(|&(number, uses)| {
+                (!inner.slots[number].slow, uses, std::cmp::Reverse(number))
+            })?;
         let slot = &mut inner.slots[number];
         slot.state = State::Loading;
         let wanted = slot.wanted.iter().rev().cloned().collect();
-        Some(Job { number: number as u32, kind: slot.kind.clone(), wanted })
+        let (kind, slow) = (slot.kind.clone(), slot.slow);
+        Some(Job { number: number as u32, kind, wanted, slow })
     }
 
     /// An executable nobody has looked up yet and that may have its table on disk, each once, the one mapped most first;
@@ -219,7 +227,14 @@ impl Catalog {
         let (number, slot) = idle.max_by_key(|(_, slot)| slot.refs)?;
         slot.looked_for = true;
         slot.state = State::Loading;
-        Some(Job { number: number as u32, kind: slot.kind.clone(), wanted: Vec::new() })
+        let kind = slot.kind.clone();
+        Some(Job { number: number as u32, kind, wanted: Vec::new(), slow: false })
+    }
+
+    /// Its file takes long to open: all others come first.
+    pub fn postpone(&self, number: u32) {
+        let slot = &mut self.lock().slots[number as usize];
+        (slot.state, slot.slow) = (State::Wanting, true);
     }
 
     /// It has none on disk: it waits for its turn.
@@ -290,6 +305,7 @@ impl Inner {
                     wanted: Vec::new(),
                     refs: 0,
                     looked_for: false,
+                    slow: false,
                     failures: 0,
                     state: State::Wanting,
                     seen: 0,

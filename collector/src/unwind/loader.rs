@@ -17,13 +17,15 @@ use stackwire_unwind::Table;
 use super::catalog::{Catalog, Job};
 use super::compiler::Compiler;
 use super::disk::Disk;
-use crate::broker::Broker;
+use crate::broker::{Broker, HANGS, LIMIT};
 use crate::host::vdso;
 use crate::privilege;
 use crate::process::executable::Kind;
 
 /// Between two looks at what is wanted.
 const PAUSE: Duration = Duration::from_millis(10);
+/// How long a file may take to open before all others have had their turn.
+const AT_FIRST: Duration = Duration::from_millis(50);
 
 /// What the thread needs.
 #[derive(Debug)]
@@ -94,6 +96,10 @@ impl Loader {
         let started = Instant::now();
         let compiled = self.compile(job);
         let took = started.elapsed();
+        if !job.slow && compiled.as_ref().is_err_and(|why| why.starts_with(HANGS)) {
+            self.catalog.postpone(job.number);
+            return;
+        }
         if let (Ok(Compiled { bytes, lasting: true, .. }), Some(disk)) = (&compiled, disk) {
             // Without it the next run compiles again.
             let _ = disk.put(build_id, bytes);
@@ -107,10 +113,11 @@ impl Loader {
         if job.kind == Kind::Vdso {
             return self.compile_file(&vdso_file()?);
         }
+        let limit = if job.slow { LIMIT } else { AT_FIRST };
         for wanted in &job.wanted {
             let compiled = self
                 .broker
-                .open(wanted)
+                .open_within(wanted, limit)
                 .and_then(|file| {
                     is_of(&job.kind, &file)?;
                     self.compile_file(&file)
@@ -126,6 +133,8 @@ impl Loader {
                 });
             match compiled {
                 Ok(compiled) => return Ok(compiled),
+                // It is the file that hangs, whoever has it mapped.
+                Err(why) if why.starts_with(HANGS) => return Err(why),
                 Err(why) => reason = why,
             }
         }

@@ -34,7 +34,9 @@ pub enum InputError {
     #[error("not a pprof that can be read: {0}")]
     Pprof(String),
     /// Folded stacks.
-    #[error("not a Stackwire capture, nor a perf.data or pprof, and line {line} is no folded stack: {what}")]
+    #[error(
+        "not a Stackwire capture, nor a perf.data or pprof, and line {line} is no folded stack: {what}"
+    )]
     Folded {
         /// The line.
         line: u64,

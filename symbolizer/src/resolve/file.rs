@@ -9,7 +9,8 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
 
@@ -143,7 +144,24 @@ pub fn shown(path: &str) -> String {
     inside().unwrap_or(path).to_owned()
 }
 
+/// A file system may take for ever to answer (FUSE, a dead NFS server), and then nothing wakes who asked it: a thread of
+/// its own does, and is left behind.
 fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
+    let (sender, receiver) = mpsc::channel();
+    let (of, pids) = (executable.clone(), pids.to_vec());
+    let started = std::thread::Builder::new().name("open".to_owned()).spawn(move || {
+        // Who asked may have given up.
+        let _ = sender.send(look_for(&of, &pids));
+    });
+    started.map_err(|error| error.to_string())?;
+    let hangs = || format!("its file system has not answered within {} s", PATIENCE.as_secs());
+    receiver.recv_timeout(PATIENCE).unwrap_or_else(|_late| Err(hangs()))
+}
+
+/// How long a file system may take to open a file and read its head.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+fn look_for(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
     let Executable::File { path, build_id, inode, device } = executable else {
         return Err("not a file".to_owned());
     };
