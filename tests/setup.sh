@@ -29,6 +29,11 @@ if [ ${#wanted[@]} -gt 0 ]; then
     echo "tests/setup.sh: not installed, and not allowed to install: ${wanted[*]}; tests that need them fail" >&2
   fi
 fi
+if [ "${1:-}" != ebpf ]; then
+  # A newer CPython and a newer perf.
+  tests/trixie.sh target/trixie python3.13-minimal libpython3.13-stdlib linux-perf \
+    || echo "tests/setup.sh: could not get packages of Debian 13; tests that need them fail" >&2
+fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
   LLVM_PREFIX=/usr/lib/llvm-22 cargo install -q bpf-linker --version 0.13.0 --no-default-features --features llvm-22 --locked
 fi

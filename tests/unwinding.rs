@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire};
+use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire, trixie};
 
 /// Share of user stacks that reached their thread's root, in percent, of a report.
 fn complete(report: &str) -> f64 {
@@ -77,13 +77,17 @@ fn stacks_of_running_programs_are_whole() {
         command.arg("60");
         programs.push((program.file_name().unwrap().to_str().unwrap(), command));
     }
-    let mut python = Command::new("python3");
-    python.args([
-        "-c",
-        "print('ready', flush=True)\nimport json\n\
-        while True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])",
-    ]);
-    programs.push(("python3", python));
+    let pythons =
+        [("python3", Some(Command::new("python3"))), ("python3.13", trixie("python3.13"))];
+    for (name, python) in pythons {
+        let Some(mut python) = python else { continue };
+        python.args([
+            "-c",
+            "print('ready', flush=True)\nimport json\n\
+            while True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])",
+        ]);
+        programs.push((name, python));
+    }
     let mut node = Command::new("node");
     let script = tempfile::tempdir().unwrap();
     node.current_dir(script.path());

@@ -34,6 +34,17 @@ pub(crate) fn can(what: &str, yes: bool) -> bool {
     yes
 }
 
+/// A program of Debian 13, which `tests/trixie.sh` has unpacked.
+pub(crate) fn trixie(program: &str) -> Option<std::process::Command> {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/trixie");
+    let run = root.join("run");
+    can(&format!("{program} of Debian 13"), run.is_file()).then(|| {
+        let mut command = std::process::Command::new(run);
+        command.arg(program).env("PYTHONHOME", root.join("usr"));
+        command
+    })
+}
+
 /// Held by every test that samples, and by one that must be alone for writing.
 static MACHINE: RwLock<()> = RwLock::new(());
 

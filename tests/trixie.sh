@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Programs of Debian 13 (trixie) in a directory of their own, without a root of theirs: its packages with all they depend
+# on, unpacked. They run through their own dynamic linker: DIR/run PROGRAM ARGUMENTS.
+# usage: tests/trixie.sh DIR PACKAGE...
+set -euo pipefail
+to=$1
+shift
+[ ! -e "$to/run" ] || exit 0
+state=$(mktemp -d)
+trap 'rm -rf "$state"' EXIT
+mkdir -p "$state"/{lists,archives}/partial "$to"
+: >"$state/status"
+# The mirror this host uses, whichever that is.
+mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/*.sources 2>/dev/null |
+  awk '/^URIs:/ { print $2; exit } /^deb / { for (i = 2; i <= NF; i++) if ($i ~ /^http/) { print $i; exit } }' || true)
+[ -n "$mirror" ] || { echo "tests/trixie.sh: apt has no mirror" >&2; exit 1; }
+echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$state/sources.list"
+apt=(apt-get -q -o "Dir::Etc::sourcelist=$state/sources.list" -o Dir::Etc::sourceparts=/dev/null
+  -o "Dir::State::lists=$state/lists" -o "Dir::State::status=$state/status" -o "Dir::Cache::archives=$state/archives"
+  -o "Dir::Cache::pkgcache=" -o "Dir::Cache::srcpkgcache=" -o APT::Sandbox::User=root -o DPkg::Lock::Timeout=600
+  -o Debug::NoLocking=1)
+"${apt[@]}" update >/dev/null
+"${apt[@]}" install -y --download-only --no-install-recommends "$@" >/dev/null
+for package in "$state"/archives/*.deb; do
+  dpkg-deb --fsys-tarfile "$package" | tar -x -C "$to" --keep-directory-symlink --no-same-owner
+done
+cat >"$to/run" <<'RUN'
+#!/bin/sh
+root=$(dirname "$(readlink -f "$0")")
+program=$1
+shift
+exec "$root/usr/lib64/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu" "$root/usr/bin/$program" "$@"
+RUN
+chmod +x "$to/run"
