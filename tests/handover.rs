@@ -470,5 +470,9 @@ fn metrics_say_where_names_came_from_and_what_was_lost() {
     assert!(value(&text, "stackwire_executables_total{source=\"cache\"}") >= 1.0, "{text}");
     assert!(value(&text, "stackwire_locations_named_total{quality=\"dwarf\"}") > 5.0, "{text}");
     assert!(value(&text, "stackwire_conversion_seconds_count") >= 1.0, "{text}");
+    let whole = "stackwire_user_stacks_total{reason=\"reached the thread's root\"}";
+    assert!(value(&text, whole) > 5.0, "{text}");
+    let loaded = "stackwire_unwind_tables_total{outcome=\"loaded\"}";
+    assert!(value(&text, loaded) >= 1.0, "{text}");
     serving.terminate();
 }

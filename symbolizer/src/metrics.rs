@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -70,6 +71,11 @@ struct Reason {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Fetch {
     kind: &'static str,
     outcome: &'static str,
@@ -87,6 +93,9 @@ pub struct Metrics {
     conversions: Histogram,
     samples: Counter,
     lost: Family<Reason, Counter>,
+    stacks: Family<Reason, Counter>,
+    unwind_tables: Family<Outcome, Counter>,
+    unwind_compiling: Counter<f64, AtomicU64>,
 }
 
 impl Default for Metrics {
@@ -103,6 +112,9 @@ impl Default for Metrics {
             conversions: seconds(),
             samples: Counter::default(),
             lost: Family::default(),
+            stacks: Family::default(),
+            unwind_tables: Family::default(),
+            unwind_compiling: Counter::default(),
             registry: Registry::default(),
         };
         registry.register(
@@ -140,6 +152,22 @@ impl Default for Metrics {
         );
         registry.register("samples", "Samples in profiles", metrics.samples.clone());
         registry.register("lost", "What captures say was lost, by reason", metrics.lost.clone());
+        registry.register(
+            "user_stacks",
+            "User stacks of samples, by why they end: all but the first reason are not whole",
+            metrics.stacks.clone(),
+        );
+        registry.register(
+            "unwind_tables",
+            "What became of the collector's unwind tables; those compiled are among those loaded",
+            metrics.unwind_tables.clone(),
+        );
+        registry.register_with_unit(
+            "unwind_compiling",
+            "Time collectors spent on compiling unwind tables",
+            Unit::Seconds,
+            metrics.unwind_compiling.clone(),
+        );
         Self { registry, ..metrics }
     }
 }
@@ -167,6 +195,7 @@ impl Metrics {
         for (reason, (count, _)) in &profile.lost {
             self.lost.get_or_create(&Reason { reason: reason.text() }).inc_by(*count);
         }
+        self.unwound(profile);
         // Of files the ladder has told already.
         let mut others: BTreeMap<ExecutableId, Rung> = BTreeMap::new();
         for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
@@ -195,6 +224,25 @@ impl Metrics {
             }
         }
         others.into_values().for_each(|rung| self.looked_up(rung));
+    }
+
+    fn unwound(&self, profile: &Profile) {
+        for sample in &profile.samples {
+            if let Some(stack) = sample.key.user {
+                let reason = profile.stacks[stack.index()].end.text();
+                self.stacks.get_or_create(&Reason { reason }).inc_by(sample.count);
+            }
+        }
+        let tables = profile.unwind_tables;
+        for (outcome, count) in [
+            ("loaded", tables.loaded),
+            ("compiled", tables.compiled),
+            ("failed", tables.failed),
+            ("evicted", tables.evicted),
+        ] {
+            self.unwind_tables.get_or_create(&Outcome { outcome }).inc_by(count);
+        }
+        self.unwind_compiling.inc_by(tables.compile_ns as f64 / 1e9);
     }
 
     /// All of them, as Prometheus reads them.
