@@ -48,10 +48,28 @@ if command -v go >/dev/null; then
   (cd "$scratch" && HOME=$scratch GO111MODULE=off go build -ldflags=-s -o go main.go) && section "$scratch" .gopclntab "$scratch/go" >fuzz/corpus/gopclntab/go
   cp "$scratch/go" fuzz/corpus/unwind/go
 fi
+mkdir -p fuzz/corpus/perf_data fuzz/corpus/pprof fuzz/corpus/folded
+printf 'main;run;leaf 3\nmain;run;read_[k] 1\n' >fuzz/corpus/folded/two
+# What perf writes of a command, with frame pointers, copies of stacks, to a pipe and compressed; and what Go makes of one.
+if command -v perf >/dev/null; then
+  for flags in "-g" "--call-graph dwarf,1024" "-z"; do
+    # shellcheck disable=SC2086  # words, on purpose
+    perf record -N -q -e cpu-clock -F 997 $flags -o "$scratch/perf.data" -- gzip -c /bin/sh >/dev/null 2>&1 \
+      && cp "$scratch/perf.data" "fuzz/corpus/perf_data/$(echo "$flags" | tr -d ' ,=')" || true
+  done
+  perf record -N -q -e cpu-clock -F 997 -g -o - -- sh -c 'gzip -c /bin/sh >/dev/null' >fuzz/corpus/perf_data/pipe 2>/dev/null || true
+fi
+out=target/$host/release/stackwire
+if [ -x "$out" ] && [ -e fuzz/corpus/perf_data/-g ]; then
+  "$out" resolve fuzz/corpus/perf_data/-g -o "$scratch/x.pb.gz" 2>/dev/null && gzip -dc "$scratch/x.pb.gz" >fuzz/corpus/pprof/gzip || true
+fi
 rm -r "$scratch"
 for target in ${FUZZ_TARGETS:-$(cargo fuzz list)}; do
   echo "== $target"
   mkdir -p "fuzz/corpus/$target"
-  cargo fuzz run --sanitizer=none --target "$host" "$target" -- \
+  # linux-perf-data multiplies before it checks: with checks of ours it would end there, and not where it matters.
+  checks=--debug-assertions
+  [ "$target" != perf_data ] || checks=--release
+  cargo fuzz run "$checks" --sanitizer=none --target "$host" "$target" -- \
     -max_total_time="${FUZZ_SECONDS:-60}" -max_len=1048576 -rss_limit_mb=4096 -timeout=20 -print_final_stats=1 -verbosity=0
 done

@@ -33,6 +33,8 @@ mod library;
 mod odd_registers;
 /// The unwinder's walker against gimli and eu-stack, on stopped threads of real programs.
 mod oracle;
+/// perf.data for perf, hotspot, samply and autofdo; profiles of perf, Go and gperftools; labels and parts.
+mod perf_data;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;
 /// Capabilities, other users, what is dropped, linked and sent.

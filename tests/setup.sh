@@ -7,13 +7,14 @@ declare -A packages=(
   [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
   [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
-  [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs
+  [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs [hotspot]=hotspot [create_llvm_prof]=autofdo [clang-22]=clang-22
 )
 wanted=()
 for command in "${!packages[@]}"; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "$command" >/dev/null || wanted+=("${packages[$command]}")
 done
 compgen -G '/usr/lib/debug/.build-id/*' >/dev/null || wanted+=(libc6-dbg)
+compgen -G '/usr/lib/x86_64-linux-gnu/libprofiler.so.*' >/dev/null || wanted+=(libgoogle-perftools4)
 compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null || wanted+=(postgresql)
 if [ "${1:-}" = ebpf ]; then
   [ -d /usr/lib/rustlib/src/rust/library ] || wanted+=(rustc-web rust-web-src cargo-web)
@@ -30,9 +31,10 @@ if [ ${#wanted[@]} -gt 0 ]; then
   fi
 fi
 if [ "${1:-}" != ebpf ]; then
-  # A newer CPython and a newer perf.
-  tests/trixie.sh target/trixie python3.13-minimal libpython3.13-stdlib linux-perf \
-    || echo "tests/setup.sh: could not get packages of Debian 13; tests that need them fail" >&2
+  # A newer CPython and a newer perf; samply, which Debian 12 has not.
+  { tests/debian.sh trixie target/trixie python3.13-minimal libpython3.13-stdlib linux-perf \
+      && tests/debian.sh sid target/sid samply; } \
+    || echo "tests/setup.sh: could not get packages of newer Debians; tests that need them fail" >&2
 fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
   LLVM_PREFIX=/usr/lib/llvm-22 cargo install -q bpf-linker --version 0.13.0 --no-default-features --features llvm-22 --locked

@@ -150,6 +150,11 @@ impl Assembler {
         new
     }
 
+    /// Gives each sample its CPU as a label.
+    pub fn label_cpus(&mut self) {
+        self.builder.label_cpus();
+    }
+
     /// What another kind of input is added to, and the number its processes are told apart by.
     pub(crate) fn other(&mut self) -> (&mut Builder, &mut Artifacts, usize) {
         self.finish_capture(0);

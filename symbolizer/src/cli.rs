@@ -128,6 +128,9 @@ pub struct Outputs {
     /// Write perf.data, for perf, hotspot, samply and autofdo.
     #[arg(long, value_name = "FILE")]
     pub perf_data_output: Option<PathBuf>,
+    /// Write the pprof without names: build-ids and addresses, to be completed elsewhere.
+    #[arg(long)]
+    pub pprof_unsymbolized: bool,
     /// Put a comment into the pprof (repeatable).
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
     pub tags: Vec<String>,
@@ -275,14 +278,46 @@ pub struct Serve {
     pub metrics: MetricsOption,
 }
 
+/// Which part of a profile, and how it is divided.
+#[derive(Clone, Debug, Default, ClapArgs)]
+pub struct Slice {
+    /// Divide samples by a label: comm, thread, tid, pid, cpu, container_id, pod_uid, cgroup_path, or any a profile has.
+    /// The report shows their shares; flame graphs and folded stacks begin with it.
+    #[arg(long, value_name = "LABEL")]
+    pub by: Option<String>,
+    /// Keep stacks that have a function this regular expression matches.
+    #[arg(long, value_name = "REGEX")]
+    pub focus: Option<regex::Regex>,
+    /// Leave out stacks that have a function this regular expression matches.
+    #[arg(long, value_name = "REGEX")]
+    pub ignore: Option<regex::Regex>,
+    /// Keep a stretch of time, seconds from the start, as "10..20", "10.." or "..20".
+    #[arg(long, value_name = "A..B", value_parser = stretch)]
+    pub time: Option<std::ops::Range<f64>>,
+}
+
+fn stretch(text: &str) -> Result<std::ops::Range<f64>, String> {
+    const FORM: &str = "a stretch of time is A..B, in seconds from the start";
+    let (from, to) = text.split_once("..").ok_or(FORM)?;
+    let seconds = |text: &str, otherwise: f64| match text.trim_end_matches('s') {
+        "" => Ok(otherwise),
+        text => text.parse::<f64>().ok().filter(|it| it.is_finite() && *it >= 0.0).ok_or(FORM),
+    };
+    // Beyond any capture, and still a number of nanoseconds.
+    let range = seconds(from, 0.0)?..seconds(to, 1e9)?;
+    if range.is_empty() { Err("that stretch of time is empty".to_owned()) } else { Ok(range) }
+}
+
 #[derive(Debug, ClapArgs)]
 pub struct Resolve {
-    /// Captures; several become one profile.
+    /// Captures, perf.data, pprof or folded stacks; several become one profile.
     #[arg(required = true, value_name = "FILE")]
     pub captures: Vec<PathBuf>,
     /// Where the pprof goes; without it, beside the first capture with the ending .pb.gz.
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    #[command(flatten)]
+    pub slice: Slice,
     #[command(flatten)]
     pub outputs: Outputs,
     #[command(flatten)]
@@ -291,9 +326,20 @@ pub struct Resolve {
 
 #[derive(Debug, ClapArgs)]
 pub struct Report {
-    /// Captures; several are reported as one.
+    /// Captures, perf.data, pprof or folded stacks; several are reported as one.
     #[arg(required = true, value_name = "FILE")]
     pub captures: Vec<PathBuf>,
+    #[command(flatten)]
+    pub slice: Slice,
+    /// Compare two: which functions take more of the time in the second than in the first.
+    #[arg(long)]
+    pub diff: bool,
+    /// Draw a flame graph (SVG); with --diff one of the second, red what grew and blue what shrank.
+    #[arg(long, value_name = "FILE")]
+    pub flamegraph: Option<PathBuf>,
+    /// Write folded stacks; with --diff with both counts.
+    #[arg(long, value_name = "FILE")]
+    pub folded: Option<PathBuf>,
     #[command(flatten)]
     pub symbols: SymbolOptions,
 }

@@ -21,7 +21,7 @@
 //!
 //! let (mut profile, artifacts) = read_capture(std::fs::File::open("host7.stackwire")?)?;
 //! resolve(&mut profile, &artifacts, &Sources::default());
-//! export::report(&profile, std::io::stdout())?;
+//! export::report(&profile, None, std::io::stdout())?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -66,8 +66,25 @@ pub mod fuzz {
         if let Ok((profile, _)) = crate::read_capture(bytes) {
             // What was accepted must be exportable.
             let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
-            let _ = crate::export::report(&profile, std::io::sink());
+            let _ = crate::export::report(&profile, None, std::io::sink());
         }
+    }
+
+    /// Reads a perf.data, a pprof (not compressed) or folded stacks, each by its reader.
+    pub fn perf_data(bytes: &[u8]) {
+        if bytes.starts_with(b"PERFILE2") {
+            crate::input::fuzz(bytes);
+        }
+    }
+
+    /// See [`perf_data`].
+    pub fn pprof(bytes: &[u8]) {
+        crate::input::fuzz_pprof(bytes);
+    }
+
+    /// See [`perf_data`].
+    pub fn folded(bytes: &[u8]) {
+        crate::input::fuzz_folded(bytes);
     }
 
     /// Adds an epoch as it is inside its frame, past checksum and compression.
@@ -79,7 +96,7 @@ pub mod fuzz {
         if crate::ingest::epoch(&epoch, &Default::default(), &mut builder).is_ok() {
             let profile = builder.build();
             let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
-            let _ = crate::export::report(&profile, std::io::sink());
+            let _ = crate::export::report(&profile, None, std::io::sink());
         }
     }
 

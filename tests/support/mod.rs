@@ -34,7 +34,7 @@ pub(crate) fn can(what: &str, yes: bool) -> bool {
     yes
 }
 
-/// A program of Debian 13, which `tests/trixie.sh` has unpacked.
+/// A program of Debian 13, which `tests/debian.sh` has unpacked.
 pub(crate) fn trixie(program: &str) -> Option<std::process::Command> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/trixie");
     let run = root.join("run");

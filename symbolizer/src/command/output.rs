@@ -83,6 +83,7 @@ pub struct Outputs {
     folded: Option<Output>,
     perf_data: Option<Output>,
     tags: Vec<String>,
+    unsymbolized: bool,
 }
 
 impl Outputs {
@@ -95,22 +96,23 @@ impl Outputs {
             folded: optional(&outputs.folded)?,
             perf_data: optional(&outputs.perf_data_output)?,
             tags: outputs.tags.clone(),
+            unsymbolized: outputs.pprof_unsymbolized,
         })
     }
 
     /// Writes all, then tells what was written.
-    pub fn write(self, profile: &Profile) -> anyhow::Result<()> {
-        let options = PprofOptions { tags: self.tags };
+    pub fn write(self, profile: &Profile, by: Option<&str>) -> anyhow::Result<()> {
+        let options = PprofOptions { tags: self.tags, unsymbolized: self.unsymbolized };
         let mut written = summary(profile, &self.pprof.path);
         self.pprof.finish(|out| export::pprof(profile, &options, out))?;
         if let Some(flamegraph) = self.flamegraph {
             let title = title(profile);
             written.push_str(&format!("\nflame graph: {}", flamegraph.path.display()));
-            flamegraph.finish(|out| export::flamegraph(profile, &title, out))?;
+            flamegraph.finish(|out| export::flamegraph(profile, by, &title, out))?;
         }
         if let Some(folded) = self.folded {
             written.push_str(&format!("\nfolded stacks: {}", folded.path.display()));
-            folded.finish(|out| export::folded(profile, out))?;
+            folded.finish(|out| export::folded(profile, by, out))?;
         }
         if let Some(perf_data) = self.perf_data {
             written.push_str(&format!("\nperf.data: {}", perf_data.path.display()));
@@ -184,7 +186,7 @@ fn summary(profile: &Profile, path: &Path) -> String {
     line
 }
 
-fn title(profile: &Profile) -> String {
+pub fn title(profile: &Profile) -> String {
     let origin = &profile.origin;
     let what = match profile.processes.as_slice() {
         [process] => format!("{} ({})", process.comm, process.pid),

@@ -68,7 +68,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     if profile.samples.is_empty() {
         return Err(no_samples(&profile, comm.as_deref(), took).into());
     }
-    outputs.write(&profile)?;
+    outputs.write(&profile, None)?;
     arguments.symbols.check(&profile)?;
     match profile.taken {
         Some(_) => Ok(()),

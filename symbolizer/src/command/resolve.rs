@@ -1,61 +1,142 @@
 //! `stackwire resolve` and `report`: captures from files.
 
 use std::fs::File;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
 use stackwire::{Inputs, Profile, Sources, export, resolve};
 
 use super::Failure;
-use super::output::{Outputs, check_distinct};
-use crate::cli::{Report, Resolve};
+use super::output::{Output, Outputs, check_distinct, title};
+use crate::cli::{Report, Resolve, Slice};
 
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
     let pprof = arguments.output.clone().unwrap_or_else(|| first.with_extension("pb.gz"));
     let wanted = &arguments.outputs;
     let others = [&wanted.flamegraph, &wanted.folded, &wanted.perf_data_output];
-    let outputs = [&pprof].into_iter().chain(others.into_iter().flatten());
-    for capture in &arguments.captures {
-        // A capture may be named twice, but not as an output.
-        let paths: Vec<&Path> = outputs.clone().chain([capture]).map(PathBuf::as_path).collect();
-        check_distinct(&paths).map_err(Failure::Usage)?;
-    }
+    check_inputs(&arguments.captures, [&pprof].into_iter().chain(others.into_iter().flatten()))?;
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
-    let timeline = arguments.outputs.perf_data_output.is_some();
-    let profile = load(&arguments.captures, &arguments.symbols.sources()?, timeline)?;
-    if profile.samples.is_empty() {
-        return Err(no_samples(&profile).into());
-    }
-    outputs.write(&profile)?;
+    let timeline = wanted.perf_data_output.is_some();
+    let sources = arguments.symbols.sources()?;
+    let profile = load(&arguments.captures, &sources, &arguments.slice, timeline)?;
+    outputs.write(&profile, arguments.slice.by.as_deref())?;
     arguments.symbols.check(&profile)
 }
 
 pub fn report(arguments: &Report) -> Result<(), Failure> {
-    let profile = load(&arguments.captures, &arguments.symbols.sources()?, false)?;
-    if profile.samples.is_empty() {
-        return Err(no_samples(&profile).into());
-    }
-    match export::report(&profile, std::io::stdout().lock()) {
+    let (slice, by) = (&arguments.slice, arguments.slice.by.as_deref());
+    let drawn = [&arguments.flamegraph, &arguments.folded];
+    check_inputs(&arguments.captures, drawn.into_iter().flatten())?;
+    let prepare = |path: &Option<PathBuf>| path.as_deref().map(Output::prepare).transpose();
+    let (flamegraph, folded) = (prepare(&arguments.flamegraph)?, prepare(&arguments.folded)?);
+    let sources = arguments.symbols.sources()?;
+    let profiles = match (arguments.diff, arguments.captures.as_slice()) {
+        (false, captures) => vec![load(captures, &sources, slice, false)?],
+        (true, captures @ [_, _]) => {
+            let one = |path: &PathBuf| load(std::slice::from_ref(path), &sources, slice, false);
+            captures.iter().map(one).collect::<Result<_, _>>()?
+        }
+        (true, others) => {
+            let message = format!("--diff compares two files, not {}", others.len());
+            return Err(Failure::Usage(message));
+        }
+    };
+    let printed = match profiles.as_slice() {
+        [before, after] => {
+            if let Some(flamegraph) = flamegraph {
+                let title = format!("{} against {}", title(after), title(before));
+                flamegraph.finish(|out| export::flamegraph_diff(before, after, by, &title, out))?;
+            }
+            if let Some(folded) = folded {
+                folded.finish(|out| export::folded_diff(before, after, by, out))?;
+            }
+            print(|out| export::diff(before, after, out))
+        }
+        profiles => {
+            let profile = &profiles[0];
+            if let Some(flamegraph) = flamegraph {
+                flamegraph.finish(|out| export::flamegraph(profile, by, &title(profile), out))?;
+            }
+            if let Some(folded) = folded {
+                folded.finish(|out| export::folded(profile, by, out))?;
+            }
+            print(|out| export::report(profile, by, out))
+        }
+    };
+    match printed {
         // `report | head` has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         other => Ok(other.context("cannot print the report")?),
     }
 }
 
-fn load(captures: &[PathBuf], sources: &Sources, timeline: bool) -> anyhow::Result<Profile> {
-    let mut inputs = Inputs::new(timeline);
+/// To standard output, as the terminal wants it if it is one.
+fn print(write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|it| !it.is_empty());
+    match rustix::termios::tcgetwinsize(&out) {
+        Ok(size) if size.ws_col > 0 && !plain && out.is_terminal() => {
+            write(&mut export::Terminal::new(out, size.ws_col.into()))
+        }
+        _ => write(&mut out),
+    }
+}
+
+/// A capture may be named twice, but not as an output.
+fn check_inputs<'a>(
+    inputs: &'a [PathBuf],
+    outputs: impl Iterator<Item = &'a PathBuf>,
+) -> Result<(), Failure> {
+    let outputs: Vec<&Path> = outputs.map(PathBuf::as_path).collect();
+    for input in inputs {
+        let paths: Vec<&Path> = outputs.iter().copied().chain([input.as_path()]).collect();
+        check_distinct(&paths).map_err(Failure::Usage)?;
+    }
+    Ok(())
+}
+
+fn load(
+    captures: &[PathBuf],
+    sources: &Sources,
+    slice: &Slice,
+    timeline: bool,
+) -> anyhow::Result<Profile> {
+    let mut inputs = Inputs::new(timeline || slice.time.is_some());
+    if slice.by.as_deref() == Some("cpu") {
+        inputs.label_cpus();
+    }
     for path in captures {
         let cannot = || format!("cannot read {}", path.display());
         let file = File::open(path).with_context(cannot)?;
         inputs.add(file, sources).with_context(cannot)?;
     }
     let (mut profile, artifacts) = inputs.finish();
-    resolve(&mut profile, &artifacts, sources);
-    Ok(profile)
+    if let Some(time) = &slice.time {
+        if profile.timeline.len() as u64 != profile.sample_count() {
+            return Err(anyhow!(
+                "--time needs samples with times, which pprof and folded stacks lack"
+            ));
+        }
+        profile.keep_time(time);
+    }
+    if !profile.samples.is_empty() {
+        resolve(&mut profile, &artifacts, sources);
+        if slice.focus.is_some() || slice.ignore.is_some() {
+            profile.keep_functions(slice.focus.as_ref(), slice.ignore.as_ref());
+        }
+    }
+    match profile.samples.is_empty() {
+        true => Err(no_samples(&profile)),
+        false => Ok(profile),
+    }
 }
 
 fn no_samples(profile: &Profile) -> anyhow::Error {
     let notes: String = profile.notes.iter().map(|note| format!("; {note}")).collect();
-    anyhow!("no samples in the capture, so there is no profile to write{notes}")
+    match profile.left_out {
+        0 => anyhow!("no samples in the capture, so there is no profile to write{notes}"),
+        others => anyhow!("none of the {others} samples is in that part of the profile{notes}"),
+    }
 }

@@ -1,5 +1,6 @@
 //! Outputs. Each reads a resolved profile and writes to any `Write`; none resolves, none opens a file.
 
+mod compare;
 mod flamegraph;
 mod folded;
 mod kernel_place;
@@ -7,10 +8,13 @@ mod perf_data;
 mod plain;
 mod pprof;
 mod report;
+mod terminal;
 mod unwinding;
 
-pub use self::flamegraph::write as flamegraph;
+pub use self::compare::{folded as folded_diff, write as diff};
+pub use self::flamegraph::{diff as flamegraph_diff, write as flamegraph};
 pub use self::folded::write as folded;
 pub use self::perf_data::{Options as PerfDataOptions, write as perf_data};
 pub use self::pprof::{Options as PprofOptions, write as pprof};
 pub use self::report::write as report;
+pub use self::terminal::Terminal;

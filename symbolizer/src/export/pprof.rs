@@ -19,6 +19,8 @@ use crate::profile::{Executable, Line, LocationId, Profile, Resolution};
 pub struct Options {
     /// `key=value` comments.
     pub tags: Vec<String>,
+    /// Without names: addresses and build-ids alone.
+    pub unsymbolized: bool,
 }
 
 /// Writes the profile.
@@ -34,7 +36,7 @@ pub fn write(profile: &Profile, options: &Options, out: impl Write) -> io::Resul
 }
 
 fn build(profile: &Profile, options: &Options) -> proto::Profile {
-    let mut writer = Writer::new(profile);
+    let mut writer = Writer::new(profile, options.unsymbolized);
     let cpu_unit = if profile.origin.event == "cycles" { "cycles" } else { "nanoseconds" };
     let count_type = writer.value_type("samples", "count");
     let cpu_type = writer.value_type(if cpu_unit == "cycles" { "cycles" } else { "cpu" }, cpu_unit);
@@ -99,10 +101,12 @@ fn coverage(profile: &Profile) -> Vec<String> {
 fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     let origin = &profile.origin;
     let mut comments = options.tags.clone();
-    comments.push(format!(
-        "host {}, kernel {} {}",
-        origin.hostname, origin.kernel_release, origin.machine
-    ));
+    if !origin.hostname.is_empty() {
+        comments.push(format!(
+            "host {}, kernel {} {}",
+            origin.hostname, origin.kernel_release, origin.machine
+        ));
+    }
     comments.push(match profile.taken {
         Some(taken) => format!(
             "samples taken {taken}, in this profile {}, lost {}",
@@ -119,12 +123,15 @@ fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     comments.extend(lost.map(|(reason, (count, _))| format!("lost {count} {}", reason.text())));
     comments.extend(profile.notes.iter().cloned());
     comments.extend(profile.comments.iter().cloned());
-    comments.extend(coverage(profile));
+    if !options.unsymbolized {
+        comments.extend(coverage(profile));
+    }
     comments
 }
 
 struct Writer<'a> {
     profile: &'a Profile,
+    unsymbolized: bool,
     strings: Strings,
     mappings: Mappings,
     locations: Vec<proto::Location>,
@@ -134,12 +141,13 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    fn new(profile: &'a Profile) -> Self {
+    fn new(profile: &'a Profile, unsymbolized: bool) -> Self {
         let mut strings = Strings::default();
         strings.index("");
         let mappings = Mappings::plan(profile, &mut strings);
         Self {
             profile,
+            unsymbolized,
             strings,
             mappings,
             locations: Vec::new(),
@@ -208,7 +216,7 @@ impl<'a> Writer<'a> {
         let (mapping, address) = self.mappings.place(self.profile, id);
         let resolution = self.profile.resolutions.get(id.index());
         let lines = match resolution {
-            Some(Resolution::Found { lines, .. }) => &lines[..],
+            Some(Resolution::Found { lines, .. }) if !self.unsymbolized => &lines[..],
             _ => &[],
         };
         if let Some(mapping) = mapping {

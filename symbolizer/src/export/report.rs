@@ -5,17 +5,20 @@ use std::io::{self, Write};
 
 use super::plain::plain;
 use super::unwinding;
-use crate::profile::{Profile, Quality, Resolution};
+use crate::profile::{LocationId, Profile, Quality, Resolution};
 
 /// Functions listed.
 const TOP: usize = 25;
 
-/// Writes the report.
+/// Writes the report; with the shares of a label's values, if one is asked for (`by`).
 ///
 /// # Errors
 /// Those of the writer.
-pub fn write(profile: &Profile, mut out: impl Write) -> io::Result<()> {
+pub fn write(profile: &Profile, by: Option<&str>, mut out: impl Write) -> io::Result<()> {
     head(profile, &mut out)?;
+    if let Some(key) = by {
+        values(profile, key, &mut out)?;
+    }
     top(profile, &mut out)?;
     coverage(profile, &mut out)?;
     unwinding::write(profile, &mut out)?;
@@ -51,28 +54,59 @@ fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
+/// Samples by the values of a label.
+fn values(profile: &Profile, key: &str, out: &mut impl Write) -> io::Result<()> {
+    let total = profile.sample_count();
+    let mut counts: BTreeMap<String, u64> = BTreeMap::new();
+    for sample in &profile.samples {
+        let value = profile.label(sample.key, key).unwrap_or("without".into());
+        *counts.entry(value.into_owned()).or_default() += sample.count;
+    }
+    let mut rows: Vec<_> = counts.into_iter().collect();
+    rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    writeln!(out, "\n   share samples  {key}")?;
+    for (value, samples) in rows {
+        writeln!(out, "{:>6.2} % {samples:>7}  {}", share(samples, total), plain(&value))?;
+    }
+    Ok(())
+}
+
+/// Samples in each function itself, by function and module.
+pub(super) fn own(profile: &Profile) -> BTreeMap<(String, String), u64> {
+    let mut own = BTreeMap::new();
+    for sample in &profile.samples {
+        let Some(leaf) = profile.frames(sample.key).next() else { continue };
+        let module = module(profile, leaf);
+        if let Some(line) = profile.lines(leaf).into_iter().next() {
+            *own.entry((line.function, module)).or_default() += sample.count;
+        }
+    }
+    own
+}
+
+/// The file name of what a location lies in.
+fn module(profile: &Profile, location: LocationId) -> String {
+    let executable = profile.locations[location.index()].executable;
+    let name = profile.executables[executable.index()].name();
+    name.rsplit('/').next().unwrap_or_default().to_owned()
+}
+
 fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let total = profile.sample_count();
-    let mut own: HashMap<(String, String), u64> = HashMap::new();
     let mut with_callees: HashMap<(String, String), u64> = HashMap::new();
     for sample in &profile.samples {
         let mut seen = HashSet::new();
-        for (depth, location) in profile.frames(sample.key).enumerate() {
-            let executable = profile.locations[location.index()].executable;
-            let module = profile.executables[executable.index()].name();
-            let module = module.rsplit('/').next().unwrap_or_default();
-            for (inner, line) in profile.lines(location).into_iter().enumerate() {
-                let name = (line.function, module.to_owned());
-                if depth == 0 && inner == 0 {
-                    *own.entry(name.clone()).or_default() += sample.count;
-                }
+        for location in profile.frames(sample.key) {
+            let module = module(profile, location);
+            for line in profile.lines(location) {
+                let name = (line.function, module.clone());
                 if seen.insert(name.clone()) {
                     *with_callees.entry(name).or_default() += sample.count;
                 }
             }
         }
     }
-    let mut rows: Vec<_> = own.into_iter().collect();
+    let mut rows: Vec<_> = own(profile).into_iter().collect();
     rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n    self           total          function")?;
     let shown = rows.iter().take(TOP);
@@ -183,11 +217,19 @@ pub(super) fn sources(profile: &Profile, executable: usize) -> Vec<String> {
 
 fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let (delivered, lost) = (profile.sample_count(), profile.lost_samples());
+    let others = match profile.left_out {
+        0 => String::new(),
+        others => format!(" + {others} left out of this part"),
+    };
     match profile.taken {
         Some(taken) => {
-            writeln!(out, "\nsamples taken {taken} = {delivered} in the profile + {lost} lost")?;
-            if taken != delivered + lost {
-                let difference = taken.abs_diff(delivered + lost);
+            writeln!(
+                out,
+                "\nsamples taken {taken} = {delivered} in the profile{others} + {lost} lost"
+            )?;
+            let known = delivered + profile.left_out + lost;
+            if taken != known {
+                let difference = taken.abs_diff(known);
                 writeln!(out, "{difference} samples are unaccounted for: a bug, please report it")?;
             }
         }

@@ -51,7 +51,7 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), I
             }
         };
         let (kernel, user) = stacks(into, frames)?;
-        into.samples(SampleKey { thread, user, kernel, labels: 0 }, count)?;
+        into.weighted(SampleKey { thread, user, kernel, labels: 0 }, count, 0)?;
         taken = taken.saturating_add(count);
     }
     into.taken(Some(taken));

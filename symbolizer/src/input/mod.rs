@@ -1,7 +1,8 @@
-//! Profiles of every kind, read into one: our captures, perf.data, pprof, folded stacks. By what is in a file, never by
+//! Profiles of every kind, read into one: our captures, perf.data, pprof, gperftools, folded stacks. By what is in a file, never by
 //! its name.
 
 mod folded;
+mod gperftools;
 mod host;
 mod kernel;
 mod perf_data;
@@ -33,6 +34,9 @@ pub enum InputError {
     /// A pprof.
     #[error("not a pprof that can be read: {0}")]
     Pprof(String),
+    /// A profile of gperftools.
+    #[error("not a profile of gperftools that can be read: {0}")]
+    Gperftools(String),
     /// Folded stacks.
     #[error(
         "not a Stackwire capture, nor a perf.data or pprof, and line {line} is no folded stack: {what}"
@@ -65,6 +69,11 @@ impl Inputs {
         Self { assembler }
     }
 
+    /// Gives each sample its CPU as a label, where it is known.
+    pub fn label_cpus(&mut self) {
+        self.assembler.label_cpus();
+    }
+
     /// Adds a file. Stacks in a perf.data that are copies of memory are walked with executables from `sources`.
     ///
     /// # Errors
@@ -89,10 +98,14 @@ impl Inputs {
             return perf_data::read(file, (into, artifacts), number, sources);
         }
         let input = BufReader::with_capacity(1 << 18, file);
+        if gperftools::is_one(&head) {
+            let (into, _, number) = self.assembler.other();
+            return gperftools::read(input, into, number);
+        }
         let gzip = head.starts_with(&[0x1f, 0x8b]);
         if gzip || pprof::is_plain(&head) && !is_text(&head) {
-            let (into, _, number) = self.assembler.other();
-            return pprof::read(input, gzip, into, number);
+            let (into, artifacts, number) = self.assembler.other();
+            return pprof::read(input, gzip, (into, artifacts), number);
         }
         if head.starts_with(b"SWF") || !is_text(&head) {
             return Ok(read_into(input, &mut self.assembler)?);
@@ -111,4 +124,40 @@ impl Inputs {
 fn is_text(head: &[u8]) -> bool {
     !head.is_empty()
         && head.iter().all(|&byte| byte >= b' ' || matches!(byte, b'\n' | b'\t' | b'\r'))
+}
+
+/// Reads a file from memory and writes it as everything.
+pub(crate) fn fuzz(bytes: &[u8]) {
+    use std::io::Write;
+
+    let Ok(mut file) = tempfile::tempfile() else { return };
+    let written = file.write_all(bytes).and_then(|()| file.rewind());
+    let mut inputs = Inputs::new(true);
+    if written.is_ok() && inputs.add(file, &Sources::default()).is_ok() {
+        fuzz_outputs(&inputs.finish().0);
+    }
+}
+
+/// A pprof that is not compressed.
+pub(crate) fn fuzz_pprof(bytes: &[u8]) {
+    let mut into = crate::profile::Builder::new();
+    if pprof::read(bytes, false, (&mut into, &mut Artifacts::default()), 0).is_ok() {
+        fuzz_outputs(&into.build());
+    }
+}
+
+/// Folded stacks.
+pub(crate) fn fuzz_folded(bytes: &[u8]) {
+    let mut into = crate::profile::Builder::new();
+    if folded::read(bytes, &mut into, 0).is_ok() {
+        fuzz_outputs(&into.build());
+    }
+}
+
+fn fuzz_outputs(profile: &Profile) {
+    let _ = crate::export::pprof(profile, &Default::default(), std::io::sink());
+    let _ = crate::export::report(profile, Some("comm"), std::io::sink());
+    let _ = crate::export::folded(profile, None, std::io::sink());
+    let out = std::io::Cursor::new(Vec::new());
+    let _ = crate::export::perf_data(profile, &Default::default(), out);
 }

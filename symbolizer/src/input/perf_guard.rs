@@ -12,6 +12,9 @@ use super::InputError;
 const MAX_FEATURES: u64 = 64 << 20;
 /// Bytes of a head; less means a pipe was written to.
 const HEADER: u64 = 104;
+/// The feature that describes events, and the record that holds a feature where a pipe was written to.
+const EVENT_DESC: u32 = 12;
+const HEADER_FEATURE: u32 = 80;
 /// A record that is followed by as many bytes as it says.
 const AUXTRACE: u32 = 71;
 /// Records that hold others, compressed.
@@ -58,6 +61,9 @@ pub fn check(file: &mut File) -> Result<bool, InputError> {
     if !fits(data.0, data.1) {
         return Err(bad("it is cut: its data is larger than the file"));
     }
+    if word(64) != 0 || word(88) != 0 || word(96) != 0 {
+        return Err(bad("it is of simpleperf, or of a perf older than any that is read"));
+    }
     let features: u32 = (72..104).step_by(8).map(|at| word(at).count_ones()).sum();
     let mut table = vec![0; features as usize * 16];
     file.read_exact_at(&mut table, data.0 + data.1)
@@ -74,8 +80,46 @@ pub fn check(file: &mut File) -> Result<bool, InputError> {
             return Err(bad("its features are larger than the file"));
         }
     }
+    let bits = word(72);
+    if bits >> EVENT_DESC & 1 == 1 {
+        // Sections are in the order of their bits.
+        let before = (bits & ((1 << EVENT_DESC) - 1)).count_ones() as usize * 16;
+        let at = |at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&table[before + at..before + at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        let mut events = vec![0; usize::try_from(at(8)).unwrap_or(0)];
+        file.read_exact_at(&mut events, at(0))?;
+        if !events_fit(&events) {
+            return Err(bad("its events are more than are in it"));
+        }
+    }
     records(file, data.0, data.0 + data.1)?;
     Ok(false)
+}
+
+/// Whether a description of events holds as many as it says: count, bytes of an attribute, then of each event attribute,
+/// count of ids, length of the name, name, ids.
+fn events_fit(mut rest: &[u8]) -> bool {
+    let mut take = |bytes: u64| {
+        let (taken, after) = rest.split_at_checked(usize::try_from(bytes).ok()?)?;
+        rest = after;
+        Some(taken)
+    };
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0u64, |all, &b| all << 8 | u64::from(b));
+    let mut all = || {
+        let (count, size) = (number(take(4)?), number(take(4)?));
+        // Each takes more than a byte.
+        for _ in 0..count {
+            take(size.max(1))?;
+            let (ids, name) = (number(take(4)?), number(take(4)?));
+            take(name)?;
+            take(ids.checked_mul(8)?)?;
+        }
+        Some(())
+    };
+    all().is_some()
 }
 
 /// Bytes a piece of a stream of zstd has when it is opened.
@@ -126,6 +170,17 @@ fn records(file: &mut File, start: u64, end: u64) -> Result<(), InputError> {
         }
         if kind == FINISHED_ROUND {
             opened = 0;
+        }
+        if kind == HEADER_FEATURE {
+            let mut body = vec![0; usize::try_from(rest).unwrap_or(0)];
+            if input.read_exact(&mut body).is_err() {
+                break;
+            }
+            rest = 0;
+            let is_events = body.starts_with(&u64::from(EVENT_DESC).to_le_bytes());
+            if is_events && !events_fit(&body[8..]) {
+                return Err(bad("its events are more than are in it"));
+            }
         }
         if COMPRESSED.contains(&kind) {
             let mut body = vec![0; usize::try_from(rest).unwrap_or(0)];

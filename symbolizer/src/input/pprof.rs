@@ -10,7 +10,8 @@ use flate2::read::MultiGzDecoder;
 use prost::Message;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::InputError;
+use super::{InputError, host};
+use crate::capture::Artifacts;
 use crate::pprof_proto as proto;
 use crate::profile::labels::{Label, LabelValue};
 use crate::profile::{
@@ -37,7 +38,7 @@ pub fn is_plain(head: &[u8]) -> bool {
 pub fn read(
     mut input: impl Read,
     gzip: bool,
-    into: &mut Builder,
+    (into, artifacts): (&mut Builder, &mut Artifacts),
     number: usize,
 ) -> Result<(), InputError> {
     let mut bytes = Vec::new();
@@ -54,12 +55,15 @@ pub fn read(
     let wire =
         proto::Profile::decode(&*bytes).map_err(|error| InputError::Pprof(error.to_string()))?;
     drop(bytes);
-    Reader::new(&wire, into, number)?.run()
+    Reader::new(&wire, (into, artifacts), number)?.run()
 }
 
 struct Reader<'a> {
     wire: &'a proto::Profile,
     into: &'a mut Builder,
+    artifacts: &'a mut Artifacts,
+    /// Build-id of its kernel.
+    kernel: Vec<u8>,
     mappings: FxHashMap<u64, (ExecutableId, &'a proto::Mapping)>,
     locations: FxHashMap<u64, &'a proto::Location>,
     functions: FxHashMap<u64, &'a proto::Function>,
@@ -72,12 +76,14 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn new(
         wire: &'a proto::Profile,
-        into: &'a mut Builder,
+        (into, artifacts): (&'a mut Builder, &'a mut Artifacts),
         number: usize,
     ) -> Result<Self, InputError> {
         let mut reader = Self {
             wire,
             into,
+            artifacts,
+            kernel: Vec::new(),
             mappings: FxHashMap::default(),
             locations: wire.location.iter().map(|it| (it.id, it)).collect(),
             functions: wire.function.iter().map(|it| (it.id, it)).collect(),
@@ -86,6 +92,11 @@ impl<'a> Reader<'a> {
             told: FxHashSet::default(),
             main: String::new(),
         };
+        for mapping in &wire.mapping {
+            if is_kernel(reader.text(mapping.filename)?) {
+                reader.kernel = bytes(reader.text(mapping.build_id)?);
+            }
+        }
         for mapping in &wire.mapping {
             let executable = reader.executable(mapping)?;
             let executable = reader.into.executable(executable)?;
@@ -267,13 +278,18 @@ impl<'a> Reader<'a> {
         Ok(found)
     }
 
-    fn executable(&self, mapping: &proto::Mapping) -> Result<Executable, InputError> {
+    fn executable(&mut self, mapping: &proto::Mapping) -> Result<Executable, InputError> {
         let path = self.text(mapping.filename)?;
         let build_id = bytes(self.text(mapping.build_id)?);
         Ok(match path {
-            "[vdso]" => Executable::Vdso { image: None },
-            "[kernel]" | "[kernel.kallsyms]" => {
-                Executable::Kernel { module: String::new(), build_id, kallsyms: None }
+            "[vdso]" => {
+                let image = host::vdso(&self.kernel);
+                Executable::Vdso { image: image.map(|image| self.artifacts.add_whole(image)) }
+            }
+            _ if is_kernel(path) => {
+                let symbols = host::kallsyms(&build_id, 0, &[]);
+                let kallsyms = symbols.map(|symbols| self.artifacts.add_whole(symbols));
+                Executable::Kernel { module: String::new(), build_id, kallsyms }
             }
             "" | "[jit]" | "//anon" | "[unmapped]" => Executable::Unmapped,
             _ => match path.strip_prefix('[').and_then(|path| path.strip_suffix(']')) {
@@ -294,6 +310,10 @@ impl<'a> Reader<'a> {
             None => Err(undefined("string", index as u64)),
         }
     }
+}
+
+fn is_kernel(path: &str) -> bool {
+    matches!(path, "[kernel]" | "[kernel.kallsyms]")
 }
 
 /// A build-id in hex; what is none (Go writes its own kind there) counts as unknown.

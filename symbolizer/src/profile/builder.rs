@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::labels::Label;
+use super::labels::{Label, LabelValue};
 use super::{
     ArtifactHash, Executable, ExecutableId, Line, Location, LocationId, LostReason, Mapping,
     Moment, Origin, Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread,
@@ -37,6 +37,8 @@ pub struct Builder {
     first: usize,
     /// Each sample is kept with its time and CPU.
     timeline: bool,
+    /// Each sample has its CPU as a label.
+    by_cpu: bool,
     /// Where that of this capture begins.
     timeline_start: usize,
     /// Values of a pprof are samples and CPU time.
@@ -194,6 +196,11 @@ impl Builder {
         value: u64,
         (time_ns, cpu): (u64, u32),
     ) -> Result<(), Full> {
+        let mut key = key;
+        if self.by_cpu {
+            let value = LabelValue::Number(cpu.into(), String::new());
+            key.labels = self.labels(vec![Label { key: "cpu".to_owned(), value }])?;
+        }
         let id = self.add(key, 1, value)?;
         if self.timeline {
             if self.profile.timeline.len() >= self.limits.entries {
@@ -204,9 +211,9 @@ impl Builder {
         Ok(())
     }
 
-    /// Adds samples of which no time is known, nor a weight.
-    pub fn samples(&mut self, key: SampleKey, count: u64) -> Result<(), Full> {
-        self.add(key, count, 0).map(|_| ())
+    /// Adds samples of which no time is known, with their weight.
+    pub fn weighted(&mut self, key: SampleKey, count: u64, value: u64) -> Result<(), Full> {
+        self.add(key, count, value).map(|_| ())
     }
 
     fn add(&mut self, key: SampleKey, count: u64, value: u64) -> Result<u32, Full> {
@@ -351,6 +358,11 @@ impl Builder {
         let mut builder = Self::default();
         builder.profile.taken = Some(0);
         builder
+    }
+
+    /// Gives each sample its CPU as a label.
+    pub fn label_cpus(&mut self) {
+        self.by_cpu = true;
     }
 
     /// Keeps each sample with its time and CPU, 24 bytes each.

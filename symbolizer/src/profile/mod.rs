@@ -6,6 +6,7 @@
 mod builder;
 pub mod labels;
 mod location;
+mod slice;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -512,6 +513,8 @@ pub struct Profile {
     pub unwind_tables: UnwindTables,
     /// By executable, why it had no unwind table at last.
     pub unwind_missing: BTreeMap<ExecutableId, String>,
+    /// Samples that are not in this part of the profile.
+    pub left_out: u64,
     /// Samples the kernel took; unknown when the capture was cut.
     pub taken: Option<u64>,
     /// What is wrong with the capture, for the report.

@@ -70,8 +70,11 @@ pub(super) fn job(
             let Some(resolutions) = resolutions else {
                 let reason = match kallsyms {
                     Some(_) => "its kallsyms snapshot was not sent",
-                    None => {
+                    None if !profile.origin.collector.is_empty() => {
                         "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
+                    }
+                    None => {
+                        "its symbols are not in the profile, and no debug information has its build-id"
                     }
                 };
                 return Err(without(reason));

@@ -239,7 +239,13 @@ fn elf_job(
         resolution(&found.table, |offset| found.table.address_of(offset), offset, sources)
     });
     let resolutions = resolutions.collect();
-    Ok((source(found), resolutions))
+    let mut source = source(found);
+    if matches!(executable, Executable::File { build_id, inode: 0, .. } if build_id.is_empty()) {
+        source
+            .notes
+            .push("taken for the one that ran: the profile has no build-id of it".to_owned());
+    }
+    Ok((source, resolutions))
 }
 
 fn source(found: ladder::Found) -> Source {

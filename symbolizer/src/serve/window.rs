@@ -74,7 +74,11 @@ fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result
     let name = format!("{host}-{}-{id}-on-cpu.pb.gz", start.strftime("%Y%m%d%H%M%S%3f"));
     let written = config.output_dir.join(name);
     let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;
-    export::pprof(&profile, &PprofOptions { tags: config.tags.clone() }, io::BufWriter::new(&out))?;
+    export::pprof(
+        &profile,
+        &PprofOptions { tags: config.tags.clone(), unsymbolized: false },
+        io::BufWriter::new(&out),
+    )?;
     out.persist(&written)?;
     Ok(Some(written))
 }

@@ -47,7 +47,7 @@ pub struct Head<'a> {
 
 /// Head and attributes, for `data` bytes of records.
 #[must_use]
-pub fn head(origin: &Origin, data: u64, features: &[u8]) -> Vec<u8> {
+pub fn head(origin: &Origin, data: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(DATA as usize);
     let ids = (HEADER + ATTR + 16) as u64;
     out.extend(b"PERFILE2");
@@ -56,12 +56,10 @@ pub fn head(origin: &Origin, data: u64, features: &[u8]) -> Vec<u8> {
         [HEADER as u64, ATTR as u64 + 16, HEADER as u64, ATTR as u64 + 16, DATA, data, 0, 0],
     );
     let mut bits = [0u64; 4];
-    // The table of features is as long as there are bits; it is at the beginning of `features`.
     for feature in PRESENT {
         bits[feature as usize / 64] |= 1 << (feature as usize % 64);
     }
     words(&mut out, bits);
-    debug_assert!(!features.is_empty());
     out.extend(attributes(origin));
     words(&mut out, [ids, 8, EVENT_ID]);
     out

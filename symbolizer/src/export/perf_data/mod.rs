@@ -12,7 +12,6 @@ use std::io::{self, Seek, SeekFrom, Write};
 
 use self::play::Player;
 use self::record::Mode;
-use super::kernel_place;
 use crate::profile::{Executable, Profile};
 
 /// What is written besides the profile.
@@ -37,14 +36,9 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
     let mut player = Player::new(profile, &mut out);
     player.play()?;
     let (data, times, used) = (player.bytes(), player.times(), player.into_used());
-    let places = kernel_place::places(profile);
     let mut build_ids = Vec::new();
     for (index, executable) in profile.executables.iter().enumerate() {
         let (mode, name) = match executable {
-            Executable::Kernel { module, .. } if !places.contains_key(&(index as u32)) => {
-                let _ = module;
-                continue;
-            }
             Executable::Kernel { module, .. } => (Mode::Kernel, kernel_name(module)),
             _ if !used[index] => continue,
             _ => (Mode::User, executable.name()),
@@ -66,7 +60,7 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
     let features = header::features(&head, header::DATA + data);
     out.write_all(&features)?;
     out.seek(SeekFrom::Start(0))?;
-    out.write_all(&header::head(&profile.origin, data, &features))?;
+    out.write_all(&header::head(&profile.origin, data))?;
     out.flush()
 }
 

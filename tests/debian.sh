@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Programs of Debian 13 (trixie) in a directory of their own, without a root of theirs: its packages with all they depend
-# on, unpacked. They run through their own dynamic linker: DIR/run PROGRAM ARGUMENTS.
-# usage: tests/trixie.sh DIR PACKAGE...
+# Programs of another Debian in a directory of their own: packages with all they depend on, unpacked and not installed.
+# They run through their own dynamic linker: DIR/run PROGRAM ARGUMENTS.
+# usage: tests/debian.sh SUITE DIR PACKAGE...
 set -euo pipefail
-to=$1
-shift
+suite=$1
+to=$2
+shift 2
 [ ! -e "$to/run" ] || exit 0
 state=$(mktemp -d)
 trap 'rm -rf "$state"' EXIT
@@ -13,8 +14,8 @@ mkdir -p "$state"/{lists,archives}/partial "$to"
 # The mirror this host uses, whichever that is.
 mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/*.sources 2>/dev/null |
   awk '/^URIs:/ { print $2; exit } /^deb / { for (i = 2; i <= NF; i++) if ($i ~ /^http/) { print $i; exit } }' || true)
-[ -n "$mirror" ] || { echo "tests/trixie.sh: apt has no mirror" >&2; exit 1; }
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$state/sources.list"
+[ -n "$mirror" ] || { echo "tests/debian.sh: apt has no mirror" >&2; exit 1; }
+echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$state/sources.list"
 apt=(apt-get -q -o "Dir::Etc::sourcelist=$state/sources.list" -o Dir::Etc::sourceparts=/dev/null
   -o "Dir::State::lists=$state/lists" -o "Dir::State::status=$state/status" -o "Dir::Cache::archives=$state/archives"
   -o "Dir::Cache::pkgcache=" -o "Dir::Cache::srcpkgcache=" -o APT::Sandbox::User=root -o DPkg::Lock::Timeout=600

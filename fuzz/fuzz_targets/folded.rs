@@ -1,0 +1,5 @@
+//! Folded stacks.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::folded(bytes));

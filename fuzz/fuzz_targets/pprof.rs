@@ -1,0 +1,5 @@
+//! A pprof, not compressed.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::pprof(bytes));

@@ -1,0 +1,78 @@
+//! Parts of a profile: a stretch of time, stacks with some function in them. Pure; what is left out is counted.
+
+use std::ops::Range;
+
+use regex::Regex;
+
+use super::{Moment, Profile, Sample};
+
+impl Profile {
+    /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the timeline.
+    pub fn keep_time(&mut self, seconds: &Range<f64>) {
+        let at = |seconds: f64| self.start_ns.saturating_add((seconds * 1e9) as u64);
+        let range = at(seconds.start)..at(seconds.end);
+        let before = self.sample_count();
+        self.timeline.retain(|moment| range.contains(&moment.time_ns));
+        for sample in &mut self.samples {
+            (sample.count, sample.value) = (0, 0);
+        }
+        for Moment { value, sample, .. } in &self.timeline {
+            let sample = &mut self.samples[*sample as usize];
+            sample.count += 1;
+            sample.value = sample.value.saturating_add(*value);
+        }
+        self.retain(|sample| sample.count > 0);
+        self.left_out += before - self.sample_count();
+        let end = self.start_ns.saturating_add(self.duration_ns).min(range.end);
+        self.start_ns = self.start_ns.max(range.start);
+        self.duration_ns = end.saturating_sub(self.start_ns);
+    }
+
+    /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore` does. For resolved profiles.
+    pub fn keep_functions(&mut self, focus: Option<&Regex>, ignore: Option<&Regex>) {
+        let matches = |regex: &Regex| -> Vec<bool> {
+            let of = |index| {
+                let lines = self.lines(super::LocationId(index as u32));
+                lines.iter().any(|line| regex.is_match(&line.function))
+            };
+            (0..self.locations.len()).map(of).collect()
+        };
+        let (focused, ignored) = (focus.map(matches), ignore.map(matches));
+        let keep: Vec<bool> = self
+            .samples
+            .iter()
+            .map(|sample| {
+                let any = |of: &Vec<bool>| self.frames(sample.key).any(|at| of[at.index()]);
+                focused.as_ref().is_none_or(any) && !ignored.as_ref().is_some_and(any)
+            })
+            .collect();
+        let before = self.sample_count();
+        let mut at = 0;
+        self.retain(|_| {
+            at += 1;
+            keep[at - 1]
+        });
+        self.left_out += before - self.sample_count();
+    }
+
+    fn retain(&mut self, mut keep: impl FnMut(&Sample) -> bool) {
+        let mut places = Vec::with_capacity(self.samples.len());
+        let (mut samples, mut values) = (Vec::new(), Vec::new());
+        for (index, sample) in self.samples.iter().enumerate() {
+            let kept = keep(sample);
+            places.push(kept.then_some(samples.len() as u32));
+            if kept {
+                samples.push(*sample);
+                values.extend(self.values.get_mut(index).map(std::mem::take));
+            }
+        }
+        (self.samples, self.values) = (samples, values);
+        self.timeline.retain_mut(|moment| match places[moment.sample as usize] {
+            Some(place) => {
+                moment.sample = place;
+                true
+            }
+            None => false,
+        });
+    }
+}
