@@ -345,7 +345,9 @@ fn perf_data_of_perf_gives_perfs_counts() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     let script = "print('ready', flush=True)\nwhile True: sorted(str(i) for i in range(3000))";
-    let mut python = Command::new("python3");
+    // The distribution's own, whatever comes first in PATH.
+    let python3 = std::fs::canonicalize("/usr/bin/python3").unwrap();
+    let mut python = Command::new(&python3);
     python.args(["-c", script]);
     for (program, mut command) in [
         (build::work().to_owned(), {
@@ -354,7 +356,7 @@ fn perf_data_of_perf_gives_perfs_counts() {
             c
         }),
         (build::unwind_corpus()[0].1.clone(), Command::new(&build::unwind_corpus()[0].1)),
-        (PathBuf::from("/usr/bin/python3.11"), python),
+        (python3, python),
     ] {
         let running = Running::start(&mut command);
         for (how, graph) in

@@ -8,7 +8,7 @@ use linux_perf_data::linux_perf_event_reader::Regs;
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::UserEnd;
 use stackwire_collector_ebpf::unwind::{
-    self, Cursor, GO_ON, Memory, REGISTERS, RSP, Rule, SignalFrame, cfa,
+    self, Cursor, GO_ON, Memory, RBP, REGISTERS, RSP, Rule, SignalFrame, cfa,
 };
 use stackwire_unwind::Table;
 
@@ -22,6 +22,8 @@ const DEPTH: usize = 1024;
 
 /// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8 to r15.
 const PERF_REGISTER: [u64; REGISTERS] = [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
+/// Below the stack pointer, and still the function's (System V ABI).
+const RED_ZONE: u64 = 128;
 /// `PERF_REG_X86_IP`.
 const PERF_IP: u64 = 8;
 
@@ -101,7 +103,11 @@ impl<'s> Walker<'s> {
                 }
             };
             let modules = &self.modules;
-            let mut memory = Copy { stack: copied.stack, stack_start, pid, tasks, modules };
+            // A slot below the stack pointer has just been popped, and rules say for a moment longer that rbp is there.
+            // Live it can still be read; here it is in its register.
+            let popped = (cursor.exact != 0 && rule.bx == 0)
+                .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
+            let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };
             match unwind::step(&mut memory, &mut signal, &mut cursor, &rule) {
                 GO_ON => {}
                 end => return end_reason(end),
@@ -131,6 +137,8 @@ fn offset(map: &Map, address: u64) -> u64 {
 struct Copy<'a> {
     stack: &'a [u8],
     stack_start: u64,
+    /// Stack pointer, and what was in the slot below it.
+    popped: Option<(u64, u64)>,
     pid: u32,
     tasks: &'a Tasks,
     modules: &'a FxHashMap<ExecutableId, Option<Module>>,
@@ -145,6 +153,11 @@ impl Copy<'_> {
 
 impl Memory for Copy<'_> {
     fn word(&mut self, address: u64) -> Option<u64> {
+        if let Some((sp, rbp)) = self.popped
+            && sp.checked_sub(address).is_some_and(|below| (1..=RED_ZONE).contains(&below))
+        {
+            return Some(rbp);
+        }
         let mut bytes = [0; 8];
         if let Some(found) = self.on_stack(address, 8) {
             bytes.copy_from_slice(found);
