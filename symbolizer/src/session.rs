@@ -19,7 +19,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use crate::capture::{self, Assembler, CaptureError};
 use crate::log::{Answer, Files, Log, LogError};
 use crate::profile::Profile;
-use crate::resolve::{Pinned, Sources, lay_out, resolve};
+use crate::resolve::{Pinned, Sources, resolve};
 use crate::server::{Accept, Keep, service};
 
 /// A capture that could not start or finish.
@@ -82,7 +82,6 @@ pub struct Builder {
     share: Option<&'static str>,
     cache: Option<Arc<Cache>>,
     timeline: bool,
-    buildid_dir: Option<PathBuf>,
 }
 
 impl Builder {
@@ -180,13 +179,6 @@ impl Builder {
         self
     }
 
-    /// Lays out the files names are from as perf's build-id cache.
-    #[must_use]
-    pub fn buildid_dir(mut self, directory: Option<PathBuf>) -> Self {
-        self.buildid_dir = directory;
-        self
-    }
-
     /// Keeps the raw stream in this file.
     #[must_use]
     pub fn capture(mut self, path: impl Into<PathBuf>) -> Self {
@@ -262,7 +254,6 @@ impl Builder {
             finish,
             log,
             timeline: self.timeline,
-            buildid_dir: self.buildid_dir.clone(),
             _open: open,
             _runtime: runtime,
             _directory: directory,
@@ -325,7 +316,6 @@ pub struct Session {
     finish: Receiver<(Pinned, bool)>,
     log: PathBuf,
     timeline: bool,
-    buildid_dir: Option<PathBuf>,
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
     _runtime: Runtime,
@@ -356,7 +346,6 @@ impl Session {
             share: None,
             cache: None,
             timeline: false,
-            buildid_dir: None,
         }
     }
 
@@ -391,13 +380,7 @@ impl Session {
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
-        let sources = sources.with_pinned(pinned);
-        resolve(&mut profile, &artifacts, &sources);
-        if let Some(directory) = &self.buildid_dir {
-            lay_out(&profile, &artifacts, &sources, directory).map_err(|error| {
-                SessionError::Setup(format!("cannot write {}: {error}", directory.display()))
-            })?;
-        }
+        resolve(&mut profile, &artifacts, &sources.with_pinned(pinned));
         Ok(profile)
     }
 
