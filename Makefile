@@ -40,6 +40,7 @@ bench: build
 	tests/corpus.sh target/corpus
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-symbols -- $(OUT)
 	$(CARGO) bench --locked -q -p stackwire --bench lookup
+	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-export -- $(OUT)
 
 # Rebuild the eBPF object that is checked in.
 ebpf:

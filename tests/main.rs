@@ -21,19 +21,23 @@ mod handover;
 mod identical;
 /// Inlined chains against llvm-symbolizer, for every sampled address.
 mod inlined;
+/// Profiles of perf, Go, gperftools and our own read back in, divided and compared.
+mod inputs;
 /// Code made at run time: Node, Java, containers, maps that grow.
 mod jit;
 /// The kernel's own debug information.
 mod kernel_debug;
 /// User stacks under kernel stacks.
 mod kernel_stacks;
+/// Containers, pods and services of samples, by real cgroups.
+mod labels;
 /// Both crates as libraries.
 mod library;
 /// Signal handlers, execve, io_uring workers: registers that are not where they usually are.
 mod odd_registers;
 /// The unwinder's walker against gimli and eu-stack, on stopped threads of real programs.
 mod oracle;
-/// perf.data for perf, hotspot, samply and autofdo; profiles of perf, Go and gperftools; labels and parts.
+/// perf.data for perf of two ages, hotspot, samply and autofdo.
 mod perf_data;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;

@@ -162,6 +162,11 @@ impl Assembler {
         (&mut self.builder, &mut self.artifacts, self.captures.len() - 1)
     }
 
+    /// Whether weights of different units have been added.
+    pub(crate) fn is_mixed(&self) -> bool {
+        self.builder.is_mixed()
+    }
+
     /// Whether values have been added that are no samples of CPU time.
     pub(crate) fn has_other_values(&self) -> bool {
         self.builder.has_other_values()

@@ -128,6 +128,9 @@ pub struct Outputs {
     /// Write perf.data, for perf, hotspot, samply and autofdo.
     #[arg(long, value_name = "FILE")]
     pub perf_data_output: Option<PathBuf>,
+    /// Lay out the files names are from as perf's build-id cache, for `perf --buildid-dir DIR report` elsewhere.
+    #[arg(long, value_name = "DIR")]
+    pub perf_buildid_dir: Option<PathBuf>,
     /// Write the pprof without names: build-ids and addresses, to be completed elsewhere.
     #[arg(long)]
     pub pprof_unsymbolized: bool,

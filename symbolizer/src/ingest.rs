@@ -226,7 +226,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     for (index, key) in keys.into_iter().enumerate() {
         let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
         time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
-        let at = (context.wall(time_ns), samples.cpu[index]);
+        let at = (Some(context.wall(time_ns)), Some(samples.cpu[index]));
         into.sample(key, value, at).map_err(|e| reader.invalid(e))?;
     }
     for lost in &epoch.lost {

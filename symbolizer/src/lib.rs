@@ -48,7 +48,7 @@ pub use elf::Scratch;
 pub use input::{InputError, Inputs};
 pub use profile::Profile;
 pub use resolve::{
-    Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, resolve,
+    Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, lay_out, resolve,
 };
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};

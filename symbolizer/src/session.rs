@@ -19,7 +19,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use crate::capture::{self, Assembler, CaptureError};
 use crate::log::{Answer, Files, Log, LogError};
 use crate::profile::Profile;
-use crate::resolve::{Pinned, Sources, resolve};
+use crate::resolve::{Pinned, Sources, lay_out, resolve};
 use crate::server::{Accept, Keep, service};
 
 /// A capture that could not start or finish.
@@ -82,6 +82,7 @@ pub struct Builder {
     share: Option<&'static str>,
     cache: Option<Arc<Cache>>,
     timeline: bool,
+    buildid_dir: Option<PathBuf>,
 }
 
 impl Builder {
@@ -179,6 +180,13 @@ impl Builder {
         self
     }
 
+    /// Lays out the files names are from as perf's build-id cache.
+    #[must_use]
+    pub fn buildid_dir(mut self, directory: Option<PathBuf>) -> Self {
+        self.buildid_dir = directory;
+        self
+    }
+
     /// Keeps the raw stream in this file.
     #[must_use]
     pub fn capture(mut self, path: impl Into<PathBuf>) -> Self {
@@ -254,6 +262,7 @@ impl Builder {
             finish,
             log,
             timeline: self.timeline,
+            buildid_dir: self.buildid_dir.clone(),
             _open: open,
             _runtime: runtime,
             _directory: directory,
@@ -316,6 +325,7 @@ pub struct Session {
     finish: Receiver<(Pinned, bool)>,
     log: PathBuf,
     timeline: bool,
+    buildid_dir: Option<PathBuf>,
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
     _runtime: Runtime,
@@ -346,6 +356,7 @@ impl Session {
             share: None,
             cache: None,
             timeline: false,
+            buildid_dir: None,
         }
     }
 
@@ -380,7 +391,13 @@ impl Session {
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
-        resolve(&mut profile, &artifacts, &sources.with_pinned(pinned));
+        let sources = sources.with_pinned(pinned);
+        resolve(&mut profile, &artifacts, &sources);
+        if let Some(directory) = &self.buildid_dir {
+            lay_out(&profile, &artifacts, &sources, directory).map_err(|error| {
+                SessionError::Setup(format!("cannot write {}: {error}", directory.display()))
+            })?;
+        }
         Ok(profile)
     }
 

@@ -34,6 +34,16 @@ pub(crate) fn can(what: &str, yes: bool) -> bool {
     yes
 }
 
+/// Runs a tool that must succeed: its output and what it says.
+#[track_caller]
+pub(crate) fn run(command: &mut Command) -> (String, String) {
+    let output = command.env("DEBUGINFOD_URLS", "").output().unwrap();
+    let [out, err] =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(output.status.success(), "{command:?}: {err}");
+    (out, err)
+}
+
 /// A program of Debian 13, which `tests/debian.sh` has unpacked.
 pub(crate) fn trixie(program: &str) -> Option<std::process::Command> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/trixie");

@@ -192,3 +192,20 @@ impl Pprof {
         }
     }
 }
+
+/// Frames in an object by symbol, each as often as it was sampled; of inlined functions that they are in.
+pub(crate) fn frames_of(profile: &Pprof, object: &str) -> std::collections::BTreeMap<String, u64> {
+    let mut found = std::collections::BTreeMap::new();
+    for sample in &profile.samples {
+        for id in &sample.locations {
+            let line = profile.locations[id].lines.last();
+            if profile.file_of(*id) == object
+                && let Some((function, ..)) = line
+            {
+                let name = function.strip_prefix("__pi_").unwrap_or(function);
+                *found.entry(name.to_owned()).or_default() += sample.count;
+            }
+        }
+    }
+    found
+}

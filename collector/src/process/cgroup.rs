@@ -3,6 +3,7 @@
 //! Reads `/proc/PID/cgroup`, which asks for no capability. Takes no path apart: the symbolizer does.
 
 use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
 use std::rc::Rc;
 
 /// Paths remembered by id.
@@ -36,6 +37,8 @@ impl Membership {
 #[derive(Debug, Default)]
 pub struct Paths {
     by_id: HashMap<u64, Rc<str>>,
+    /// There is the unified hierarchy alone: then an id says all; elsewhere many containers have one.
+    unified: bool,
 }
 
 impl Paths {
@@ -49,11 +52,30 @@ impl Paths {
         if membership.asked && membership.id == id {
             return;
         }
+        let moved = membership.id != 0 && membership.id != id;
         membership.id = id;
-        if !self.ask(pid, membership)
-            && let Some(path) = self.by_id.get(&id)
-        {
+        if self.ask(pid, membership) {
+            self.learn(membership);
+        } else if let Some(path) = self.by_id.get(&id) {
             membership.path = Some(Rc::clone(path));
+        } else if moved && self.unified {
+            // What its parent had is certainly not it.
+            membership.path = None;
+        }
+    }
+
+    /// Remembers which path an id has, if the directory there has that id: the process may have moved in between.
+    fn learn(&mut self, membership: &Membership) {
+        let Some(path) = membership.path.as_ref().filter(|_| self.unified) else { return };
+        if self.by_id.contains_key(&membership.id) {
+            return;
+        }
+        let directory = std::fs::metadata(format!("/sys/fs/cgroup{path}"));
+        if directory.is_ok_and(|found| found.ino() == membership.id) {
+            if self.by_id.len() >= MAX_PATHS {
+                self.by_id.clear();
+            }
+            self.by_id.insert(membership.id, Rc::clone(path));
         }
     }
 
@@ -66,13 +88,7 @@ impl Paths {
         if membership.path.as_deref() != Some(path) {
             membership.path = Some(Rc::from(path));
         }
-        // With the unified hierarchy alone the id says all; elsewhere many containers have one.
-        if text.lines().count() == 1 && membership.id != 0 {
-            if self.by_id.len() >= MAX_PATHS {
-                self.by_id.clear();
-            }
-            self.by_id.extend(membership.path.clone().map(|path| (membership.id, path)));
-        }
+        self.unified = text.lines().count() == 1;
         true
     }
 }

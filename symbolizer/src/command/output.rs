@@ -84,6 +84,8 @@ pub struct Outputs {
     perf_data: Option<Output>,
     tags: Vec<String>,
     unsymbolized: bool,
+    /// A directory for perf is laid out.
+    jitted: bool,
 }
 
 impl Outputs {
@@ -97,6 +99,7 @@ impl Outputs {
             perf_data: optional(&outputs.perf_data_output)?,
             tags: outputs.tags.clone(),
             unsymbolized: outputs.pprof_unsymbolized,
+            jitted: outputs.perf_buildid_dir.is_some(),
         })
     }
 
@@ -117,7 +120,8 @@ impl Outputs {
         if let Some(perf_data) = self.perf_data {
             written.push_str(&format!("\nperf.data: {}", perf_data.path.display()));
             let arguments = std::env::args_os().map(|it| it.to_string_lossy().into_owned());
-            let options = PerfDataOptions { command_line: arguments.collect() };
+            let command_line = arguments.collect();
+            let options = PerfDataOptions { command_line, jitted: self.jitted };
             perf_data.finish_seek(|file| {
                 export::perf_data(profile, &options, BufWriter::with_capacity(1 << 18, file))
             })?;

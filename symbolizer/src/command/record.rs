@@ -133,6 +133,7 @@ fn start(
     let mut builder: Builder = Session::builder()
         .profile()
         .cache(sources.cache.clone())
+        .buildid_dir(arguments.outputs.perf_buildid_dir.clone())
         .timeline(arguments.outputs.perf_data_output.is_some())
         .sample_rate(arguments.sample_rate)
         .kernel_stacks(arguments.kernel_stacks)

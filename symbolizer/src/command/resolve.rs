@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Inputs, Profile, Sources, export, resolve};
+use stackwire::{Artifacts, Inputs, Profile, Sources, export, lay_out, resolve};
 
 use super::Failure;
 use super::output::{Output, Outputs, check_distinct, title};
@@ -20,8 +20,12 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
     let timeline = wanted.perf_data_output.is_some();
     let sources = arguments.symbols.sources()?;
-    let profile = load(&arguments.captures, &sources, &arguments.slice, timeline)?;
+    let (profile, artifacts) = load(&arguments.captures, &sources, &arguments.slice, timeline)?;
     outputs.write(&profile, arguments.slice.by.as_deref())?;
+    if let Some(directory) = &wanted.perf_buildid_dir {
+        let laid = lay_out(&profile, &artifacts, &sources, directory);
+        laid.with_context(|| format!("cannot write {}", directory.display()))?;
+    }
     arguments.symbols.check(&profile)
 }
 
@@ -33,9 +37,11 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let (flamegraph, folded) = (prepare(&arguments.flamegraph)?, prepare(&arguments.folded)?);
     let sources = arguments.symbols.sources()?;
     let profiles = match (arguments.diff, arguments.captures.as_slice()) {
-        (false, captures) => vec![load(captures, &sources, slice, false)?],
+        (false, captures) => vec![load(captures, &sources, slice, false)?.0],
         (true, captures @ [_, _]) => {
-            let one = |path: &PathBuf| load(std::slice::from_ref(path), &sources, slice, false);
+            let one = |path: &PathBuf| {
+                load(std::slice::from_ref(path), &sources, slice, false).map(|(profile, _)| profile)
+            };
             captures.iter().map(one).collect::<Result<_, _>>()?
         }
         (true, others) => {
@@ -45,6 +51,19 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     };
     let printed = match profiles.as_slice() {
         [before, after] => {
+            let kinds = |profile: &Profile| {
+                let kind = profile.origin.value_kind();
+                let own = vec![(kind.0.to_owned(), kind.1.to_owned())];
+                profile.types.as_ref().map_or(own, |types| types.kinds.clone())
+            };
+            if kinds(before) != kinds(after) {
+                return Err(anyhow!(
+                    "--diff compares what is of one kind, not {:?} with {:?}",
+                    kinds(before),
+                    kinds(after)
+                )
+                .into());
+            }
             if let Some(flamegraph) = flamegraph {
                 let title = format!("{} against {}", title(after), title(before));
                 flamegraph.finish(|out| export::flamegraph_diff(before, after, by, &title, out))?;
@@ -102,7 +121,7 @@ fn load(
     sources: &Sources,
     slice: &Slice,
     timeline: bool,
-) -> anyhow::Result<Profile> {
+) -> anyhow::Result<(Profile, Artifacts)> {
     let mut inputs = Inputs::new(timeline || slice.time.is_some());
     if slice.by.as_deref() == Some("cpu") {
         inputs.label_cpus();
@@ -129,7 +148,7 @@ fn load(
     }
     match profile.samples.is_empty() {
         true => Err(no_samples(&profile)),
-        false => Ok(profile),
+        false => Ok((profile, artifacts)),
     }
 }
 

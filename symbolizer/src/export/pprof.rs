@@ -37,9 +37,9 @@ pub fn write(profile: &Profile, options: &Options, out: impl Write) -> io::Resul
 
 fn build(profile: &Profile, options: &Options) -> proto::Profile {
     let mut writer = Writer::new(profile, options.unsymbolized);
-    let cpu_unit = if profile.origin.event == "cycles" { "cycles" } else { "nanoseconds" };
+    let (cpu_kind, cpu_unit) = profile.origin.value_kind();
     let count_type = writer.value_type("samples", "count");
-    let cpu_type = writer.value_type(if cpu_unit == "cycles" { "cycles" } else { "cpu" }, cpu_unit);
+    let cpu_type = writer.value_type(cpu_kind, cpu_unit);
     let period = match (profile.origin.frequency, cpu_unit) {
         (frequency @ 1.., "nanoseconds") => 1_000_000_000 / i64::from(frequency),
         _ => 1,

@@ -14,6 +14,9 @@ use crate::profile::{
 /// Longest line: four thousand frames of a thousand characters.
 const MAX_LINE: u64 = 4 << 20;
 
+/// Samples of one stack.
+const MAX_COUNT: u64 = 1 << 40;
+
 /// Reads the stacks.
 ///
 /// # Errors
@@ -37,7 +40,15 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), I
         let (stack, count) =
             text.rsplit_once(' ').ok_or_else(|| bad("no count behind the stack"))?;
         let count: u64 = count.parse().map_err(|_cause| bad("no count behind the stack"))?;
-        let (comm, frames) = stack.split_once(';').unwrap_or((stack, ""));
+        if stack.rsplit_once(' ').is_some_and(|(_, word)| word.bytes().all(|b| b.is_ascii_digit()))
+        {
+            return Err(bad("two counts: a comparison and no profile"));
+        }
+        if count > MAX_COUNT {
+            return Err(bad("more samples than can be"));
+        }
+        // One frame alone is no command.
+        let (comm, frames) = stack.split_once(';').unwrap_or(("", stack));
         let thread = match threads.get(comm) {
             Some(&known) => known,
             None => {
@@ -79,4 +90,36 @@ fn stacks(
         false => into.stack(Stack { locations, end: EndReason::NotSaid }).map(Some),
     };
     Ok((stack(kernel)?, stack(user)?))
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_frame_is_kept_and_comparisons_are_refused() {
+        let mut into = Builder::new();
+        read(&b"sh;main;read_[k] 3\nmain 10\n\n# a word\n"[..], &mut into, 0).unwrap();
+        let profile = into.build();
+        let stacks: Vec<_> = profile
+            .samples
+            .iter()
+            .map(|sample| {
+                let frames = profile.frames(sample.key);
+                let names = frames.map(|at| profile.given[&at][0].function.as_str());
+                (names.collect::<Vec<_>>().join(" "), sample.count)
+            })
+            .collect();
+        assert_eq!(stacks, [("read main".to_owned(), 3), ("main".to_owned(), 10)]);
+        for (bad, why) in [
+            ("a;b 3 4\n", "comparison"),
+            ("a;b\n", "no count"),
+            ("a;b x\n", "no count"),
+            ("a;b 18446744073709551615\n", "more samples"),
+        ] {
+            let error = read(bad.as_bytes(), &mut Builder::new(), 0).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
 }

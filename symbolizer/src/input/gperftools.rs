@@ -114,7 +114,7 @@ fn mapping<'l>(line: &'l str, into: &mut Builder) -> Result<Option<(Map, &'l str
         path => Executable::File { path: path.to_owned(), build_id: Vec::new(), inode, device },
     };
     let executable = into.executable(executable)?;
-    Ok(Some((Map { start, end, file_offset, executable, private: false }, path)))
+    Ok(Some((Map { start, end, file_offset, executable, private: false, since: 0 }, path)))
 }
 
 #[cfg(test)]

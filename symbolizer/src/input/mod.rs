@@ -48,7 +48,7 @@ pub enum InputError {
         what: String,
     },
     /// Samples and what is none.
-    #[error("it cannot be added to a pprof whose values are no samples of CPU time")]
+    #[error("its samples weigh something else than those before: they cannot be added up")]
     Mixed,
     /// More than a profile holds.
     #[error(transparent)]
@@ -89,29 +89,25 @@ impl Inputs {
             kept.rewind()?;
             file = kept;
         }
-        let mixed = self.assembler.has_other_values() && !head.starts_with(&[0x1f, 0x8b]);
-        if mixed && !pprof::is_plain(&head) {
+        let kind = Kind::of(&head);
+        if self.assembler.has_other_values() && !matches!(kind, Kind::Pprof { .. }) {
             return Err(InputError::Mixed);
         }
-        if head.starts_with(b"PERFILE2") || head.starts_with(b"2ELIFREP") {
-            let (into, artifacts, number) = self.assembler.other();
-            return perf_data::read(file, (into, artifacts), number, sources);
-        }
-        let input = BufReader::with_capacity(1 << 18, file);
-        if gperftools::is_one(&head) {
-            let (into, _, number) = self.assembler.other();
-            return gperftools::read(input, into, number);
-        }
-        let gzip = head.starts_with(&[0x1f, 0x8b]);
-        if gzip || pprof::is_plain(&head) && !is_text(&head) {
-            let (into, artifacts, number) = self.assembler.other();
-            return pprof::read(input, gzip, (into, artifacts), number);
-        }
-        if head.starts_with(b"SWF") || !is_text(&head) {
+        if let Kind::Capture = kind {
+            let input = BufReader::with_capacity(1 << 18, file);
             return Ok(read_into(input, &mut self.assembler)?);
         }
-        let (into, _, number) = self.assembler.other();
-        folded::read(input, into, number)
+        let (into, artifacts, number) = self.assembler.other();
+        match kind {
+            Kind::Capture => {}
+            Kind::PerfData => perf_data::read(file, (into, artifacts), number, sources)?,
+            Kind::Gperftools => gperftools::read(BufReader::new(file), into, number)?,
+            Kind::Pprof { gzip } => {
+                pprof::read(BufReader::new(file), gzip, (into, artifacts), number)?;
+            }
+            Kind::Folded => folded::read(file, into, number)?,
+        }
+        if self.assembler.is_mixed() { Err(InputError::Mixed) } else { Ok(()) }
     }
 
     /// The profile with what it needs to be resolved.
@@ -121,9 +117,32 @@ impl Inputs {
     }
 }
 
-fn is_text(head: &[u8]) -> bool {
-    !head.is_empty()
-        && head.iter().all(|&byte| byte >= b' ' || matches!(byte, b'\n' | b'\t' | b'\r'))
+/// What a file is.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Capture,
+    PerfData,
+    Gperftools,
+    Pprof { gzip: bool },
+    Folded,
+}
+
+impl Kind {
+    /// By how it begins; what is nothing else may be a damaged capture.
+    fn of(head: &[u8]) -> Self {
+        let is_text = |&byte: &u8| byte >= b' ' || matches!(byte, b'\n' | b'\t' | b'\r');
+        match head {
+            [b'P', b'E', b'R', b'F', b'I', b'L', b'E', b'2', ..] => Self::PerfData,
+            [b'2', b'E', b'L', b'I', b'F', b'R', b'E', b'P', ..] => Self::PerfData,
+            [b'S', b'W', b'F', ..] | [] => Self::Capture,
+            [0x1f, 0x8b, ..] => Self::Pprof { gzip: true },
+            head if head.iter().all(is_text) => Self::Folded,
+            head if gperftools::is_one(head) => Self::Gperftools,
+            // Tags of the first fields of profile.proto, all length-delimited.
+            [0x0a | 0x12 | 0x1a | 0x22 | 0x2a | 0x32, ..] => Self::Pprof { gzip: false },
+            _ => Self::Capture,
+        }
+    }
 }
 
 /// Reads a file from memory and writes it as everything.

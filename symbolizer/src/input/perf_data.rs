@@ -7,7 +7,8 @@ use std::fs::File;
 use std::io::{BufReader, Read, Seek};
 
 use linux_perf_data::linux_perf_event_reader::{
-    AttrFlags, CpuMode, EventRecord, Mmap2FileId, RawData, SampleFormat, SampleRecord,
+    AttrFlags, CpuMode, EventRecord, Mmap2FileId, PerfEventAttr, RawData, SampleFormat,
+    SampleRecord, SamplingPolicy,
 };
 use linux_perf_data::{
     AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
@@ -76,7 +77,9 @@ struct Reader<'a> {
     modified: Option<std::time::SystemTime>,
     /// Processes that ran code they made themselves, once they were looked at.
     jits: rustc_hash::FxHashSet<u32>,
-    chain: Vec<(u64, FrameKind)>,
+    chain: Addresses,
+    /// Copied stacks are walked by rules for this processor.
+    x86_64: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -103,6 +106,15 @@ impl<'a> Reader<'a> {
                 "its samples hold counter values (perf record of a group with :S): not read";
             return Err(InputError::PerfData(message.to_owned()));
         }
+        let x86_64 = arch == "x86_64";
+        let copies = |attr: &AttributeDescription| {
+            attr.attr.sample_format.contains(SampleFormat::STACK_USER)
+        };
+        if !x86_64 && file.event_attributes().iter().any(copies) {
+            into.note(format!(
+                "copies of stacks of {arch} are not walked: user stacks are one frame"
+            ));
+        }
         let build_ids = file.build_ids().unwrap_or_default();
         let build_ids = build_ids.into_iter().map(|(key, info)| (key, trimmed(info.build_id)));
         Ok(Self {
@@ -121,6 +133,7 @@ impl<'a> Reader<'a> {
             modified,
             jits: rustc_hash::FxHashSet::default(),
             chain: Vec::new(),
+            x86_64,
         })
     }
 
@@ -155,21 +168,27 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
+    /// The event that is read.
+    fn attribute(&self) -> &PerfEventAttr {
+        &self.file.event_attributes()[self.event.unwrap_or(0)].attr
+    }
+
     fn origin(&self) -> Origin {
         let text = |found: Result<Option<&str>, linux_perf_data::Error>| {
             found.ok().flatten().unwrap_or_default().to_owned()
         };
         let attribute = &self.file.event_attributes()[self.event.unwrap_or(0)];
-        let freq = attribute.attr.flags.contains(AttrFlags::FREQ);
-        let sampling = format!("{:?}", attribute.attr.sampling_policy);
-        let digits: String = sampling.chars().filter(char::is_ascii_digit).collect();
+        let frequency = match attribute.attr.sampling_policy {
+            SamplingPolicy::Frequency(frequency) => u32::try_from(frequency).unwrap_or(0),
+            _ => 0,
+        };
         let cpus = self.file.nr_cpus().ok().flatten();
         Origin {
             hostname: text(self.file.hostname()),
             kernel_release: text(self.file.os_release()),
             machine: text(self.file.arch()),
-            event: event_name(attribute),
-            frequency: if freq { digits.parse().unwrap_or(0) } else { 0 },
+            event: String::new(),
+            frequency,
             kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
             collector: format!("perf {}", text(self.file.perf_version())),
             all: false,
@@ -216,11 +235,11 @@ impl<'a> Reader<'a> {
             }
             EventRecord::Mmap(map) if misc & MMAP_DATA == 0 => {
                 let range = (map.address, map.length, map.page_offset);
-                self.map(map.pid as u32, range, &text(map.path), None)?;
+                self.map(map.pid as u32, range, &text(map.path), None, time)?;
             }
             EventRecord::Mmap2(map) if misc & MMAP_DATA == 0 => {
                 let range = (map.address, map.length, map.page_offset);
-                self.map(map.pid as u32, range, &text(map.path), Some(map.file_id))?;
+                self.map(map.pid as u32, range, &text(map.path), Some(map.file_id), time)?;
             }
             EventRecord::Lost(lost) => self.lost = self.lost.saturating_add(lost.count),
             _ => {}
@@ -245,12 +264,18 @@ impl<'a> Reader<'a> {
         (start, length, file_offset): (u64, u64, u64),
         path: &str,
         id: Option<Mmap2FileId>,
+        time: Option<u64>,
     ) -> Result<(), InputError> {
+        let since = time.unwrap_or(0);
         let Some(end) = start.checked_add(length).filter(|end| *end > start) else { return Ok(()) };
         let executable = self.executable(path, id)?;
         let private = matches!(executable, Executable::Anonymous);
         let executable = self.into.executable(executable)?;
-        self.tasks.map(self.into, pid, Map { start, end, file_offset, executable, private })?;
+        self.tasks.map(
+            self.into,
+            pid,
+            Map { start, end, file_offset, executable, private, since },
+        )?;
         Ok(())
     }
 
@@ -317,11 +342,16 @@ impl<'a> Reader<'a> {
         if let Some(user) = user {
             self.look_for_perf_map(pid, process, user)?;
         }
-        let time = time.unwrap_or(0);
-        self.span =
-            Some(self.span.map_or((time, time), |(first, last)| (first.min(time), last.max(time))));
+        if let Some(time) = time {
+            let (first, last) = self.span.unwrap_or((time, time));
+            self.span = Some((first.min(time), last.max(time)));
+        }
         let key = SampleKey { thread, user, kernel, labels: 0 };
-        self.into.sample(key, sample.period.unwrap_or(1), (time, sample.cpu.unwrap_or(0)))?;
+        let period = sample.period.unwrap_or(match self.attribute().sampling_policy {
+            SamplingPolicy::Period(period) => period.get(),
+            _ => 1,
+        });
+        self.into.sample(key, period, (time, sample.cpu))?;
         self.taken += 1;
         Ok(())
     }
@@ -355,12 +385,14 @@ impl<'a> Reader<'a> {
             stack.push((ip, FrameKind::Exact));
         }
         let mut end = EndReason::NotSaid;
-        if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack) {
+        if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack)
+            && self.x86_64
+        {
             let stack = stack.as_slice();
             let size = usize::try_from(*size).unwrap_or(0).min(stack.len());
             let copied = Copied { registers, stack: &stack[..size] };
             self.chain.clear();
-            end = self.walker.walk(
+            let walked = self.walker.walk(
                 &copied,
                 pid,
                 &self.tasks,
@@ -368,7 +400,11 @@ impl<'a> Reader<'a> {
                 self.artifacts,
                 &mut self.chain,
             );
-            user.clone_from(&self.chain);
+            // Never fewer than the kernel found by frame pointers.
+            if self.chain.len() >= user.len() {
+                end = walked;
+                user.clone_from(&self.chain);
+            }
         }
         (kernel, user, end)
     }
@@ -442,10 +478,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// "cycles:P" and the like without what asks for precision.
+/// Its name without modifiers: `cycles` of `cycles:P`, and all of `sched:sched_switch`.
 fn event_name(attribute: &AttributeDescription) -> String {
     let name = attribute.name().unwrap_or("samples");
-    name.split(':').next().filter(|_| !name.contains("::")).unwrap_or(name).to_owned()
+    let plain = name.rsplit_once(':').filter(|(_, modifiers)| {
+        !modifiers.is_empty() && modifiers.chars().all(|letter| "ukhGHpPSDWeb".contains(letter))
+    });
+    plain.map_or(name, |(name, _)| name).to_owned()
 }
 
 /// A build-id of 20 bytes whose end is padding.

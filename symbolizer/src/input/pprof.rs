@@ -21,16 +21,6 @@ use crate::profile::{
 
 /// Bytes of a profile, opened: some bytes of it become thirty times as many in memory.
 const MAX_BYTES: u64 = 256 << 20;
-/// Beyond any file: a number no address has tells code without one apart.
-const NO_ADDRESS: u64 = 1 << 60;
-
-/// Whether bytes that are no text may begin a pprof that is not compressed.
-#[must_use]
-pub fn is_plain(head: &[u8]) -> bool {
-    // Tags of sample_type, sample, mapping, location, function, string_table, all length-delimited.
-    matches!(head, [0x0a | 0x12 | 0x1a | 0x22 | 0x2a | 0x32, ..])
-}
-
 /// Reads a profile.
 ///
 /// # Errors
@@ -131,7 +121,7 @@ impl<'a> Reader<'a> {
             _ => 0,
         };
         let origin = Origin {
-            event: period_type.0.clone(),
+            event: kinds.last().map(|(kind, _)| kind.clone()).unwrap_or_default(),
             frequency: u32::try_from(frequency).unwrap_or(0),
             ..Origin::default()
         };
@@ -236,19 +226,6 @@ impl<'a> Reader<'a> {
         if let Some(&known) = self.known.get(&id) {
             return Ok(known);
         }
-        let inside = mapping.and_then(|(executable, mapping)| {
-            let offset = wire.address.checked_sub(mapping.memory_start)?;
-            (wire.address < mapping.memory_limit)
-                .then(|| (executable, offset.wrapping_add(mapping.file_offset)))
-        });
-        let (executable, offset) = match inside {
-            Some(found) => found,
-            None if wire.address == 0 => {
-                let nowhere = self.into.executable(Executable::Names { kernel: false })?;
-                (nowhere, NO_ADDRESS | self.known.len() as u64)
-            }
-            None => (self.into.executable(Executable::Unmapped)?, wire.address),
-        };
         let mut lines = Vec::with_capacity(wire.line.len());
         for line in &wire.line {
             let function = self.functions.get(&line.function_id);
@@ -264,15 +241,35 @@ impl<'a> Reader<'a> {
             });
         }
         lines.retain(|line| !line.function.is_empty());
-        // Without an address it is its names that tell it apart.
-        let found = if offset & NO_ADDRESS != 0 && inside.is_none() {
-            self.into.named(executable, Arc::from(lines))?
-        } else {
-            let found = self.into.location(Location { executable, process: None, offset })?;
-            if !lines.is_empty() {
-                self.into.name(found, Arc::from(lines));
+        let lines: Arc<[Line]> = Arc::from(lines);
+        let inside = mapping.and_then(|(executable, mapping)| {
+            let offset = wire.address.checked_sub(mapping.memory_start)?;
+            // Who has no limit says 0.
+            let fits = wire.address < mapping.memory_limit || mapping.memory_limit == 0;
+            let known = !matches!(self.into.executable_of(executable), Executable::Unmapped);
+            (fits && known).then(|| (executable, offset.wrapping_add(mapping.file_offset)))
+        });
+        let found = match inside {
+            // Without an address it is its names that tell it apart.
+            _ if wire.address == 0 && !lines.is_empty() => {
+                let nowhere = self.into.executable(Executable::Names { kernel: false })?;
+                self.into.named(nowhere, lines)?
             }
-            found
+            inside => {
+                let location = match inside {
+                    Some((executable, offset)) => Location { executable, process: None, offset },
+                    // Of memory that is no file's, addresses mean something in one process alone.
+                    None => Location {
+                        executable: self.into.executable(Executable::Unmapped)?,
+                        process: Some(process),
+                        offset: wire.address,
+                    },
+                };
+                match lines.is_empty() {
+                    true => self.into.location(location)?,
+                    false => self.into.location_named(location, lines)?,
+                }
+            }
         };
         self.known.insert(id, found);
         Ok(found)
@@ -328,4 +325,111 @@ fn bytes(hex: &str) -> Vec<u8> {
 
 fn undefined(what: &str, id: u64) -> InputError {
     InputError::Pprof(format!("{what} {id} is not in it"))
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::profile::Profile;
+
+    /// A program without a build-id, a function at 0x401000 of it, kernel addresses without a mapping, and two processes
+    /// with code of their own at one place.
+    fn wire(function: &str) -> proto::Profile {
+        let strings =
+            ["", "samples", "count", "cpu", "nanoseconds", "/opt/none", "pid", "[jit]", function];
+        let label = |pid| vec![proto::Label { key: 6, num: pid, ..Default::default() }];
+        let sample = |location, pid, count| proto::Sample {
+            location_id: vec![location],
+            value: vec![count, count * 10],
+            label: label(pid),
+        };
+        let location = |id, mapping_id, address| proto::Location {
+            id,
+            mapping_id,
+            address,
+            ..Default::default()
+        };
+        let mapping = |id, memory_start, filename| proto::Mapping {
+            id,
+            memory_start,
+            memory_limit: memory_start + 0x1000,
+            filename,
+            ..Default::default()
+        };
+        let named = proto::Location {
+            line: vec![proto::Line { function_id: 1, line: 7 }],
+            ..location(1, 1, 0x40_1000)
+        };
+        proto::Profile {
+            sample_type: vec![
+                proto::ValueType { r#type: 1, unit: 2 },
+                proto::ValueType { r#type: 3, unit: 4 },
+            ],
+            sample: vec![
+                sample(1, 10, 1),
+                sample(2, 10, 2),
+                sample(3, 10, 4),
+                sample(4, 10, 8),
+                sample(5, 11, 16),
+            ],
+            mapping: vec![mapping(1, 0x40_1000, 5), mapping(2, 0x7000, 7), mapping(3, 0x9000, 7)],
+            location: vec![
+                named,
+                location(2, 0, 0xffff_ffff_8100_0010),
+                location(3, 0, 0xffff_ffff_8199_9990),
+                location(4, 2, 0x7010),
+                location(5, 3, 0x9010),
+            ],
+            function: vec![proto::Function { id: 1, name: 8, ..Default::default() }],
+            string_table: strings.map(str::to_owned).to_vec(),
+            ..Default::default()
+        }
+    }
+
+    fn read_all(profiles: &[proto::Profile]) -> Result<Profile, InputError> {
+        let mut into = Builder::new();
+        for (number, wire) in profiles.iter().enumerate() {
+            let bytes = wire.encode_to_vec();
+            read(&*bytes, false, (&mut into, &mut Artifacts::default()), number)?;
+        }
+        Ok(into.build())
+    }
+
+    #[test]
+    fn what_is_apart_stays_apart() {
+        let profile = read_all(&[wire("one"), wire("two")]).unwrap();
+        assert_eq!(profile.sample_count(), 62);
+        let mut names: Vec<_> =
+            profile.given.values().map(|lines| lines[0].function.as_str()).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["one", "two"], "two builds of one path");
+        let unmapped: Vec<_> = profile
+            .locations
+            .iter()
+            .filter(|it| it.process.is_some())
+            .map(|it| it.offset)
+            .collect();
+        let expected = [0xffff_ffff_8100_0010, 0xffff_ffff_8199_9990, 0x7010, 0x9010];
+        assert_eq!(unmapped, [expected, expected].concat(), "addresses are kept");
+    }
+
+    #[test]
+    fn values_that_cannot_be_added_are_refused() {
+        let mut negative = wire("x");
+        negative.sample[0].value[0] = -1;
+        let mut short = wire("x");
+        short.sample[0].value.pop();
+        let mut other = wire("x");
+        other.string_table[4] = "microseconds".to_owned();
+        for (profiles, why) in [
+            (vec![negative], "negative"),
+            (vec![short], "1 values of 2 kinds"),
+            (vec![wire("x"), other.clone()], "cannot be added"),
+            (vec![other, wire("x")], "cannot be added"),
+        ] {
+            let error = read_all(&profiles).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
 }

@@ -11,8 +11,8 @@ use crate::profile::{
     Process, ProcessId, Stack, StackId, Thread, ThreadId, lookup_offset,
 };
 
-/// Mappings of one process, more than any kernel lets it have.
-const MAX_MAPS: usize = 1 << 18;
+/// Mappings of all processes together: a child shares its parent's until it maps something itself.
+const MAX_MAPS: usize = 4 << 20;
 
 /// Executable memory.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +27,8 @@ pub struct Map {
     pub executable: ExecutableId,
     /// Addresses mean something in this process alone.
     pub private: bool,
+    /// When it was mapped, on the clock of the profile; 0: unknown.
+    pub since: u64,
 }
 
 #[derive(Debug)]
@@ -38,8 +40,8 @@ struct Task {
     maps: Rc<Vec<Map>>,
     /// Names of its threads.
     names: FxHashMap<u32, String>,
-    /// Mappings the profile has been told of, by address.
-    told: FxHashMap<u64, u64>,
+    /// Mappings the profile has been told of, by address: end, file offset, executable.
+    told: FxHashMap<u64, (u64, u64, ExecutableId)>,
     threads: FxHashMap<u32, ThreadId>,
 }
 
@@ -49,6 +51,8 @@ pub struct Tasks {
     by_pid: FxHashMap<u32, Task>,
     /// Stands for the time a process began, which nobody tells.
     next: u64,
+    /// Mappings of all.
+    maps: usize,
 }
 
 impl Tasks {
@@ -92,7 +96,10 @@ impl Tasks {
             }
             return Ok(());
         }
-        let from = self.by_pid.get(&parent).map(|from| (from.comm.clone(), Rc::clone(&from.maps)));
+        let from = self.by_pid.get(&parent).map(|from| {
+            let comm = from.names.get(&parent_tid).unwrap_or(&from.comm).clone();
+            (comm, Rc::clone(&from.maps))
+        });
         let (comm, maps) = from.unwrap_or_default();
         let start = self.next();
         self.begin(into, pid, (start, 0), comm, maps)
@@ -100,7 +107,14 @@ impl Tasks {
 
     /// Something was mapped.
     pub fn map(&mut self, into: &mut Builder, pid: u32, new: Map) -> Result<(), Full> {
+        let mut all = self.maps + 2;
         let task = self.task(into, pid)?;
+        if Rc::strong_count(&task.maps) > 1 {
+            all += task.maps.len();
+        }
+        if all > MAX_MAPS {
+            return Err(Full("mappings"));
+        }
         let maps = Rc::make_mut(&mut task.maps);
         let first = maps.partition_point(|old| old.end <= new.start);
         let last = maps.partition_point(|old| old.start < new.end).max(first);
@@ -114,7 +128,8 @@ impl Tasks {
             replacement.push(Map { start: new.end, file_offset, ..*old });
         }
         maps.splice(first..last, replacement);
-        if maps.len() > MAX_MAPS { Err(Full("mappings of a process")) } else { Ok(()) }
+        self.maps = all;
+        Ok(())
     }
 
     /// The thread a sample is of.
@@ -185,7 +200,8 @@ impl Tasks {
         map: &Map,
     ) -> Result<(), Full> {
         let Some(task) = self.by_pid.get_mut(&pid) else { return Ok(()) };
-        if task.told.insert(map.start, map.end) == Some(map.end) {
+        let what = (map.end, map.file_offset, map.executable);
+        if task.told.insert(map.start, what) == Some(what) {
             return Ok(());
         }
         into.mapping(Mapping {
@@ -194,7 +210,7 @@ impl Tasks {
             start: map.start,
             length: map.end - map.start,
             file_offset: map.file_offset,
-            since_ns: 0,
+            since_ns: map.since,
         })
     }
 
@@ -238,4 +254,70 @@ impl Tasks {
 
 fn process(pid: u32, start: u64, generation: u32, comm: String) -> Process {
     Process { pid, start_ns: start, generation, comm, ..Process::default() }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_that_is_used_again_is_another_mapping() {
+        let (mut into, mut tasks) = (Builder::new(), Tasks::default());
+        let file = |into: &mut Builder, path: &str| {
+            let path = path.to_owned();
+            let file = Executable::File { path, build_id: Vec::new(), inode: 1, device: (0, 0) };
+            into.executable(file).unwrap()
+        };
+        for (since, path) in [(1, "/a.so"), (2, "/b.so")] {
+            let executable = file(&mut into, path);
+            let map = Map {
+                start: 0x1000,
+                end: 0x2000,
+                file_offset: 0,
+                executable,
+                private: false,
+                since,
+            };
+            tasks.map(&mut into, 7, map).unwrap();
+            let stack = [(0x1010, FrameKind::Exact)];
+            tasks.stack(&mut into, 7, &stack, EndReason::NotSaid).unwrap();
+        }
+        let profile = into.build();
+        let told: Vec<_> =
+            profile.mappings.iter().map(|it| (it.executable.0, it.since_ns)).collect();
+        assert_eq!(told, [(0, 1), (1, 2)]);
+    }
+
+    #[test]
+    fn a_child_is_called_as_the_thread_that_made_it() {
+        let (mut into, mut tasks) = (Builder::new(), Tasks::default());
+        tasks.comm(&mut into, (7, 7), "main".to_owned(), true).unwrap();
+        tasks.comm(&mut into, (7, 8), "worker".to_owned(), false).unwrap();
+        tasks.fork(&mut into, (9, 9), (7, 8)).unwrap();
+        tasks.thread(&mut into, (9, 9)).unwrap();
+        assert_eq!(into.build().threads[0].comm, "worker");
+    }
+
+    #[test]
+    fn forks_that_copy_large_tables_end_somewhere() {
+        let (mut into, mut tasks) = (Builder::new(), Tasks::default());
+        let executable = into.executable(Executable::Anonymous).unwrap();
+        let map = |start| Map {
+            start,
+            end: start + 1,
+            file_offset: 0,
+            executable,
+            private: true,
+            since: 0,
+        };
+        for start in 0..20_000 {
+            tasks.map(&mut into, 1, map(start * 2)).unwrap();
+        }
+        let made = (2..2000).try_for_each(|pid| {
+            tasks.fork(&mut into, (pid, pid), (1, 1))?;
+            tasks.map(&mut into, pid, map(1 << 40))
+        });
+        assert_eq!(made, Err(Full("mappings")));
+    }
 }

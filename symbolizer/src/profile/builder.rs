@@ -41,8 +41,11 @@ pub struct Builder {
     by_cpu: bool,
     /// Where that of this capture begins.
     timeline_start: usize,
+    mapping_start: usize,
+    mixed: bool,
     /// Values of a pprof are samples and CPU time.
     of_cpu_time: bool,
+    variants: FxHashMap<(LocationId, Arc<[Line]>), LocationId>,
     names: FxHashMap<(ExecutableId, Arc<[Line]>), u64>,
     label_sets: FxHashMap<Vec<Label>, u32>,
     executables: FxHashMap<Executable, u32>,
@@ -66,11 +69,16 @@ impl Builder {
     pub fn capture(&mut self, capture: usize, origin: Origin, clock_zero_ns: u64) {
         self.capture = capture;
         self.timeline_start = self.profile.timeline.len();
+        self.mapping_start = self.profile.mappings.len();
         let first = &mut self.profile.origin;
         if *first == Origin::default() {
             *first = origin;
             self.first = capture;
             self.profile.clock_zero_ns = clock_zero_ns;
+        } else if matches!(origin.event.as_str(), "" | "samples") {
+            // What they weigh is not known, or not yet.
+        } else if first.value_kind() != origin.value_kind() {
+            self.mixed = true;
         } else if first.event != origin.event {
             let note = format!("captures of {} and of {} are added up", first.event, origin.event);
             self.note(note);
@@ -155,9 +163,34 @@ impl Builder {
             .map(LocationId)
     }
 
-    /// The input had these names for a location.
-    pub fn name(&mut self, location: LocationId, lines: Arc<[Line]>) {
-        self.profile.given.insert(location, lines);
+    /// The id of a location the input has names for. Where another input had others, it is a location of its own: two
+    /// builds of a program without build-ids are not told apart otherwise.
+    pub fn location_named(
+        &mut self,
+        location: Location,
+        lines: Arc<[Line]>,
+    ) -> Result<LocationId, Full> {
+        let id = self.location(location)?;
+        match self.profile.given.get(&id) {
+            None => {
+                self.profile.given.insert(id, lines);
+                Ok(id)
+            }
+            Some(known) if *known == lines => Ok(id),
+            Some(_) => {
+                if let Some(&known) = self.variants.get(&(id, Arc::clone(&lines))) {
+                    return Ok(known);
+                }
+                let table = &mut self.profile.locations;
+                let new =
+                    u32::try_from(table.len()).ok().filter(|_| table.len() < self.limits.entries);
+                let new = LocationId(new.ok_or(Full("locations"))?);
+                table.push(location);
+                self.variants.insert((id, Arc::clone(&lines)), new);
+                self.profile.given.insert(new, lines);
+                Ok(new)
+            }
+        }
     }
 
     /// The location of names that have no address.
@@ -189,20 +222,21 @@ impl Builder {
         intern(&mut self.stacks, table, stack, Clone::clone, self.limits, "stacks").map(StackId)
     }
 
-    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU.
+    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU, as far as they are known.
     pub fn sample(
         &mut self,
         key: SampleKey,
         value: u64,
-        (time_ns, cpu): (u64, u32),
+        (time_ns, cpu): (Option<u64>, Option<u32>),
     ) -> Result<(), Full> {
         let mut key = key;
-        if self.by_cpu {
+        if let Some(cpu) = cpu.filter(|_| self.by_cpu) {
             let value = LabelValue::Number(cpu.into(), String::new());
             key.labels = self.labels(vec![Label { key: "cpu".to_owned(), value }])?;
         }
         let id = self.add(key, 1, value)?;
-        if self.timeline {
+        if let Some(time_ns) = time_ns.filter(|_| self.timeline) {
+            let cpu = cpu.unwrap_or(0);
             if self.profile.timeline.len() >= self.limits.entries {
                 return Err(Full("samples"));
             }
@@ -237,7 +271,8 @@ impl Builder {
         }
         let is_cpu_time = types.kinds.len() == 2
             && types.kinds[0] == ("samples".to_owned(), "count".to_owned())
-            && matches!(types.kinds[1].0.as_str(), "cpu" | "cycles");
+            && [("cpu", "nanoseconds"), ("cycles", "cycles")]
+                .contains(&(types.kinds[1].0.as_str(), types.kinds[1].1.as_str()));
         self.of_cpu_time = is_cpu_time;
         match (&self.profile.types, is_cpu_time) {
             (None, true) => Ok(()),
@@ -259,16 +294,19 @@ impl Builder {
 
     /// Adds a sample with values as the last [`Builder::types`] said, and tells what it counts for.
     pub fn values(&mut self, key: SampleKey, values: &[i64]) -> Result<u64, String> {
-        let positive = |index: usize| values.get(index).map_or(0, |value| (*value).max(0) as u64);
+        if values.iter().any(|value| *value < 0) {
+            return Err("a value is negative: it is the difference of two profiles".to_owned());
+        }
+        let positive = |index: usize| values.get(index).map_or(0, |value| *value as u64);
         let full = |full: Full| full.to_string();
+        let types = self.profile.types.as_ref().filter(|_| !self.of_cpu_time);
+        let (kinds, default) = types.map_or((2, 0), |types| (types.kinds.len(), types.default));
+        if values.len() != kinds {
+            return Err(format!("a sample has {} values of {kinds} kinds", values.len()));
+        }
         if self.of_cpu_time {
             self.add(key, positive(0), positive(1)).map_err(full)?;
             return Ok(positive(0));
-        }
-        let types = self.profile.types.as_ref();
-        let (kinds, default) = types.map_or((0, 0), |types| (types.kinds.len(), types.default));
-        if values.len() != kinds {
-            return Err(format!("a sample has {} values of {kinds} kinds", values.len()));
         }
         let id = self.add(key, positive(default), 0).map_err(full)? as usize;
         let all = &mut self.profile.values;
@@ -279,6 +317,12 @@ impl Builder {
             *sum = sum.saturating_add(*value);
         }
         Ok(positive(default))
+    }
+
+    /// Whether weights of another unit than those before have been added.
+    #[must_use]
+    pub fn is_mixed(&self) -> bool {
+        self.mixed
     }
 
     /// Whether values are no samples of CPU time.
@@ -296,8 +340,11 @@ impl Builder {
 
     /// Names the event of this capture, if it is the one that stands for all.
     pub fn event(&mut self, event: String) {
+        let origin = Origin { event, ..Origin::default() };
         if self.capture == self.first {
-            self.profile.origin.event = event;
+            self.profile.origin.event = origin.event;
+        } else {
+            self.mixed |= origin.value_kind() != self.profile.origin.value_kind();
         }
     }
 
@@ -308,6 +355,11 @@ impl Builder {
         }
         for moment in &mut self.profile.timeline[self.timeline_start..] {
             moment.time_ns = moment.time_ns.saturating_add(zero_ns);
+        }
+        for mapping in &mut self.profile.mappings[self.mapping_start..] {
+            if mapping.since_ns != 0 {
+                mapping.since_ns = mapping.since_ns.saturating_add(zero_ns);
+            }
         }
     }
 

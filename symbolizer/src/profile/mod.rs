@@ -394,6 +394,19 @@ pub struct Types {
     pub period: i64,
 }
 
+impl Origin {
+    /// Kind and unit of what samples weigh.
+    #[must_use]
+    pub fn value_kind(&self) -> (&str, &str) {
+        match self.event.as_str() {
+            "" | "cpu" | "samples" => ("cpu", "nanoseconds"),
+            clock if clock.ends_with("-clock") => ("cpu", "nanoseconds"),
+            "cycles" => ("cycles", "cycles"),
+            event => (event, "count"),
+        }
+    }
+}
+
 /// What became of a location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resolution {

@@ -171,6 +171,12 @@ fn look_for(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
         .take(8)
         .flat_map(|pid| [format!("/proc/{pid}/root{path}"), format!("/proc/{pid}/exe")]);
     let mut reason = None;
+    // Of a profile that says neither, whose processes may be of another host: its path alone.
+    let unknown = build_id.is_empty() && *inode == 0;
+    if unknown && !path.starts_with('/') {
+        return Err("the profile has neither its build-id nor its path".to_owned());
+    }
+    let through = through.filter(|_| !unknown);
     for candidate in through.chain([path.clone()]) {
         match open_regular(&candidate) {
             Ok(file) => match is_same(&file, build_id, *inode, *device) {
@@ -212,7 +218,7 @@ pub fn open_regular(path: &str) -> Result<File, String> {
 }
 
 fn is_same(file: &File, wanted: &[u8], inode: u64, device: (u32, u32)) -> Result<bool, String> {
-    // From a profile that says neither: its path is all there is, and the report says so.
+    // From a profile that says neither; the report says so.
     if wanted.is_empty() && inode == 0 {
         return Ok(true);
     }

@@ -5,6 +5,7 @@
 //! looks call chains up as they are, and who subtracts one more still finds the call.
 
 mod header;
+pub(crate) mod jitted;
 mod play;
 mod record;
 
@@ -19,6 +20,8 @@ use crate::profile::{Executable, Profile};
 pub struct Options {
     /// The command that wrote the file, for `perf report --header`.
     pub command_line: Vec<String>,
+    /// Code made at run time is said to be in files that [`crate::lay_out`] makes; otherwise perf looks for a perf-map.
+    pub jitted: bool,
 }
 
 /// Writes a profile that was read with its timeline.
@@ -33,7 +36,7 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
     }
     // What the head says of the rest is known at the end.
     out.write_all(&[0; header::DATA as usize])?;
-    let mut player = Player::new(profile, &mut out);
+    let mut player = Player::new(profile, options.jitted, &mut out);
     player.play()?;
     let (data, times, used) = (player.bytes(), player.times(), player.into_used());
     let mut build_ids = Vec::new();

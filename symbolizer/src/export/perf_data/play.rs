@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::super::kernel_place::{self, KERNEL_BASE};
-use super::kernel_name;
 use super::record::{At, Chain, Map, Records, chain};
+use super::{jitted, kernel_name};
 use crate::profile::{Executable, Location, LocationId, Moment, Process, Profile, SampleKey};
 
 /// Call chains kept encoded, in bytes.
@@ -30,6 +30,7 @@ type Placed = (u64, u64, u64);
 #[derive(Debug)]
 pub struct Player<'a, W> {
     profile: &'a Profile,
+    jitted: bool,
     records: Records<W>,
     kernel: FxHashMap<u32, (u64, u64)>,
     /// By time; of equal times in the order of [`Event`].
@@ -52,9 +53,10 @@ pub struct Player<'a, W> {
 
 impl<'a, W: Write> Player<'a, W> {
     /// Lays out what is to be played.
-    pub fn new(profile: &'a Profile, out: W) -> Self {
+    pub fn new(profile: &'a Profile, jitted: bool, out: W) -> Self {
         let mut player = Self {
             profile,
+            jitted,
             records: Records::new(out),
             kernel: kernel_place::places(profile),
             events: Vec::new(),
@@ -215,17 +217,23 @@ impl<'a, W: Write> Player<'a, W> {
         let mapping = &self.profile.mappings[index as usize];
         let process = &self.profile.processes[mapping.process.index()];
         let executable = &self.profile.executables[mapping.executable.index()];
-        let name = match executable {
+        let (start, length, mut file_offset) = (mapping.start, mapping.length, mapping.file_offset);
+        let made;
+        let (name, build_id) = match executable {
+            Executable::Anonymous if self.jitted => {
+                let (name, id) = jitted::identity(self.profile, index as usize);
+                (made, file_offset) = (id, jitted::TEXT);
+                (name, &made[..])
+            }
             // The name perf takes for code a JIT made, whose symbols are in /tmp/perf-PID.map.
-            Executable::Anonymous => "//anon".to_owned(),
-            executable => executable.name(),
+            Executable::Anonymous => ("//anon".to_owned(), &[][..]),
+            executable => (executable.name(), executable.build_id()),
         };
-        let (start, length, file_offset) = (mapping.start, mapping.length, mapping.file_offset);
         let owner = (mapping.process.0, mapping.executable.0);
         self.placed.entry(owner).or_default().push((file_offset, length, start));
         self.versions[mapping.process.index()] += 1;
         self.used[mapping.executable.index()] = true;
-        let map = Map { start, length, file_offset, build_id: executable.build_id(), path: &name };
+        let map = Map { start, length, file_offset, build_id, path: &name };
         self.records.map(self.at(process, process.pid, time_ns, 0), map)
     }
 

@@ -1,0 +1,153 @@
+//! ELF files for code made at run time, so that perf can name it where no perf-map is left: no code, a symbol for every
+//! address that was sampled and has a name. What `perf inject --jit` makes of a jitdump, of any code a name is known of. Pure.
+
+use std::collections::BTreeMap;
+
+use sha2::{Digest, Sha256};
+
+use crate::profile::{Executable, Mapping, Profile, Resolution};
+
+/// Address and file offset of the code in such a file.
+pub const TEXT: u64 = 0x1000;
+
+/// Name and build-id of the file for a mapping of anonymous memory, by its index in [`Profile::mappings`].
+#[must_use]
+pub fn identity(profile: &Profile, index: usize) -> (String, [u8; 20]) {
+    let mapping = &profile.mappings[index];
+    let process = &profile.processes[mapping.process.index()];
+    let origin = &profile.origin;
+    // The same for the same capture, and no other's.
+    let mut hash = Sha256::new();
+    hash.update(origin.hostname.as_bytes());
+    for number in
+        [profile.start_ns, process.pid.into(), process.start_ns, mapping.start, index as u64]
+    {
+        hash.update(number.to_le_bytes());
+    }
+    let mut id = [0; 20];
+    id.copy_from_slice(&hash.finalize()[..20]);
+    (format!("jitted-{}-{index}.so", process.pid), id)
+}
+
+/// All such files of a profile: build-id and content.
+pub fn images(profile: &Profile) -> impl Iterator<Item = ([u8; 20], Vec<u8>)> {
+    let anonymous = |mapping: &Mapping| {
+        matches!(profile.executables[mapping.executable.index()], Executable::Anonymous)
+    };
+    let mappings = profile.mappings.iter().enumerate();
+    mappings.filter(move |(_, mapping)| anonymous(mapping)).map(|(index, mapping)| {
+        let (_, id) = identity(profile, index);
+        (id, image(&symbols(profile, mapping), mapping.length, &id))
+    })
+}
+
+/// Names by offset in the mapping: of the function that was compiled, not of what is inlined there.
+fn symbols(profile: &Profile, mapping: &Mapping) -> BTreeMap<u64, String> {
+    let mut symbols = BTreeMap::new();
+    for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
+        let offset = location.offset.wrapping_sub(mapping.start);
+        if location.executable == mapping.executable
+            && location.process == Some(mapping.process)
+            && offset < mapping.length
+            && let Resolution::Found { lines, .. } = resolution
+            && let Some(line) = lines.last()
+        {
+            symbols.insert(offset, line.function.clone());
+        }
+    }
+    symbols
+}
+
+/// Sizes of `Elf64_Ehdr`, `Elf64_Phdr`, `Elf64_Shdr`, `Elf64_Sym`.
+const EHDR: u64 = 64;
+const PHDR: u64 = 56;
+const SHDR: u64 = 64;
+const SYM: u64 = 24;
+/// Names of sections, each at a place of its own.
+const SECTIONS: &str = "\0.text\0.note.gnu.build-id\0.symtab\0.strtab\0.shstrtab\0";
+
+fn image(symbols: &BTreeMap<u64, String>, length: u64, id: &[u8; 20]) -> Vec<u8> {
+    const NOTE: u64 = EHDR + 2 * PHDR;
+    const NOTE_SIZE: u64 = 36;
+    let mut names = vec![0u8];
+    let mut table = vec![0u8; SYM as usize];
+    let mut ahead = symbols.keys().skip(1);
+    for (&offset, name) in symbols {
+        let size = ahead.next().map_or(1, |next| next - offset);
+        table.extend((names.len() as u32).to_le_bytes());
+        // STB_GLOBAL, STT_FUNC, in section 1.
+        table.extend([1 << 4 | 2, 0, 1, 0]);
+        table.extend((TEXT + offset).to_le_bytes());
+        table.extend(size.to_le_bytes());
+        names.extend(name.bytes().filter(|&byte| byte != 0));
+        names.push(0);
+    }
+    let symtab = (NOTE + NOTE_SIZE).next_multiple_of(8);
+    let strtab = symtab + table.len() as u64;
+    let shstrtab = strtab + names.len() as u64;
+    let headers = (shstrtab + SECTIONS.len() as u64).next_multiple_of(8);
+
+    let mut out = Vec::new();
+    out.extend(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
+    // ET_DYN, EM_X86_64, EV_CURRENT.
+    words(&mut out, [3 | 62 << 16 | 1 << 32, 0, EHDR, headers]);
+    out.extend(0u32.to_le_bytes());
+    for half in [EHDR, PHDR, 2, SHDR, 6, 5] {
+        out.extend((half as u16).to_le_bytes());
+    }
+    // PT_LOAD, R + X: no bytes of the file.
+    words(&mut out, [1 | 5 << 32, TEXT, TEXT, TEXT, 0, length, 0x1000]);
+    // PT_NOTE, R.
+    words(&mut out, [4 | 4 << 32, NOTE, NOTE, NOTE, NOTE_SIZE, NOTE_SIZE, 4]);
+    words(&mut out, [4 | 20 << 32]);
+    out.extend(3u32.to_le_bytes());
+    out.extend(b"GNU\0");
+    out.extend(id);
+    out.resize(symtab as usize, 0);
+    out.extend(table);
+    out.extend(names);
+    out.extend(SECTIONS.as_bytes());
+    out.resize(headers as usize, 0);
+    let name = |of: &str| SECTIONS.find(of).unwrap_or(0) as u64;
+    words(&mut out, [0; 8]);
+    // Name and type, flags, address, offset, size, link and info, alignment, size of an entry.
+    const NOBITS: u64 = 8;
+    for section in [
+        [name(".text") | NOBITS << 32, 2 | 4, TEXT, TEXT, length, 0, 16, 0],
+        [name(".note") | 7 << 32, 2, NOTE, NOTE, NOTE_SIZE, 0, 4, 0],
+        [name(".symtab") | 2 << 32, 0, 0, symtab, strtab - symtab, 4 | 1 << 32, 8, SYM],
+        [name(".strtab") | 3 << 32, 0, 0, strtab, shstrtab - strtab, 0, 1, 0],
+        [name(".shstrtab") | 3 << 32, 0, 0, shstrtab, SECTIONS.len() as u64, 0, 1, 0],
+    ] {
+        words(&mut out, section);
+    }
+    out
+}
+
+fn words<const N: usize>(out: &mut Vec<u8>, words: [u64; N]) {
+    for word in words {
+        out.extend(word.to_le_bytes());
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use object::{Object, ObjectSymbol};
+
+    use super::*;
+
+    #[test]
+    fn others_read_the_file() {
+        let symbols = BTreeMap::from([(0x10, "first".to_owned()), (0x40, "second one".to_owned())]);
+        let bytes = image(&symbols, 0x5000, &[7; 20]);
+        let elf = object::File::parse(&*bytes).unwrap();
+        assert_eq!(elf.build_id().unwrap(), Some(&[7; 20][..]));
+        let found: Vec<_> = elf
+            .symbols()
+            .map(|it| (it.address(), it.size(), it.name().unwrap().to_owned()))
+            .collect();
+        let expected = [(TEXT + 0x10, 0x30, "first"), (TEXT + 0x40, 1, "second one")];
+        assert_eq!(found, expected.map(|(at, size, name)| (at, size, name.to_owned())));
+    }
+}

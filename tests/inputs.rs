@@ -1,0 +1,399 @@
+//! Profiles of others, read back in: perf's, Go's, gperftools', our own without names, folded stacks; parts of them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::pprof::{frames_of, go};
+use crate::support::{Pprof, Running, build, can, privileged, report, run, stackwire};
+
+/// Samples by the function they are in, not counting what is inlined, of one object.
+fn leaves(profile: &Pprof, object: &str) -> BTreeMap<String, u64> {
+    let mut found = BTreeMap::new();
+    for sample in &profile.samples {
+        let Some(leaf) = sample.locations.first() else { continue };
+        if profile.file_of(*leaf) == object
+            && let Some((function, ..)) = profile.locations[leaf].lines.last()
+        {
+            *found.entry(function.clone()).or_default() += sample.count;
+        }
+    }
+    found
+}
+
+/// What `perf report` counts of an object, by symbol.
+#[track_caller]
+fn reported(file: &Path, object: &str) -> BTreeMap<String, u64> {
+    let fields = [
+        "report",
+        "--stdio",
+        "--no-children",
+        "--no-inline",
+        "-g",
+        "none",
+        "-F",
+        "sample,dso,sym",
+        "-t",
+        ";",
+        "-i",
+    ];
+    let (text, _) = run(Command::new("perf").args(fields).arg(file));
+    let mut found = BTreeMap::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let parts: Vec<&str> = line.split(';').map(str::trim).collect();
+        let [count, dso, symbol] = parts[..] else { continue };
+        if dso == object {
+            let name = symbol.trim_start_matches("[.] ").trim_start_matches("[k] ");
+            *found.entry(name.to_owned()).or_default() += count.parse::<u64>().unwrap();
+        }
+    }
+    found
+}
+
+#[test]
+fn perf_data_of_perf_gives_perfs_counts() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let script = "print('ready', flush=True)\nwhile True: sorted(str(i) for i in range(3000))";
+    // The distribution's own, whatever comes first in PATH.
+    let python3 = std::fs::canonicalize("/usr/bin/python3").unwrap();
+    let mut python = Command::new(&python3);
+    python.args(["-c", script]);
+    for (program, mut command) in [
+        (build::work().to_owned(), {
+            let mut c = Command::new(build::work());
+            c.args(["threads", "60"]);
+            c
+        }),
+        (build::unwind_corpus()[0].1.clone(), Command::new(&build::unwind_corpus()[0].1)),
+        (python3, python),
+    ] {
+        let running = Running::start(&mut command);
+        for (how, graph) in
+            [("fp", &["-g"][..]), ("dwarf", &["--call-graph", "dwarf,32768"]), ("pipe", &["-g"])]
+        {
+            let file = at(&format!("{how}.data"));
+            let mut perf = Command::new("perf");
+            perf.args([
+                "record",
+                "-N",
+                "-q",
+                "-e",
+                "cpu-clock",
+                "-F",
+                "499",
+                "-p",
+                &running.pid().to_string(),
+            ]);
+            perf.args(graph).arg("-o").arg(if how == "pipe" { Path::new("-") } else { &file });
+            perf.args(["--", "sleep", "2"]);
+            if how == "pipe" {
+                perf.stdout(std::fs::File::create(&file).unwrap());
+            }
+            assert!(perf.status().unwrap().success());
+            let output = at("out.pb.gz");
+            stackwire(["resolve".as_ref(), file.as_os_str(), "-o".as_ref(), output.as_os_str()])
+                .succeeded();
+            let ours = Pprof::read(&output);
+            let name = program.file_name().unwrap().to_str().unwrap();
+            let theirs = reported(&file, name);
+            let found = leaves(&ours, program.to_str().unwrap());
+            // Where both have a name: Debian's python is stripped, and then perf shows addresses.
+            // What perf calls the first entry of a linkage table is nobody's name.
+            let is_name = |symbol: &str| {
+                !symbol.starts_with("0x") && !symbol.contains('@') && symbol != "_init"
+            };
+            let both = theirs.iter().filter(|(symbol, _)| is_name(symbol));
+            let (mut samples, mut symbols) = (0, 0);
+            for (symbol, count) in both {
+                assert_eq!(
+                    found.get(symbol),
+                    Some(count),
+                    "{name}, {how}: {symbol}\n{theirs:?}\n{found:?}"
+                );
+                (samples, symbols) = (samples + count, symbols + 1);
+            }
+            eprintln!("{name}, {how}: {samples} samples in {symbols} functions as perf has them");
+            assert!(samples > 100, "{name}, {how}: {samples} samples");
+            let said = report(&file);
+            let taken = format!("samples taken {0} = {0} in the profile + 0 lost", ours.count());
+            assert!(said.contains(&taken), "{said}");
+            if how == "dwarf" {
+                let line =
+                    said.lines().find(|line| line.ends_with("reached the thread's root")).unwrap();
+                let share: f64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+                eprintln!("{name}: {share} % of the stacks perf copied are whole");
+                // Of 500 calls deep, and of signal handlers on stacks of their own, perf copies too little.
+                assert!(share >= 99.5 || name == "unwind_o2", "{said}");
+            }
+        }
+    }
+}
+
+#[test]
+fn fixed_periods_are_what_samples_weigh() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let [file, output] = ["perf.data", "out.pb.gz"].map(|name| directory.path().join(name));
+    let perf = ["record", "-N", "-q", "-e", "cpu-clock", "-c", "2000000", "-o"];
+    run(Command::new("perf")
+        .args(perf)
+        .arg(&file)
+        .arg("--")
+        .arg(build::work())
+        .args(["plain", "1"]));
+    stackwire(["resolve".as_ref(), file.as_os_str(), "-o".as_ref(), output.as_os_str()])
+        .succeeded();
+    let profile = Pprof::read(&output);
+    assert!(profile.count() > 100);
+    assert!(profile.samples.iter().all(|sample| sample.value == sample.count * 2_000_000));
+    // Of a command perf does not record the CPU: none is made up.
+    let by_cpu = stackwire(["report".as_ref(), file.as_os_str(), "--by".as_ref(), "cpu".as_ref()]);
+    assert!(by_cpu.succeeded().stdout.contains("  without\n"));
+}
+
+/// Values by sample type, added up, as Go reads them.
+#[track_caller]
+fn totals(file: &Path) -> Vec<i64> {
+    let text = go(&["-raw", "-symbolize=none"], &[file]);
+    let mut sums = Vec::new();
+    let samples = text.lines().skip_while(|line| *line != "Samples:").skip(2);
+    for line in samples.take_while(|line| *line != "Locations") {
+        let Some((values, _)) = line.split_once(':').filter(|_| !line.contains(":[")) else {
+            continue;
+        };
+        for (index, value) in values.split_whitespace().enumerate() {
+            sums.resize(sums.len().max(index + 1), 0);
+            sums[index] += value.parse::<i64>().unwrap();
+        }
+    }
+    sums
+}
+
+#[test]
+fn pprof_of_go_and_gperftools_is_completed() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    std::fs::write(
+        at("main.go"),
+        "package main\nimport (\"os\"; \"runtime/pprof\"; \"time\")\nvar keep [][]byte\n\
+         func burn() int { s := 0; for i := 0; i < 1000000; i++ { s += i % 7 }; return s }\n\
+         func main() { c, _ := os.Create(os.Args[1]); pprof.StartCPUProfile(c)\n\
+         for e := time.Now().Add(2 * time.Second); time.Now().Before(e); { burn(); keep = append(keep, make([]byte, 100000)) }\n\
+         pprof.StopCPUProfile(); c.Close(); h, _ := os.Create(os.Args[2]); pprof.WriteHeapProfile(h); h.Close() }\n",
+    )
+    .unwrap();
+    let mut go_build = Command::new("go");
+    go_build.args(["build", "-ldflags=-s -w", "-o", "prog", "main.go"]).current_dir(&directory);
+    run(go_build.env("GO111MODULE", "off").env("HOME", directory.path()));
+    run(Command::new(at("prog")).args([at("cpu"), at("heap")]));
+    for (name, function) in [("cpu", "main.burn"), ("heap", "main.main")] {
+        let output = at("out.pb.gz");
+        stackwire(["resolve".as_ref(), at(name).as_os_str(), "-o".as_ref(), output.as_os_str()])
+            .succeeded();
+        assert_eq!(totals(&output), totals(&at(name)), "{name}");
+        let types = |file: &Path| {
+            go(&["-raw"], &[file])
+                .lines()
+                .skip_while(|l| *l != "Samples:")
+                .nth(1)
+                .map(|line| line.replace("[dflt]", ""))
+                .unwrap()
+                .to_owned()
+        };
+        assert_eq!(types(&output), types(&at(name)));
+        assert!(go(&["-top"], &[&output]).contains(function), "{name}");
+    }
+    let both = stackwire(["report".as_ref(), at("cpu").as_os_str(), at("heap").as_os_str()]);
+    both.failed(1, "cannot be added");
+
+    // Without names: of a program whose names are in a separate file.
+    let libraries = std::fs::read_dir("/usr/lib/x86_64-linux-gnu").unwrap().flatten();
+    let profiler = libraries
+        .map(|it| it.path())
+        .find(|path| path.to_string_lossy().contains("libprofiler.so"));
+    if !can("libgoogle-perftools4", profiler.is_some()) {
+        return;
+    }
+    let (program, debug) = (at("stripped"), at("debug"));
+    std::fs::copy(build::work(), &program).unwrap();
+    let notes = run(Command::new("readelf").arg("-n").arg(&program)).0;
+    let id =
+        notes.split("Build ID: ").nth(1).unwrap().split_whitespace().next().unwrap().to_owned();
+    std::fs::create_dir_all(debug.join(".build-id").join(&id[..2])).unwrap();
+    let separate = debug.join(".build-id").join(&id[..2]).join(format!("{}.debug", &id[2..]));
+    run(Command::new("objcopy").arg("--only-keep-debug").args([&program, &separate]));
+    run(Command::new("strip").arg(&program));
+    let mut profiled = Command::new(&program);
+    profiled
+        .args(["plain", "3"])
+        .env("LD_PRELOAD", profiler.unwrap())
+        .env("CPUPROFILE", at("gperf"));
+    assert!(profiled.output().unwrap().status.success());
+    let converted = go(
+        &["-proto", "-symbolize=none", &format!("-output={}", at("gperf.pb").display())],
+        &[&at("gperf")],
+    );
+    drop(converted);
+    for input in ["gperf", "gperf.pb"] {
+        let output = at("out.pb.gz");
+        stackwire([
+            "resolve".as_ref(),
+            at(input).as_os_str(),
+            "-o".as_ref(),
+            output.as_os_str(),
+            "--debug-dir".as_ref(),
+            debug.as_os_str(),
+        ])
+        .succeeded();
+        assert_eq!(totals(&output), totals(&at("gperf.pb")), "{input}");
+        let top = go(&["-top", "-symbolize=none"], &[&output]);
+        assert!(top.contains("alpha") && top.contains("beta"), "{input}: {top}");
+    }
+}
+
+#[test]
+fn what_is_written_without_names_gets_them_back() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let running = Running::start(Command::new(build::work()).args(["threads", "60"]));
+    let pid = format!("--pid={}", running.pid());
+    let [named, capture] = ["named.pb.gz", "x.stackwire"].map(at);
+    stackwire([
+        "record",
+        "--profile",
+        &pid,
+        "--duration=2s",
+        "--sample-rate=499",
+        &format!("--profile-output={}", named.display()),
+        &format!("--capture={}", capture.display()),
+    ])
+    .succeeded();
+    let bare = at("bare.pb.gz");
+    stackwire([
+        "resolve".as_ref(),
+        capture.as_os_str(),
+        "--pprof-unsymbolized".as_ref(),
+        "-o".as_ref(),
+        bare.as_os_str(),
+    ])
+    .succeeded();
+    let raw = go(&["-raw", "-symbolize=none"], &[&bare]);
+    assert!(!raw.contains("alpha"), "it has names");
+    // Go finds the program where it was; so do we, by its build-id.
+    assert!(go(&["-top"], &[&bare]).contains("alpha"));
+    let again = at("again.pb.gz");
+    stackwire(["resolve".as_ref(), bare.as_os_str(), "-o".as_ref(), again.as_os_str()]).succeeded();
+    let (before, after) = (Pprof::read(&named), Pprof::read(&again));
+    let program = build::work().to_str().unwrap();
+    assert_eq!(frames_of(&before, program), frames_of(&after, program));
+    assert_eq!(frames_of(&before, "[kernel]"), frames_of(&after, "[kernel]"));
+    assert_eq!(before.count(), after.count());
+
+    // Folded stacks, back and forth.
+    let folded = |input: &Path, output: &Path| {
+        let pprof = at("unused.pb.gz");
+        stackwire([
+            "resolve".as_ref(),
+            input.as_os_str(),
+            "-o".as_ref(),
+            pprof.as_os_str(),
+            "--folded".as_ref(),
+            output.as_os_str(),
+        ])
+        .succeeded();
+        std::fs::read_to_string(output).unwrap()
+    };
+    let once = folded(&capture, &at("one.folded"));
+    assert_eq!(once, folded(&at("one.folded"), &at("two.folded")));
+    assert!(once.contains("alpha"));
+
+    // Parts of it add up.
+    let part = |options: &[&str]| -> u64 {
+        let arguments =
+            ["report", capture.to_str().unwrap()].into_iter().chain(options.iter().copied());
+        let ran = stackwire(arguments).succeeded();
+        ran.stdout.split_whitespace().next().unwrap().parse().unwrap()
+    };
+    let all = part(&[]);
+    assert_eq!(part(&["--focus=alpha"]) + part(&["--ignore=alpha"]), all);
+    assert_eq!(part(&["--time=..1"]) + part(&["--time=1.."]), all);
+    assert!(part(&["--time=0.5..1"]) * 6 > all && part(&["--time=0.5..1"]) * 2 < all);
+    let by_thread =
+        stackwire(["report", capture.to_str().unwrap(), "--by", "thread"]).succeeded().stdout;
+    assert!(by_thread.contains("  first\n") && by_thread.contains("  second\n"), "{by_thread}");
+
+    let (svg, both) = (at("diff.svg"), at("diff.folded"));
+    let diff = stackwire([
+        "report".as_ref(),
+        "--diff".as_ref(),
+        capture.as_os_str(),
+        named.as_os_str(),
+        "--flamegraph".as_ref(),
+        svg.as_os_str(),
+        "--folded".as_ref(),
+        both.as_os_str(),
+    ])
+    .succeeded();
+    assert!(diff.stdout.contains("+0.00 %") && diff.stdout.contains("alpha"), "{}", diff.stdout);
+    assert!(std::fs::read_to_string(svg).unwrap().contains("alpha"));
+    let line = std::fs::read_to_string(both).unwrap();
+    let counts: Vec<&str> = line.lines().next().unwrap().rsplit(' ').take(2).collect();
+    assert_eq!(counts[0], counts[1], "{line}");
+}
+
+#[test]
+fn damaged_profiles_of_others_are_refused_in_words() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let file = at("perf.data");
+    let perf = ["record", "-N", "-q", "-e", "cpu-clock", "-F", "997", "-g", "-o"];
+    let ran = Command::new("perf")
+        .args(perf)
+        .arg(&file)
+        .args(["--", "gzip", "-c", "/bin/sh"])
+        .output()
+        .unwrap();
+    if !can("perf", ran.status.success()) {
+        return;
+    }
+    let good = std::fs::read(&file).unwrap();
+    let bad = |name: &str, bytes: &[u8], words: &str| {
+        std::fs::write(at(name), bytes).unwrap();
+        stackwire(["report".as_ref(), at(name).as_os_str()]).failed(1, words);
+    };
+    bad("cut", &good[..good.len() - 100], "larger than the file");
+    bad("half", &good[..400], "it is cut");
+    bad("head", &good[..60], "its head is cut");
+    bad("big", &[b"2ELIFREP", &good[8..]].concat(), "big-endian");
+    let mut size = good.clone();
+    size[48..56].copy_from_slice(&u64::MAX.to_le_bytes());
+    bad("size", &size, "it is cut");
+    let mut killed = good.clone();
+    killed[48..56].fill(0);
+    bad("killed", &killed, "killed before it finished");
+    bad("gz", &[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 1, 2, 3], "pprof");
+    bad("text", b"a;b;c\n", "line 1 is no folded stack");
+    bad("nothing", b"", "the file is empty");
+    // Bits that are wrong anywhere: an error or a report, and neither a crash nor all memory.
+    let mut state = 7u64;
+    for _ in 0..200 {
+        let mut bytes = good.clone();
+        for _ in 0..8 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let at = (state >> 33) as usize % bytes.len();
+            bytes[at] = (state >> 24) as u8;
+        }
+        std::fs::write(at("flipped"), &bytes).unwrap();
+        let code = stackwire(["report".as_ref(), at("flipped").as_os_str()]).code;
+        assert!(matches!(code, Some(0 | 1)), "{code:?}");
+    }
+}
