@@ -383,6 +383,20 @@ fn damaged_profiles_of_others_are_refused_in_words() {
     bad("gz", &[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 1, 2, 3], "pprof");
     bad("text", b"a;b;c\n", "line 1 is no folded stack");
     bad("nothing", b"", "the file is empty");
+    // Mappings with a build-id longer than there are: the others are read.
+    let mut long = good.clone();
+    let number = |at: usize| u64::from_le_bytes(good[at..at + 8].try_into().unwrap()) as usize;
+    let (mut record, end) = (number(40), number(40) + number(48));
+    while record < end {
+        if good[record] == 10 {
+            long[record + 5] |= 0x40;
+            long[record + 40] = 21;
+        }
+        record += usize::from(u16::from_le_bytes([good[record + 6], good[record + 7]]));
+    }
+    std::fs::write(at("long"), long).unwrap();
+    let said = stackwire(["report".as_ref(), at("long").as_os_str()]).succeeded().stdout;
+    assert!(said.contains("records of the perf.data do not decode"), "{said}");
     // Bits that are wrong anywhere: an error or a report, and neither a crash nor all memory.
     let mut state = 7u64;
     for _ in 0..200 {

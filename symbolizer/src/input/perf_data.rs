@@ -71,6 +71,7 @@ struct Reader<'a> {
     /// Index of the event that is read, once one had a sample.
     event: Option<usize>,
     others: FxHashMap<usize, u64>,
+    undecoded: u64,
     taken: u64,
     lost: u64,
     span: Option<(u64, u64)>,
@@ -127,6 +128,7 @@ impl<'a> Reader<'a> {
             walker: Walker::new(sources),
             event: None,
             others: FxHashMap::default(),
+            undecoded: 0,
             taken: 0,
             lost: 0,
             span: None,
@@ -150,10 +152,10 @@ impl<'a> Reader<'a> {
                     let time = record.timestamp();
                     let misc = record.misc;
                     let kind = record.record_type;
-                    match record.parse() {
-                        Ok(EventRecord::Raw(raw)) => self.raw(kind.0, raw.data),
-                        Ok(parsed) => self.record(parsed, (attr_index, misc, time))?,
-                        Err(_) => self.lost_one("a record that does not decode"),
+                    match perf_guard::decodes(&record).then(|| record.parse()) {
+                        Some(Ok(EventRecord::Raw(raw))) => self.raw(kind.0, raw.data),
+                        Some(Ok(parsed)) => self.record(parsed, (attr_index, misc, time))?,
+                        Some(Err(_)) | None => self.undecoded += 1,
                     }
                 }
                 Ok(Some(PerfFileRecord::UserRecord(_))) => {}
@@ -445,14 +447,11 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn lost_one(&mut self, why: &str) {
-        if self.others.insert(usize::MAX, 1).is_none() {
-            self.into.note(format!("the perf.data has {why}"));
+    fn finish(self) {
+        if self.undecoded > 0 {
+            let note = format!("{} records of the perf.data do not decode", self.undecoded);
+            self.into.note(note);
         }
-    }
-
-    fn finish(mut self) {
-        self.others.remove(&usize::MAX);
         let mut others: Vec<_> = self.others.iter().collect();
         others.sort_unstable();
         for (&index, count) in others {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 
+use linux_perf_data::linux_perf_event_reader::{RawEventRecord, RecordType};
 use zstd::stream::raw::{Decoder, Operation};
 
 use super::InputError;
@@ -97,6 +98,18 @@ pub fn check(file: &mut File) -> Result<bool, InputError> {
     }
     records(file, data.0, data.0 + data.1)?;
     Ok(false)
+}
+
+/// Whether the crate can decode a record: it asserts that the build-id of a mapping has at most 20 bytes.
+pub fn decodes(record: &RawEventRecord<'_>) -> bool {
+    /// `PERF_RECORD_MISC_MMAP_BUILD_ID`, of `PERF_RECORD_MMAP2`: the length of the build-id follows pid, tid, address,
+    /// length and offset.
+    const BUILD_ID: u16 = 1 << 14;
+    const LENGTH: usize = 32;
+    let length = || record.data.get(LENGTH..LENGTH + 1).and_then(|mut byte| byte.read_u8().ok());
+    record.record_type != RecordType::MMAP2
+        || record.misc & BUILD_ID == 0
+        || length().is_none_or(|length| length <= 20)
 }
 
 /// Whether a description of events holds as many as it says: count, bytes of an attribute, then of each event attribute,
