@@ -72,16 +72,26 @@ fn main() -> Result<()> {
     // Tables of symbols are compiled once, and not timed.
     measure(&mut resolve(&recorded, &[]))?;
     println!(
-        "\n| {samples} samples on one CPU, to | seconds | samples a second | peak MiB |\n|---|---|---|---|"
+        "\n| {samples} samples on one CPU, to | seconds | in user mode | in the kernel | samples a second of user mode | peak MiB |\n|---|---|---|---|---|---|"
     );
     for (name, more) in [
         ("pprof", &[][..]),
         ("pprof and folded", &["--folded", &folded]),
         ("pprof and perf.data", &["--perf-data-output", &perf_data]),
     ] {
-        let (seconds, peak) = measure(&mut resolve(&replayed, more))?;
-        println!("| {name} | {seconds:.2} | {:.0} | {peak} |", samples as f64 / seconds);
+        let Cost { seconds, user, system, peak } = measure(&mut resolve(&replayed, more))?;
+        let rate = samples as f64 / user;
+        println!("| {name} | {seconds:.2} | {user:.2} | {system:.2} | {rate:.0} | {peak} |");
     }
+    // What is left of the kernel's time when nothing but the file is written.
+    let mut copy = Command::new("taskset");
+    copy.args(["-c", "0", "dd", "bs=256k", "if=/dev/zero", "iflag=count_bytes"])
+        .arg(format!("of={}", at("zeros").display()))
+        .arg(format!("count={}", std::fs::metadata(&perf_data)?.len()));
+    let Cost { seconds, user, system, peak } = measure(&mut copy)?;
+    println!(
+        "| (dd, as many bytes as perf.data) | {seconds:.2} | {user:.2} | {system:.2} | | {peak} |"
+    );
     println!(
         "\n| `perf record --call-graph dwarf` of 5 s, with | seconds | peak MiB |\n|---|---|---|"
     );
@@ -89,7 +99,7 @@ fn main() -> Result<()> {
     perf.args(["-c", "0", "perf", "script", "-i"]).arg(&copied);
     for (name, mut command) in [("stackwire resolve", resolve(&copied, &[])), ("perf script", perf)]
     {
-        let (seconds, peak) = measure(&mut command)?;
+        let Cost { seconds, peak, .. } = measure(&mut command)?;
         println!("| {name} | {seconds:.2} | {peak} |");
     }
     Ok(())
@@ -117,24 +127,39 @@ fn replay(from: &Path, to: &Path) -> Result<u64> {
     Ok(samples)
 }
 
-/// Seconds, and the most memory it held.
-fn measure(command: &mut Command) -> Result<(f64, u64)> {
+/// What a command took: seconds by the clock and of CPU, and the most memory it held, in MiB.
+#[derive(Default)]
+struct Cost {
+    seconds: f64,
+    user: f64,
+    system: f64,
+    peak: u64,
+}
+
+fn measure(command: &mut Command) -> Result<Cost> {
     let started = Instant::now();
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-    let mut peak = 0;
+    let mut cost = Cost::default();
     let status = loop {
-        let status =
-            std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        let of = |name: &str| std::fs::read_to_string(format!("/proc/{}/{name}", child.id()));
+        let status = of("status").unwrap_or_default();
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
         let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
-        peak = peak.max(kib.unwrap_or(0) / 1024);
+        cost.peak = cost.peak.max(kib.unwrap_or(0) / 1024);
+        // Of proc_pid_stat(5), counted from behind the name: utime and stime, in hundredths of a second.
+        let stat = of("stat").unwrap_or_default();
+        let fields: Vec<_> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
+        let ticks = |at: usize| fields.get(at).and_then(|field| field.parse::<f64>().ok());
+        if let (Some(user), Some(system)) = (ticks(11), ticks(12)) {
+            (cost.user, cost.system) = (user / 100.0, system / 100.0);
+        }
         if let Some(status) = child.try_wait()? {
             break status;
         }
         std::thread::sleep(Duration::from_millis(5));
     };
-    let seconds = started.elapsed().as_secs_f64();
-    if status.success() { Ok((seconds, peak)) } else { Err(status.to_string().into()) }
+    cost.seconds = started.elapsed().as_secs_f64();
+    if status.success() { Ok(cost) } else { Err(status.to_string().into()) }
 }
 
 /// Programs with stacks of many kinds on every CPU.

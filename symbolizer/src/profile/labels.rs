@@ -100,11 +100,10 @@ impl Profile {
         let thread = &self.threads[key.thread.index()];
         let process = &self.processes[thread.process.index()];
         let number = |number: u32| (number != 0).then(|| Cow::Owned(number.to_string()));
-        let text = |text: &'_ str| (!text.is_empty()).then(|| Cow::Owned(text.to_owned()));
         let own = [
-            ("comm", text(&process.comm)),
+            ("comm", said(&process.comm)),
             ("pid", number(process.pid)),
-            ("thread", text(&thread.comm)),
+            ("thread", said(&thread.comm)),
             ("tid", number(thread.tid)),
         ];
         let own = own.into_iter().filter_map(|(key, value)| Some((key, value?)));
@@ -127,6 +126,10 @@ impl Profile {
     pub fn label(&self, sample: SampleKey, wanted: &str) -> Option<Cow<'_, str>> {
         self.labels(sample).find(|(key, _)| *key == wanted).map(|(_, value)| value)
     }
+}
+
+fn said(text: &str) -> Option<Cow<'_, str>> {
+    (!text.is_empty()).then_some(Cow::Borrowed(text))
 }
 
 #[cfg(test)]

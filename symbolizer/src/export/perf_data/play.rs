@@ -7,12 +7,17 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::super::kernel_place::{self, KERNEL_BASE};
 use super::record::{At, Chain, Map, Records, chain};
 use super::{jitted, kernel_name};
-use crate::profile::{Executable, Location, LocationId, Moment, Process, Profile, SampleKey};
+use crate::profile::{
+    Executable, Location, LocationId, Moment, Process, ProcessId, Profile, SampleKey,
+};
 
 /// Call chains kept encoded, in bytes.
 const CHAINS_BYTES: usize = 64 << 20;
 /// Samples between two rounds: readers hold what is between, to sort it.
 const ROUND: u64 = 65_536;
+
+/// No chain.
+const NONE: u32 = u32::MAX;
 
 /// Something that happened to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,10 +45,16 @@ pub struct Player<'a, W> {
     placed: FxHashMap<(u32, u32), Vec<Placed>>,
     /// By process: counts its mappings, so that chains from before are not used again.
     versions: Vec<u32>,
-    chains: FxHashMap<u32, (u32, Chain)>,
+    chains: Vec<(u32, Chain)>,
     chains_bytes: usize,
-    /// Last name written, by process and thread id.
-    names: FxHashMap<(u32, u32), &'a str>,
+    /// By sample: its chain in `chains`, or [`NONE`].
+    chain_of: Vec<u32>,
+    /// By thread: what its names are told apart by. A thread that was renamed is several in the profile.
+    task_of: Vec<u32>,
+    /// By process: that of its main thread, or [`NONE`] when that has no samples.
+    main_task_of: Vec<u32>,
+    /// By the two above: the name written last.
+    names: Vec<&'a str>,
     /// Process ids met.
     begun: FxHashSet<u32>,
     /// By executable: something is mapped from it.
@@ -54,6 +65,15 @@ pub struct Player<'a, W> {
 impl<'a, W: Write> Player<'a, W> {
     /// Lays out what is to be played.
     pub fn new(profile: &'a Profile, jitted: bool, out: W) -> Self {
+        let mut tasks = FxHashMap::default();
+        let task_of = profile.threads.iter().map(|thread| {
+            let next = tasks.len() as u32;
+            *tasks.entry((thread.process, thread.tid)).or_insert(next)
+        });
+        let task_of = task_of.collect();
+        let main_task_of = (0..).zip(&profile.processes).map(|(index, process)| {
+            tasks.get(&(ProcessId(index), process.pid)).copied().unwrap_or(NONE)
+        });
         let mut player = Self {
             profile,
             jitted,
@@ -63,9 +83,12 @@ impl<'a, W: Write> Player<'a, W> {
             next_event: 0,
             placed: FxHashMap::default(),
             versions: vec![0; profile.processes.len()],
-            chains: FxHashMap::default(),
+            chains: Vec::new(),
             chains_bytes: 0,
-            names: FxHashMap::default(),
+            chain_of: vec![NONE; profile.samples.len()],
+            task_of,
+            main_task_of: main_task_of.collect(),
+            names: vec![""; tasks.len()],
             begun: FxHashSet::default(),
             used: vec![false; profile.executables.len()],
             times: (0, 0),
@@ -209,7 +232,9 @@ impl<'a, W: Write> Player<'a, W> {
         if !execs {
             self.records.fork(at, process.parent)?;
         }
-        self.names.insert((index, process.pid), &process.comm);
+        if let Some(name) = self.names.get_mut(self.main_task_of[index as usize] as usize) {
+            *name = &process.comm;
+        }
         self.records.comm(at, &process.comm, execs)
     }
 
@@ -242,24 +267,33 @@ impl<'a, W: Write> Player<'a, W> {
         let thread = &self.profile.threads[key.thread.index()];
         let process = &self.profile.processes[thread.process.index()];
         let at = self.at(process, thread.tid, moment.time_ns, moment.cpu);
-        if self.names.insert((thread.process.0, thread.tid), &thread.comm) != Some(&thread.comm) {
+        let name = &mut self.names[self.task_of[key.thread.index()] as usize];
+        if *name != thread.comm {
+            *name = &thread.comm;
             self.records.comm(at, &thread.comm, false)?;
         }
-        let version = self.versions[thread.process.index()];
-        let known = self.chains.get(&moment.sample).is_some_and(|(of, _)| *of == version);
-        if !known {
-            if self.chains_bytes > CHAINS_BYTES {
-                self.chains.clear();
-                self.chains_bytes = 0;
-            }
-            let chain = self.chain(key, thread.process.0);
-            self.chains_bytes += chain.bytes.len() + size_of::<Chain>();
-            self.chains.insert(moment.sample, (version, chain));
-        }
-        if let Some((_, chain)) = self.chains.get(&moment.sample) {
-            self.records.sample(at, moment.value, chain)?;
-        }
+        let index = self.chain_index(moment.sample, key, thread.process.0);
+        self.records.sample(at, moment.value, &self.chains[index].1)?;
         Ok(at)
+    }
+
+    /// Where the chain of a sample is, as its process is mapped now.
+    fn chain_index(&mut self, sample: u32, key: SampleKey, process: u32) -> usize {
+        let version = self.versions[process as usize];
+        let known = self.chain_of[sample as usize] as usize;
+        if self.chains.get(known).is_some_and(|(of, _)| *of == version) {
+            return known;
+        }
+        if self.chains_bytes > CHAINS_BYTES {
+            self.chains.clear();
+            self.chain_of.fill(NONE);
+            self.chains_bytes = 0;
+        }
+        let chain = self.chain(key, process);
+        self.chains_bytes += chain.bytes.len() + size_of::<(u32, Chain)>();
+        self.chain_of[sample as usize] = self.chains.len() as u32;
+        self.chains.push((version, chain));
+        self.chains.len() - 1
     }
 
     fn chain(&self, key: SampleKey, process: u32) -> Chain {
