@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use crate::support::debug_files::{RealServer, Stripped};
+use crate::support::postgres::Postgres;
 use crate::support::pprof::{frames_of, go};
 use crate::support::{Pprof, Running, build, can, privileged, report, run, stackwire};
 
@@ -55,80 +57,86 @@ fn perf_data_of_perf_gives_perfs_counts() {
     if !privileged() {
         return;
     }
-    let directory = tempfile::tempdir().unwrap();
-    let at = |name: &str| directory.path().join(name);
     let script = "print('ready', flush=True)\nwhile True: sorted(str(i) for i in range(3000))";
     // The distribution's own, whatever comes first in PATH.
     let python3 = std::fs::canonicalize("/usr/bin/python3").unwrap();
     let mut python = Command::new(&python3);
     python.args(["-c", script]);
+    let mut threads = Command::new(build::work());
+    threads.args(["threads", "60"]);
+    let corpus = &build::unwind_corpus()[0].1;
     for (program, mut command) in [
-        (build::work().to_owned(), {
-            let mut c = Command::new(build::work());
-            c.args(["threads", "60"]);
-            c
-        }),
-        (build::unwind_corpus()[0].1.clone(), Command::new(&build::unwind_corpus()[0].1)),
-        (python3, python),
+        (build::work(), threads),
+        (corpus.as_path(), Command::new(corpus)),
+        (python3.as_path(), python),
     ] {
         let running = Running::start(&mut command);
-        for (how, graph) in
-            [("fp", &["-g"][..]), ("dwarf", &["--call-graph", "dwarf,32768"]), ("pipe", &["-g"])]
-        {
-            let file = at(&format!("{how}.data"));
-            let mut perf = Command::new("perf");
-            perf.args([
-                "record",
-                "-N",
-                "-q",
-                "-e",
-                "cpu-clock",
-                "-F",
-                "499",
-                "-p",
-                &running.pid().to_string(),
-            ]);
-            perf.args(graph).arg("-o").arg(if how == "pipe" { Path::new("-") } else { &file });
-            perf.args(["--", "sleep", "2"]);
-            if how == "pipe" {
-                perf.stdout(std::fs::File::create(&file).unwrap());
-            }
-            assert!(perf.status().unwrap().success());
-            let output = at("out.pb.gz");
-            stackwire(["resolve".as_ref(), file.as_os_str(), "-o".as_ref(), output.as_os_str()])
-                .succeeded();
-            let ours = Pprof::read(&output);
-            let name = program.file_name().unwrap().to_str().unwrap();
-            let theirs = reported(&file, name);
-            let found = leaves(&ours, program.to_str().unwrap());
-            // Where both have a name: Debian's python is stripped, and then perf shows addresses.
-            // What perf calls the first entry of a linkage table is nobody's name.
-            let is_name = |symbol: &str| {
-                !symbol.starts_with("0x") && !symbol.contains('@') && symbol != "_init"
-            };
-            let both = theirs.iter().filter(|(symbol, _)| is_name(symbol));
-            let (mut samples, mut symbols) = (0, 0);
-            for (symbol, count) in both {
-                assert_eq!(
-                    found.get(symbol),
-                    Some(count),
-                    "{name}, {how}: {symbol}\n{theirs:?}\n{found:?}"
-                );
-                (samples, symbols) = (samples + count, symbols + 1);
-            }
-            eprintln!("{name}, {how}: {samples} samples in {symbols} functions as perf has them");
-            assert!(samples > 100, "{name}, {how}: {samples} samples");
-            let said = report(&file);
-            let taken = format!("samples taken {0} = {0} in the profile + 0 lost", ours.count());
-            assert!(said.contains(&taken), "{said}");
-            if how == "dwarf" {
-                let line =
-                    said.lines().find(|line| line.ends_with("reached the thread's root")).unwrap();
-                let share: f64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
-                eprintln!("{name}: {share} % of the stacks perf copied are whole");
-                // Of 500 calls deep, and of signal handlers on stacks of their own, perf copies too little.
-                assert!(share >= 99.5 || name == "unwind_o2", "{said}");
-            }
+        assert_counts_are_perfs(program, &[running.pid()]);
+    }
+}
+
+#[test]
+fn perf_data_of_postgresql_gives_perfs_counts() {
+    if !privileged() {
+        return;
+    }
+    let Some(postgres) = Postgres::start() else { return };
+    let load = postgres.under_pgbench(12);
+    assert_counts_are_perfs(&postgres.program(), &load.servers());
+}
+
+/// perf records processes by frame pointers, by copies of stacks and to a pipe: we count as it does, function by function.
+#[track_caller]
+fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let name = program.file_name().unwrap().to_str().unwrap();
+    let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
+    let pids = pids.join(",");
+    for (how, graph) in
+        [("fp", &["-g"][..]), ("dwarf", &["--call-graph", "dwarf,32768"]), ("pipe", &["-g"])]
+    {
+        let file = at(&format!("{how}.data"));
+        let mut perf = Command::new("perf");
+        perf.args(["record", "-N", "-q", "-e", "cpu-clock", "-F", "499", "-p", &pids]);
+        perf.args(graph).arg("-o").arg(if how == "pipe" { Path::new("-") } else { &file });
+        perf.args(["--", "sleep", "2"]);
+        if how == "pipe" {
+            perf.stdout(std::fs::File::create(&file).unwrap());
+        }
+        assert!(perf.status().unwrap().success());
+        let output = at("out.pb.gz");
+        stackwire(["resolve".as_ref(), file.as_os_str(), "-o".as_ref(), output.as_os_str()])
+            .succeeded();
+        let ours = Pprof::read(&output);
+        let theirs = reported(&file, name);
+        let found = leaves(&ours, program.to_str().unwrap());
+        // Where both have a name: Debian's programs are stripped, and then perf shows addresses.
+        // What perf calls the first entry of a linkage table is nobody's name.
+        let is_name =
+            |symbol: &str| !symbol.starts_with("0x") && !symbol.contains('@') && symbol != "_init";
+        let both = theirs.iter().filter(|(symbol, _)| is_name(symbol));
+        let (mut samples, mut symbols) = (0, 0);
+        for (symbol, count) in both {
+            assert_eq!(
+                found.get(symbol),
+                Some(count),
+                "{name}, {how}: {symbol}\n{theirs:?}\n{found:?}"
+            );
+            (samples, symbols) = (samples + count, symbols + 1);
+        }
+        eprintln!("{name}, {how}: {samples} samples in {symbols} functions as perf has them");
+        assert!(samples > 100, "{name}, {how}: {samples} samples");
+        let said = report(&file);
+        let taken = format!("samples taken {0} = {0} in the profile + 0 lost", ours.count());
+        assert!(said.contains(&taken), "{said}");
+        if how == "dwarf" {
+            let line =
+                said.lines().find(|line| line.ends_with("reached the thread's root")).unwrap();
+            let share: f64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+            eprintln!("{name}: {share} % of the stacks perf copied are whole");
+            // Of 500 calls deep, and of signal handlers on stacks of their own, perf copies too little.
+            assert!(share >= 99.5 || name == "unwind_o2", "{said}");
         }
     }
 }
@@ -212,7 +220,7 @@ fn pprof_of_go_and_gperftools_is_completed() {
     let both = stackwire(["report".as_ref(), at("cpu").as_os_str(), at("heap").as_os_str()]);
     both.failed(1, "cannot be added");
 
-    // Without names: of a program whose names are in a separate file.
+    // Without names: of a program whose names are on a server.
     let libraries = std::fs::read_dir("/usr/lib/x86_64-linux-gnu").unwrap().flatten();
     let profiler = libraries
         .map(|it| it.path())
@@ -220,16 +228,8 @@ fn pprof_of_go_and_gperftools_is_completed() {
     if !can("libgoogle-perftools4", profiler.is_some()) {
         return;
     }
-    let (program, debug) = (at("stripped"), at("debug"));
-    std::fs::copy(build::work(), &program).unwrap();
-    let notes = run(Command::new("readelf").arg("-n").arg(&program)).0;
-    let id =
-        notes.split("Build ID: ").nth(1).unwrap().split_whitespace().next().unwrap().to_owned();
-    std::fs::create_dir_all(debug.join(".build-id").join(&id[..2])).unwrap();
-    let separate = debug.join(".build-id").join(&id[..2]).join(format!("{}.debug", &id[2..]));
-    run(Command::new("objcopy").arg("--only-keep-debug").args([&program, &separate]));
-    run(Command::new("strip").arg(&program));
-    let mut profiled = Command::new(&program);
+    let stripped = Stripped::of(build::work());
+    let mut profiled = Command::new(&stripped.program);
     profiled
         .args(["plain", "3"])
         .env("LD_PRELOAD", profiler.unwrap())
@@ -240,17 +240,13 @@ fn pprof_of_go_and_gperftools_is_completed() {
         &[&at("gperf")],
     );
     drop(converted);
+    let server = RealServer::start(stripped.debug.parent().unwrap(), &at("debuginfod.sqlite"));
+    server.wait_for(&stripped.build_id);
     for input in ["gperf", "gperf.pb"] {
-        let output = at("out.pb.gz");
-        stackwire([
-            "resolve".as_ref(),
-            at(input).as_os_str(),
-            "-o".as_ref(),
-            output.as_os_str(),
-            "--debug-dir".as_ref(),
-            debug.as_os_str(),
-        ])
-        .succeeded();
+        let cache = format!("cache-{input}");
+        let (ran, output) =
+            stripped.resolve(&at(input), &cache, &[&format!("--debuginfod-url={}", server.url)]);
+        ran.succeeded();
         assert_eq!(totals(&output), totals(&at("gperf.pb")), "{input}");
         let top = go(&["-top", "-symbolize=none"], &[&output]);
         assert!(top.contains("alpha") && top.contains("beta"), "{input}: {top}");

@@ -1,11 +1,11 @@
 //! perf.data, as perf of two ages, hotspot, samply and autofdo read it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::process::Command;
 
 use crate::support::pprof::frames_of;
-use crate::support::{Pprof, Running, build, can, privileged, run, stackwire, trixie};
+use crate::support::{Pprof, Running, alone, build, can, privileged, run, stackwire, trixie};
 
 /// A frame as perf names it: object and symbol.
 type Frame = (String, String);
@@ -64,6 +64,48 @@ fn common(one: &BTreeMap<String, u64>, other: &BTreeMap<String, u64>) -> (u64, u
     (same.sum(), one.values().sum::<u64>().max(other.values().sum()))
 }
 
+/// The same samples of the same threads, and in these objects the same names for 99.9 % of the frames.
+#[track_caller]
+fn assert_same(version: &str, theirs: &[Printed], ours: &Pprof, objects: &[&str]) {
+    assert_eq!(theirs.len() as u64, ours.count(), "perf {version}");
+    // Who: as often as we say, by name, process and thread.
+    let mut who: BTreeMap<(String, String, String), i64> = BTreeMap::new();
+    for sample in &ours.samples {
+        let of = |key: &str| sample.labels[key].clone();
+        *who.entry((of("thread"), of("pid"), of("tid"))).or_default() += sample.count as i64;
+    }
+    for sample in theirs {
+        let key = (sample.comm.clone(), sample.pid.to_string(), sample.tid.to_string());
+        *who.entry(key).or_default() -= 1;
+    }
+    who.retain(|_, difference| *difference != 0);
+    assert!(who.is_empty(), "perf {version}: {who:?}");
+    // What: of objects with a symbol table.
+    let (mut same, mut all) = (0, 0);
+    for &object in objects {
+        let mut frames: BTreeMap<String, u64> = BTreeMap::new();
+        let of_it = |frame: &&Frame| frame.0 == object;
+        for (_, symbol) in theirs.iter().flat_map(|s| &s.frames).filter(of_it) {
+            // Of two names of one function either will do.
+            let name = symbol.strip_prefix("__pi_").unwrap_or(symbol);
+            *frames.entry(name.to_owned()).or_default() += 1;
+        }
+        let name = if object == "[kernel.kallsyms]" { "[kernel]" } else { object };
+        let found = frames_of(ours, name);
+        let (equal, of) = common(&frames, &found);
+        for name in frames.keys().chain(found.keys()) {
+            let (one, two) = (frames.get(name), found.get(name));
+            if one != two {
+                eprintln!("{name}: perf {one:?}, we {two:?}");
+            }
+        }
+        eprintln!("perf {version}: {equal} of {of} frames of {object} have the same name");
+        assert!(of > 500, "{of} frames of {object}");
+        (same, all) = (same + equal, all + of);
+    }
+    assert!(same as f64 >= all as f64 * 0.999, "perf {version}: {same} of {all}");
+}
+
 #[test]
 fn perf_of_two_ages_sees_what_we_see() {
     if !privileged() {
@@ -99,19 +141,7 @@ fn perf_of_two_ages_sees_what_we_see() {
     let ours = Pprof::read(&pprof);
     for (version, mut perf) in perfs() {
         let theirs = printed(&mut perf, &file);
-        assert_eq!(theirs.len() as u64, ours.count(), "perf {version}");
-        // Who: as often as we say, by name, process and thread.
-        let mut who: BTreeMap<(String, String, String), i64> = BTreeMap::new();
-        for sample in &ours.samples {
-            let of = |key: &str| sample.labels[key].clone();
-            *who.entry((of("thread"), of("pid"), of("tid"))).or_default() += sample.count as i64;
-        }
-        for sample in &theirs {
-            let key = (sample.comm.clone(), sample.pid.to_string(), sample.tid.to_string());
-            *who.entry(key).or_default() -= 1;
-        }
-        who.retain(|_, difference| *difference != 0);
-        assert!(who.is_empty(), "perf {version}: {who:?}");
+        assert_same(version, &theirs, &ours, &[work.to_str().unwrap(), "[kernel.kallsyms]"]);
         // Where: the report by CPU.
         let by_cpu =
             stackwire(["report".as_ref(), "--by".as_ref(), "cpu".as_ref(), capture.as_os_str()]);
@@ -128,33 +158,6 @@ fn perf_of_two_ages_sees_what_we_see() {
         // When: in order, over four seconds.
         let times: Vec<f64> = theirs.iter().map(|sample| sample.time.parse().unwrap()).collect();
         assert!(times.is_sorted() && (3.0..5.0).contains(&(times[times.len() - 1] - times[0])));
-        // What: symbols of a program with a symbol table, of the kernel, and of what Node made.
-        let (mut same, mut all) = (0, 0);
-        let mapped = |object: &str| {
-            if object == "[kernel.kallsyms]" { "[kernel]" } else { object }.to_owned()
-        };
-        for object in [work.to_str().unwrap(), "[kernel.kallsyms]"] {
-            let mut frames: BTreeMap<String, u64> = BTreeMap::new();
-            for (_, symbol) in
-                theirs.iter().flat_map(|s| &s.frames).filter(|frame| frame.0 == object)
-            {
-                // Of two names of one function either will do.
-                let name = symbol.strip_prefix("__pi_").unwrap_or(symbol);
-                *frames.entry(name.to_owned()).or_default() += 1;
-            }
-            let found = frames_of(&ours, &mapped(object));
-            let (equal, of) = common(&frames, &found);
-            for name in frames.keys().chain(found.keys()) {
-                let (one, two) = (frames.get(name), found.get(name));
-                if one != two {
-                    eprintln!("{name}: perf {one:?}, we {two:?}");
-                }
-            }
-            eprintln!("perf {version}: {equal} of {of} frames of {object} have the same name");
-            assert!(of > 500, "{of} frames of {object}");
-            (same, all) = (same + equal, all + of);
-        }
-        assert!(same as f64 >= all as f64 * 0.999, "perf {version}: {same} of {all}");
         let jit = format!("/tmp/perf-{}.map", node.pid());
         let hot =
             theirs.iter().flat_map(|s| &s.frames).filter(|f| f.0 == jit && f.1.contains("hot"));
@@ -225,6 +228,38 @@ fn symbolized_by_samply(samply: &Path, file: &Path, program: &Path) -> String {
     let _ = server.kill();
     let _ = server.wait();
     answer
+}
+
+#[test]
+fn two_thousand_short_processes_are_perfs_too() {
+    if !privileged() {
+        return;
+    }
+    let _alone = alone();
+    let directory = tempfile::tempdir().unwrap();
+    let [pprof, file] =
+        ["x.pb.gz", "perf.data"].map(|name| directory.path().join(name).display().to_string());
+    let work = build::work().to_str().unwrap();
+    let script = format!("echo ready; while :; do /bin/true; {work} plain 0.005 >/dev/null; done");
+    let shell = Running::start(Command::new("sh").args(["-c", &script]));
+    stackwire([
+        "record",
+        "--profile",
+        "--all",
+        "--sample-rate=997",
+        &format!("--profile-output={pprof}"),
+        &format!("--perf-data-output={file}"),
+        "--duration=14s",
+    ])
+    .succeeded();
+    drop(shell);
+    let ours = Pprof::read(Path::new(&pprof));
+    let pids: HashSet<_> = ours.samples.iter().map(|sample| &sample.labels["pid"]).collect();
+    assert!(pids.len() > 1900, "only {} processes were seen", pids.len());
+    for (version, mut perf) in perfs() {
+        let theirs = printed(&mut perf, Path::new(&file));
+        assert_same(version, &theirs, &ours, &[work, "[kernel.kallsyms]"]);
+    }
 }
 
 #[test]

@@ -3,8 +3,9 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
+use crate::support::postgres::Postgres;
 use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire, trixie};
 
 /// Share of user stacks that reached their thread's root, in percent, of a report.
@@ -24,8 +25,8 @@ fn recorded(what: &[&str], cache: &Path) -> (String, Pprof) {
 
 /// Likewise, of several processes.
 #[track_caller]
-fn collected(pids: impl Iterator<Item = u32>, duration: &str, cache: &Path) -> (String, Pprof) {
-    let mut what: Vec<String> = pids.map(|pid| format!("--pid={pid}")).collect();
+fn collected(pids: impl IntoIterator<Item = u32>, duration: &str, cache: &Path) -> (String, Pprof) {
+    let mut what: Vec<String> = pids.into_iter().map(|pid| format!("--pid={pid}")).collect();
     what.push(format!("--duration={duration}"));
     let what: Vec<&str> = what.iter().map(String::as_str).collect();
     read(&mut Command::new(binary("stackwire-collector")), "--output", &what, cache)
@@ -183,50 +184,13 @@ fn stacks_of_commands_are_whole() {
 
 #[test]
 fn stacks_of_postgresql_under_pgbench_are_whole() {
-    let installed = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
-    let bin = installed.map(|version| version.path().join("bin")).max();
-    if !privileged() || !crate::support::can("PostgreSQL", bin.is_some()) {
+    if !privileged() {
         return;
     }
-    let bin = bin.unwrap();
+    let Some(postgres) = Postgres::start() else { return };
     let directory = tempfile::tempdir().unwrap();
-    let data = directory.path().join("data");
-    std::fs::create_dir(&data).unwrap();
-    let as_user = |arguments: &[&str]| {
-        let mut command = Command::new("setpriv");
-        command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups", "env", "LC_ALL=C"]);
-        command.arg(format!("PATH={}:/usr/bin:/bin", bin.display()));
-        command.args(arguments).current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
-        command
-    };
-    let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
-    run(Command::new("chown").arg("postgres").args([&data, directory.path()]));
-    let socket = directory.path().to_str().unwrap();
-    let place = data.to_str().unwrap();
-    run(&mut as_user(&["initdb", "-D", place, "-A", "trust", "--no-sync"]));
-    let options = format!("-c listen_addresses= -c unix_socket_directories={socket} -c fsync=off");
-    run(&mut as_user(&["pg_ctl", "-D", place, "-w", "-o", &options, "start"]));
-    // Stopped however the test ends.
-    struct Stop<F: FnMut()>(F);
-    impl<F: FnMut()> Drop for Stop<F> {
-        fn drop(&mut self) {
-            self.0();
-        }
-    }
-    let _stop = Stop(|| {
-        let _ = as_user(&["pg_ctl", "-D", place, "-m", "immediate", "stop"]).status();
-    });
-    run(&mut as_user(&["pgbench", "-h", socket, "-i", "-s", "3", "postgres"]));
-    let mut load =
-        as_user(&["pgbench", "-h", socket, "-c", "2", "-T", "8", "postgres"]).spawn().unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(500));
-    let server = std::fs::read_to_string(data.join("postmaster.pid")).unwrap();
-    let server = server.lines().next().unwrap();
-    let output = Command::new("pgrep").args(["-P", server]).output().unwrap();
-    let pids = String::from_utf8(output.stdout).unwrap();
-    let pids = pids.lines().map(|pid| pid.parse().unwrap());
-    let (report, profile) = collected(pids, "4s", directory.path());
-    load.wait().unwrap();
+    let load = postgres.under_pgbench(8);
+    let (report, profile) = collected(load.servers(), "4s", directory.path());
     assert!(profile.count() > 1000, "{} samples", profile.count());
     assert_complete("postgres", &report);
 }

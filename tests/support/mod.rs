@@ -1,6 +1,8 @@
 //! What the tests share: building fixtures, running the binaries, reading profiles through `go tool pprof`.
 
 pub(crate) mod build;
+pub(crate) mod debug_files;
+pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod stopped;
 

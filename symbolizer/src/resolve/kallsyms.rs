@@ -53,11 +53,13 @@ impl<'a> Symbols<'a> {
     }
 }
 
-/// As perf chooses between aliases: fewer leading underscores, then the longer name; padding last.
-fn rank(name: &str) -> (bool, usize, usize, &str) {
+/// As perf chooses between aliases: fewer leading underscores, then the longer name. Names of padding come last, and before
+/// them those of 32-bit and early callers, which few are.
+fn rank(name: &str) -> (bool, bool, usize, usize, &str) {
     let underscores = name.len() - name.trim_start_matches('_').len();
     let padding = name.starts_with("__pfx_") || name.starts_with("__cfi_");
-    (!padding, usize::MAX - underscores, name.len(), name)
+    let rare = name.starts_with("__ia32_") || name.starts_with("__pi_");
+    (!padding, !rare, usize::MAX - underscores, name.len(), name)
 }
 
 #[cfg(test)]
@@ -67,11 +69,12 @@ mod tests {
 
     #[test]
     fn finds_the_best_name_around_an_offset() {
-        let text = b"\t0\t_text\n\t0\tstartup_64\n\t100\t__pfx_read\n\t100\tread\n\t100\t__x64_read\next4\t10\tf\nbad\n";
+        let text = b"\t0\t_text\n\t0\tstartup_64\n\t100\t__pfx_read\n\t100\tread\n\t100\t__x64_read\n\t200\t__do_sys_vfork\n\t200\t__ia32_sys_vfork\n\t200\t__x64_sys_vfork\next4\t10\tf\nbad\n";
         let symbols = Symbols::parse(text);
         let name = |module: &str, offset| symbols.find(module, offset).map(|line| line.function);
         assert_eq!(name("", 0x50).unwrap(), "startup_64");
         assert_eq!(name("", 0x123).unwrap(), "read");
+        assert_eq!(name("", 0x200).unwrap(), "__x64_sys_vfork");
         assert_eq!(name("ext4", 0x10).unwrap(), "f");
         assert_eq!(name("ext4", 0x0f), None);
         assert_eq!(name("xfs", 0x10), None);
