@@ -30,6 +30,9 @@ cat >"$to/run" <<'RUN'
 root=$(dirname "$(readlink -f "$0")")
 program=$1
 shift
-exec "$root/usr/lib64/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu" "$root/usr/bin/$program" "$@"
+# Where /lib is not yet a link to /usr/lib, that in /lib64 is one to the host's.
+linker=$root/usr/lib64/ld-linux-x86-64.so.2
+[ -e "$linker" ] || linker=$(echo "$root"/lib/x86_64-linux-gnu/ld-2.*.so)
+exec "$linker" --library-path "$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu" "$root/usr/bin/$program" "$@"
 RUN
 chmod +x "$to/run"

@@ -7,7 +7,7 @@ use std::process::Command;
 use crate::support::debug_files::{RealServer, Stripped};
 use crate::support::postgres::Postgres;
 use crate::support::pprof::{frames_of, go};
-use crate::support::{Pprof, Running, build, can, privileged, report, run, stackwire};
+use crate::support::{Pprof, Running, build, can, of_debian, privileged, report, run, stackwire};
 
 /// Samples by the function they are in, not counting what is inlined, of one object.
 fn leaves(profile: &Pprof, object: &str) -> BTreeMap<String, u64> {
@@ -81,7 +81,7 @@ fn perf_data_of_postgresql_gives_perfs_counts() {
         return;
     }
     let Some(postgres) = Postgres::start() else { return };
-    let load = postgres.under_pgbench(12);
+    let load = postgres.under_pgbench(60);
     assert_counts_are_perfs(&postgres.program(), &load.servers());
 }
 
@@ -93,11 +93,16 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
     let name = program.file_name().unwrap().to_str().unwrap();
     let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
     let pids = pids.join(",");
+    let (fp, dwarf) = (&["-g"][..], &["--call-graph", "dwarf,32768"][..]);
     for (how, graph) in
-        [("fp", &["-g"][..]), ("dwarf", &["--call-graph", "dwarf,32768"]), ("pipe", &["-g"])]
+        [("fp", fp), ("dwarf", dwarf), ("pipe", fp), ("fp of 5.10", fp), ("dwarf of 5.10", dwarf)]
     {
         let file = at(&format!("{how}.data"));
         let mut perf = Command::new("perf");
+        if how.ends_with("5.10") {
+            let Some(older) = of_debian("bullseye", "perf_5.10") else { continue };
+            perf = older;
+        }
         perf.args(["record", "-N", "-q", "-e", "cpu-clock", "-F", "499", "-p", &pids]);
         perf.args(graph).arg("-o").arg(if how == "pipe" { Path::new("-") } else { &file });
         perf.args(["--", "sleep", "2"]);
@@ -130,7 +135,7 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
         let said = report(&file);
         let taken = format!("samples taken {0} = {0} in the profile + 0 lost", ours.count());
         assert!(said.contains(&taken), "{said}");
-        if how == "dwarf" {
+        if how.starts_with("dwarf") {
             let line =
                 said.lines().find(|line| line.ends_with("reached the thread's root")).unwrap();
             let share: f64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
@@ -293,6 +298,17 @@ fn what_is_written_without_names_gets_them_back() {
     assert_eq!(frames_of(&before, program), frames_of(&after, program));
     assert_eq!(frames_of(&before, "[kernel]"), frames_of(&after, "[kernel]"));
     assert_eq!(before.count(), after.count());
+
+    // Several at once are one: what the program and the kernel did in both.
+    let merged = at("merged.pb.gz");
+    let inputs = [capture.as_os_str(), bare.as_os_str(), "-o".as_ref(), merged.as_os_str()];
+    stackwire(["resolve".as_ref()].into_iter().chain(inputs)).succeeded();
+    let merged = Pprof::read(&merged);
+    assert_eq!(merged.count(), before.count() * 2);
+    for object in [program, "[kernel]"] {
+        let twice = frames_of(&before, object).into_iter().map(|(name, count)| (name, count * 2));
+        assert_eq!(frames_of(&merged, object), twice.collect());
+    }
 
     // Folded stacks, back and forth.
     let folded = |input: &Path, output: &Path| {

@@ -19,7 +19,7 @@ use stackwire_unwind::{Table, compile};
 
 use crate::support::build;
 use crate::support::stopped::{Mapping, Stopped};
-use crate::support::{Running, can, trixie};
+use crate::support::{Running, can, of_debian};
 
 /// Deepest stack compared.
 const DEPTH: usize = 700;
@@ -470,7 +470,7 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     take("release_cc", Command::new(build::inlined_cc_release()).arg("100"), 500);
     take("release_rs", Command::new(build::inlined_rs_release()).arg("100"), 500);
     take("python3", Command::new("python3").args(["-c", PYTHON]), 1_500);
-    if let Some(mut python) = trixie("python3.13") {
+    if let Some(mut python) = of_debian("trixie", "python3.13") {
         take("python3.13", python.args(["-c", PYTHON]), 1_000);
     }
     take("node", Command::new("node").current_dir(&directory).args(["-e", NODE]), 1_000);
@@ -527,7 +527,7 @@ fn stacks_of_stopped_processes_are_those_of_eu_stack() {
     let mut python = Command::new("python3");
     python.args(["-c", PYTHON]);
     commands.push(("python3", python));
-    if let Some(mut python) = trixie("python3.13") {
+    if let Some(mut python) = of_debian("trixie", "python3.13") {
         python.args(["-c", PYTHON]);
         commands.push(("python3.13", python));
     }

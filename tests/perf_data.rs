@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::pprof::frames_of;
-use crate::support::{Pprof, Running, alone, build, can, privileged, run, stackwire, trixie};
+use crate::support::{Pprof, Running, alone, build, can, of_debian, privileged, run, stackwire};
 
 /// A frame as perf names it: object and symbol.
 type Frame = (String, String);
@@ -24,7 +24,7 @@ struct Printed {
 
 /// perf of this Debian, and of the next.
 fn perfs() -> Vec<(&'static str, Command)> {
-    let newer = trixie("perf").map(|command| ("6.12", command));
+    let newer = of_debian("trixie", "perf").map(|command| ("6.12", command));
     [("6.1", Command::new("perf"))].into_iter().chain(newer).collect()
 }
 

@@ -31,10 +31,11 @@ if [ ${#wanted[@]} -gt 0 ]; then
   fi
 fi
 if [ "${1:-}" != ebpf ]; then
-  # A newer CPython and a newer perf; samply, which Debian 12 has not.
-  { tests/debian.sh trixie target/trixie python3.13-minimal libpython3.13-stdlib linux-perf \
+  # An older perf; a newer CPython and a newer perf; samply, which Debian 12 has not.
+  { tests/debian.sh bullseye target/bullseye linux-perf-5.10 \
+      && tests/debian.sh trixie target/trixie python3.13-minimal libpython3.13-stdlib linux-perf \
       && tests/debian.sh sid target/sid samply; } \
-    || echo "tests/setup.sh: could not get packages of newer Debians; tests that need them fail" >&2
+    || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
 fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
   LLVM_PREFIX=/usr/lib/llvm-22 cargo install -q bpf-linker --version 0.13.0 --no-default-features --features llvm-22 --locked

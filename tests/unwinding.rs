@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::support::postgres::Postgres;
-use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire, trixie};
+use crate::support::{
+    Pprof, Ran, Running, binary, build, of_debian, privileged, report, stackwire,
+};
 
 /// Share of user stacks that reached their thread's root, in percent, of a report.
 fn complete(report: &str) -> f64 {
@@ -78,8 +80,10 @@ fn stacks_of_running_programs_are_whole() {
         command.arg("60");
         programs.push((program.file_name().unwrap().to_str().unwrap(), command));
     }
-    let pythons =
-        [("python3", Some(Command::new("python3"))), ("python3.13", trixie("python3.13"))];
+    let pythons = [
+        ("python3", Some(Command::new("python3"))),
+        ("python3.13", of_debian("trixie", "python3.13")),
+    ];
     for (name, python) in pythons {
         let Some(mut python) = python else { continue };
         python.args([

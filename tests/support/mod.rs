@@ -46,12 +46,12 @@ pub(crate) fn run(command: &mut Command) -> (String, String) {
     (out, err)
 }
 
-/// A program of Debian 13, which `tests/debian.sh` has unpacked.
-pub(crate) fn trixie(program: &str) -> Option<std::process::Command> {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/trixie");
+/// A program of another Debian, which `tests/debian.sh` has unpacked.
+pub(crate) fn of_debian(suite: &str, program: &str) -> Option<Command> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target").join(suite);
     let run = root.join("run");
-    can(&format!("{program} of Debian 13"), run.is_file()).then(|| {
-        let mut command = std::process::Command::new(run);
+    can(&format!("{program} of Debian {suite}"), run.is_file()).then(|| {
+        let mut command = Command::new(run);
         command.arg(program).env("PYTHONHOME", root.join("usr"));
         command
     })

@@ -93,6 +93,7 @@ impl Load<'_> {
 
 impl Drop for Load<'_> {
     fn drop(&mut self) {
+        let _ = self.client.kill();
         let _ = self.client.wait();
     }
 }

@@ -46,7 +46,6 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), I
     let origin = Origin {
         event: "cpu".to_owned(),
         frequency: u32::try_from(1_000_000_000 / period_ns.max(1)).unwrap_or(0),
-        collector: "gperftools".to_owned(),
         ..Origin::default()
     };
     into.capture(number, origin, 0);

@@ -192,7 +192,7 @@ impl<'a> Reader<'a> {
             event: String::new(),
             frequency,
             kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
-            collector: format!("perf {}", text(self.file.perf_version())),
+            collector: String::new(),
             all: false,
             cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
         }

@@ -373,7 +373,7 @@ pub struct Origin {
     pub frequency: u32,
     /// Kernel stacks were recorded.
     pub kernel_stacks: bool,
-    /// Version of the collector.
+    /// Version of the collector; empty: another program took the profile.
     pub collector: String,
     /// All processes were sampled.
     pub all: bool,

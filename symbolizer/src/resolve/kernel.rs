@@ -73,6 +73,9 @@ pub(super) fn job(
                     None if !profile.origin.collector.is_empty() => {
                         "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
                     }
+                    None if build_id.is_empty() => {
+                        "the profile does not say which kernel it was: its build-id is not in it"
+                    }
                     None => {
                         "its symbols are not in the profile, and no debug information has its build-id"
                     }
