@@ -12,6 +12,7 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameWriter, seal_epoch, seal_pieces, v1};
 
 use crate::inlined::oracle;
+use crate::perf_data::perfs;
 use crate::support::{Pprof, stackwire};
 
 const RELEASE: &str = "9.9.9-test";
@@ -135,7 +136,7 @@ impl Kernel {
 
     /// A capture with a sample at each place, told from the others by its weight.
     fn capture(&self, build_ids: [Vec<u8>; 2]) -> PathBuf {
-        let mut kallsyms = String::new();
+        let mut kallsyms = String::from("\t0\t_text\n");
         for (module, path) in [("", &self.vmlinux), ("test_mod", &self.loaded_module)] {
             let symbols = nm(path);
             for (address, _, name) in &symbols {
@@ -263,5 +264,28 @@ fn the_kernel_and_a_module_have_inlined_calls_and_lines() {
     for (place, chain) in &plain {
         let function = &cold[place].last().unwrap().0;
         assert_eq!(chain, &[(function.clone(), 0)], "{place:#x}");
+    }
+}
+
+/// perf on a host with another kernel, which has what was laid out and nothing else.
+#[test]
+fn perf_names_another_hosts_kernel_and_module_from_what_was_laid_out() {
+    let kernel = Kernel::build();
+    let capture = kernel.capture([vec![1; 20], vec![2; 20]]);
+    let [file, laid] = ["perf.data", "laid"].map(|name| kernel.at(name).display().to_string());
+    let empty = format!("--symbol-cache-dir={}", kernel.at("empty").display());
+    let into = format!("--perf-buildid-dir={laid}");
+    let ours = kernel.resolve(&capture, &[&empty, &format!("--perf-data-output={file}"), &into]);
+    for (version, mut perf) in perfs() {
+        let fields = ["--buildid-dir", &laid, "script", "-F", "period,ip,sym", "-i", &file];
+        let (text, said) = crate::support::run(perf.args(fields));
+        assert_eq!(said, "", "perf {version}");
+        let words: Vec<&str> = text.split_whitespace().collect();
+        assert_eq!(words.len(), ours.len() * 3, "perf {version}: {text}");
+        for sample in words.chunks(3) {
+            let [period, _, symbol] = sample else { panic!("{sample:?}") };
+            let chain = &ours[&period.parse().unwrap()];
+            assert_eq!(chain, &[((*symbol).to_owned(), 0)], "perf {version}");
+        }
     }
 }

@@ -23,7 +23,7 @@ struct Printed {
 }
 
 /// perf of this Debian, and of the next.
-fn perfs() -> Vec<(&'static str, Command)> {
+pub(crate) fn perfs() -> Vec<(&'static str, Command)> {
     let newer = of_debian("trixie", "perf").map(|command| ("6.12", command));
     [("6.1", Command::new("perf"))].into_iter().chain(newer).collect()
 }

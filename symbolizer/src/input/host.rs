@@ -6,6 +6,10 @@ use std::fmt::Write as _;
 use std::io::Read;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
+use object::NativeEndian;
+use object::elf::{ELF_NOTE_GNU, FileHeader64, NT_GNU_BUILD_ID};
+use object::read::elf::NoteIterator;
+
 use crate::resolve::open_regular;
 
 /// Most bytes of a perf-map.
@@ -88,22 +92,17 @@ pub fn perf_map(pid: u32) -> Option<Vec<u8>> {
     Some(content)
 }
 
-/// Build-id of the kernel that runs: `NT_GNU_BUILD_ID` (3) of owner "GNU" among its notes.
+/// Build-id of the kernel that runs.
 fn running_kernel() -> Option<Vec<u8>> {
     let notes = std::fs::read("/sys/kernel/notes").ok()?;
-    let mut rest = notes.as_slice();
-    loop {
-        let (head, after) = rest.split_at_checked(12)?;
-        let word =
-            |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let (name_size, size) = (word(0) as usize, word(4) as usize);
-        let (name, after) = after.split_at_checked(name_size.next_multiple_of(4))?;
-        let (content, after) = after.split_at_checked(size.next_multiple_of(4))?;
-        if word(8) == 3 && name.starts_with(b"GNU\0") {
-            return Some(content[..size].to_vec());
+    let mut notes =
+        NoteIterator::<FileHeader64<NativeEndian>>::new(NativeEndian, 4, &notes).ok()?;
+    while let Some(note) = notes.next().ok()? {
+        if note.name() == ELF_NOTE_GNU && note.n_type(NativeEndian) == NT_GNU_BUILD_ID {
+            return Some(note.desc().to_vec());
         }
-        rest = after;
     }
+    None
 }
 
 #[cfg(test)]
