@@ -1,7 +1,7 @@
 //! The contract between collector and symbolizer: messages, and how a capture file frames them.
 //!
 //! No logic beyond framing and compression. The collector builds these messages in
-//! `collector/src/wire.rs`; the symbolizer takes them apart in `symbolizer/src/ingest.rs`; nothing
+//! `collector/src/wire.rs`; the symbolizer takes them apart in `symbolizer/src/ingest/`; nothing
 //! else sees them. `proto/README.md` tells the contract in prose.
 
 mod frame;

@@ -1,7 +1,7 @@
 //! The unprivileged half of Stackwire: finds names for captured stacks and writes profiles.
 //!
 //! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs` (messages) →
-//! `ingest.rs` (the only reader of the wire) → `profile/` (tables) → `resolve/` (names) → `export/`
+//! `ingest/` (the only reader of the wire) → `profile/` (tables) → `resolve/` (names) → `export/`
 //! (pprof, folded, flame graph, report).
 //!
 //! ```no_run

@@ -1,11 +1,14 @@
 //! The profile: interned tables with `Copy` handles, aggregated samples, and what was lost.
 //!
-//! Built by `ingest.rs`, given names by `resolve/`, read by `export/`. Holds no bytes of files and
+//! Built by `ingest/`, given names by `resolve/`, read by `export/`. Holds no bytes of files and
 //! does no I/O. Everything keeps the order of the stream, so equal streams give equal profiles.
 
 mod builder;
+mod executable;
 pub mod labels;
 mod location;
+mod names;
+mod reasons;
 mod slice;
 
 use std::collections::BTreeMap;
@@ -14,7 +17,10 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 pub use self::builder::{Builder, Full, Limits};
+pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::location::{FrameKind, Location, lookup_offset};
+pub use self::names::{Line, Quality, Resolution, Source};
+pub use self::reasons::{EndReason, LostReason, UnwindTables};
 
 /// A handle into a table of a [`Profile`].
 macro_rules! handle {
@@ -53,91 +59,6 @@ handle!(
     /// Into [`Profile::stacks`].
     StackId
 );
-
-/// SHA-256 of an artifact.
-pub type ArtifactHash = [u8; 32];
-
-/// What code came from.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Executable {
-    /// A mapped file.
-    File {
-        /// Path as the process had it.
-        path: String,
-        /// GNU build-id, empty when unknown.
-        build_id: Vec<u8>,
-        /// Inode and device (major, minor), where there is no build-id.
-        inode: u64,
-        /// Device of the inode.
-        device: (u32, u32),
-    },
-    /// The vDSO, with its image.
-    Vdso {
-        /// The ELF image.
-        image: Option<ArtifactHash>,
-    },
-    /// Anonymous executable memory; addresses are those of the process.
-    Anonymous,
-    /// The kernel or a module of it (empty name: the kernel itself).
-    Kernel {
-        /// Module.
-        module: String,
-        /// GNU build-id, empty when unknown.
-        build_id: Vec<u8>,
-        /// Rebased symbols.
-        kallsyms: Option<ArtifactHash>,
-    },
-    /// Nothing known is mapped there.
-    Unmapped,
-    /// Names that came without addresses.
-    Names {
-        /// They are of the kernel.
-        kernel: bool,
-    },
-}
-
-impl Executable {
-    /// The name outputs show: a path, or `[kernel]`, `[module]`, `[vdso]`, `[jit]`.
-    #[must_use]
-    pub fn name(&self) -> String {
-        match self {
-            Self::File { path, .. } => path.clone(),
-            Self::Vdso { .. } => "[vdso]".to_owned(),
-            Self::Anonymous => "[jit]".to_owned(),
-            Self::Kernel { module, .. } if module.is_empty() => "[kernel]".to_owned(),
-            Self::Kernel { module, .. } => format!("[{module}]"),
-            Self::Unmapped => "[unmapped]".to_owned(),
-            Self::Names { .. } => "[names]".to_owned(),
-        }
-    }
-
-    /// Whether it is code of the kernel.
-    #[must_use]
-    pub fn is_kernel(&self) -> bool {
-        matches!(self, Self::Kernel { .. } | Self::Names { kernel: true })
-    }
-
-    /// GNU build-id, empty when unknown.
-    #[must_use]
-    pub fn build_id(&self) -> &[u8] {
-        match self {
-            Self::File { build_id, .. } | Self::Kernel { build_id, .. } => build_id,
-            _ => &[],
-        }
-    }
-
-    /// Build-id in hex, empty when unknown.
-    #[must_use]
-    pub fn build_id_hex(&self) -> String {
-        hex(self.build_id())
-    }
-}
-
-/// Lower-case hex.
-#[must_use]
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
 
 /// One program image of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -194,68 +115,6 @@ pub struct Mapping {
     pub since_ns: u64,
 }
 
-/// Why a stack ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum EndReason {
-    /// The thread's first function.
-    Root,
-    /// Memory not readable.
-    Unreadable,
-    /// Deeper than is recorded.
-    DepthLimit,
-    /// Code without a frame pointer.
-    NoFramePointer,
-    /// A return address outside executable memory.
-    NotCode,
-    /// A 32-bit process.
-    Compat,
-    /// The kernel's unwinder refused.
-    Failed,
-    /// The mappings of the process are not known.
-    NoMappings,
-    /// The unwind table of this code was not there yet.
-    NoTableYet,
-    /// There is no unwind table of this code.
-    NoTable,
-    /// The unwind table has no rule for this address.
-    NoUnwindRule,
-    /// The rule needs a register that is not known in this frame.
-    RegisterLost,
-    /// The caller's frame would not lie above.
-    BadStack,
-    /// The kernel side had not heard of the process's mappings yet.
-    NoMappingsYet,
-    /// Tables were replaced while the stack was walked.
-    TablesReplaced,
-    /// Who took it did not say.
-    NotSaid,
-}
-
-impl EndReason {
-    /// For the report.
-    #[must_use]
-    pub fn text(self) -> &'static str {
-        match self {
-            Self::Root => "reached the thread's root",
-            Self::Unreadable => "next frame not readable",
-            Self::DepthLimit => "deeper than is recorded",
-            Self::NoFramePointer => "code without frame pointers",
-            Self::NotCode => "return address not in code",
-            Self::Compat => "32-bit process",
-            Self::Failed => "kernel unwinder refused",
-            Self::NoMappings => "mappings of the process unknown",
-            Self::NoTableYet => "no unwind table yet",
-            Self::NoTable => "no unwind table",
-            Self::NoUnwindRule => "no unwind rule for this code",
-            Self::RegisterLost => "unwind rule needs a register that is lost",
-            Self::BadStack => "caller's frame not above this one",
-            Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
-            Self::TablesReplaced => "unwind tables replaced meanwhile",
-            Self::NotSaid => "not said by who took it",
-        }
-    }
-}
-
 /// A stack, leaf first.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Stack {
@@ -300,62 +159,6 @@ pub struct Moment {
     pub sample: u32,
     /// On which CPU.
     pub cpu: u32,
-}
-
-/// Why something was lost.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LostReason {
-    /// Ring buffer full.
-    RingFull,
-    /// No scratch buffer.
-    NoScratch,
-    /// Epochs dropped by the collector.
-    EpochDropped,
-    /// Undecodable records.
-    MalformedRecord,
-    /// Mapping, exec, fork and exit events.
-    Events,
-    /// Times sampling was throttled.
-    Throttled,
-    /// Children that could not be followed.
-    TargetsFull,
-    /// CPUs that came online and could not be sampled.
-    CpuRefused,
-    /// A reason a newer collector knows.
-    Other,
-}
-
-impl LostReason {
-    /// For the report.
-    #[must_use]
-    pub fn text(self) -> &'static str {
-        match self {
-            Self::RingFull => "samples: ring buffer full",
-            Self::NoScratch => "samples: no scratch buffer",
-            Self::EpochDropped => "samples: epochs dropped, symbolizer too slow or gone",
-            Self::MalformedRecord => "samples: undecodable records",
-            Self::Events => "process events: perf ring full (mappings were read again)",
-            Self::Throttled => "times the kernel throttled sampling",
-            Self::TargetsFull => "children that could not be followed",
-            Self::CpuRefused => "CPUs that came online and could not be sampled",
-            Self::Other => "for a reason this version does not know",
-        }
-    }
-}
-
-/// What became of the collector's unwind tables.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct UnwindTables {
-    /// Put to use.
-    pub loaded: u64,
-    /// Of those, compiled and not kept from an earlier run.
-    pub compiled: u64,
-    /// Time that took, nanoseconds.
-    pub compile_ns: u64,
-    /// Executables without one.
-    pub failed: u64,
-    /// Dropped to make room for others.
-    pub evicted: u64,
 }
 
 /// How and where a profile was taken.
@@ -405,82 +208,6 @@ impl Origin {
             event => (event, "count"),
         }
     }
-}
-
-/// What became of a location.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Resolution {
-    /// Names were found.
-    Found {
-        /// Innermost inlined function first, the function that exists last.
-        lines: Arc<[Line]>,
-        /// Where they came from.
-        quality: Quality,
-    },
-    /// There is no name, and this is why.
-    Missing(String),
-}
-
-/// How good an answer is, best last.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Quality {
-    /// The kernel's own symbol list.
-    Kallsyms,
-    /// A JIT's perf-map.
-    PerfMap,
-    /// A JIT's jitdump.
-    Jitdump,
-    /// The symbols an ELF file exports.
-    Dynsym,
-    /// An ELF symbol table.
-    Symtab,
-    /// Go's own table.
-    Gopclntab,
-    /// DWARF.
-    Dwarf,
-    /// The input had the names already.
-    Given,
-}
-
-impl Quality {
-    /// For the report.
-    #[must_use]
-    pub fn text(self) -> &'static str {
-        match self {
-            Self::Kallsyms => "kallsyms",
-            Self::PerfMap => "perf-map",
-            Self::Jitdump => "jitdump",
-            Self::Dynsym => "dynsym",
-            Self::Symtab => "symtab",
-            Self::Gopclntab => "gopclntab",
-            Self::Dwarf => "dwarf",
-            Self::Given => "given",
-        }
-    }
-}
-
-/// A function at a place in a source file.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Line {
-    /// Demangled name.
-    pub function: String,
-    /// Source file, empty when unknown.
-    pub file: String,
-    /// Line, 0 when unknown.
-    pub line: u32,
-}
-
-/// Where the names of an executable are from.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Source {
-    /// A file or an address; empty when there are no names.
-    pub origin: String,
-    /// What was looked for and not found, or is broken.
-    pub notes: Vec<String>,
-    /// A server was asked and did not give what it was asked for.
-    pub fetch_failed: bool,
-    /// How good the names were that the symbol cache had before (`Some(None)`: it had none).
-    pub upgraded_from: Option<Option<Quality>>,
 }
 
 /// A profile.

@@ -1,10 +1,12 @@
 //! A live capture from start to profile: starts the collector, receives its stream on a private socket,
 //! resolves what came. For `stackwire record` and for programs that embed the symbolizer.
 
+mod builder;
+
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -16,6 +18,7 @@ use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
 
+pub use self::builder::Builder;
 use crate::capture::{self, Assembler, CaptureError};
 use crate::log::{Answer, Files, Log, LogError};
 use crate::profile::Profile;
@@ -58,142 +61,7 @@ pub enum SessionError {
     Capture(#[from] CaptureError),
 }
 
-/// What is sampled.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Scope {
-    All,
-    Pids(Vec<u32>),
-    Cgroup(PathBuf),
-}
-
-/// How a session is set up; see [`Session::builder`].
-#[derive(Clone, Debug)]
-pub struct Builder {
-    scope: Scope,
-    follow: bool,
-    profile: bool,
-    frequency: u32,
-    event: String,
-    kernel_stacks: bool,
-    unwind: &'static str,
-    duration: Option<Duration>,
-    collector: Option<PathBuf>,
-    capture: Option<PathBuf>,
-    share: Option<&'static str>,
-    cache: Option<Arc<Cache>>,
-    timeline: bool,
-    buildid_dir: Option<PathBuf>,
-}
-
 impl Builder {
-    /// Samples one process with all its threads (repeatable) instead of all processes.
-    #[must_use]
-    pub fn pid(mut self, pid: u32) -> Self {
-        match &mut self.scope {
-            Scope::Pids(pids) => pids.push(pid),
-            scope => *scope = Scope::Pids(vec![pid]),
-        }
-        self
-    }
-
-    /// Samples the tasks of a cgroup v2 directory.
-    #[must_use]
-    pub fn cgroup(mut self, path: impl Into<PathBuf>) -> Self {
-        self.scope = Scope::Cgroup(path.into());
-        self
-    }
-
-    /// Takes children along.
-    #[must_use]
-    pub fn follow(mut self, follow: bool) -> Self {
-        self.follow = follow;
-        self
-    }
-
-    /// Samples CPU time.
-    #[must_use]
-    pub fn profile(mut self) -> Self {
-        self.profile = true;
-        self
-    }
-
-    /// Samples a second and CPU; 99 unless told.
-    #[must_use]
-    pub fn sample_rate(mut self, frequency: u32) -> Self {
-        self.frequency = frequency;
-        self
-    }
-
-    /// "cpu-clock" (unless told) or "cycles".
-    #[must_use]
-    pub fn event(mut self, event: impl Into<String>) -> Self {
-        self.event = event.into();
-        self
-    }
-
-    /// Records kernel stacks; true unless told.
-    #[must_use]
-    pub fn kernel_stacks(mut self, record: bool) -> Self {
-        self.kernel_stacks = record;
-        self
-    }
-
-    /// How user stacks are walked: "auto" (unless told), "dwarf" or "fp".
-    #[must_use]
-    pub fn unwind(mut self, how: &'static str) -> Self {
-        self.unwind = how;
-        self
-    }
-
-    /// Ends by itself after this long.
-    #[must_use]
-    pub fn duration(mut self, duration: Duration) -> Self {
-        self.duration = Some(duration);
-        self
-    }
-
-    /// The collector to start, instead of the one beside this program or in `PATH`.
-    #[must_use]
-    pub fn collector(mut self, path: impl Into<PathBuf>) -> Self {
-        self.collector = Some(path.into());
-        self
-    }
-
-    /// Which executables the collector hands over: "never", "missing" (unless told) or "always".
-    #[must_use]
-    pub fn share_executables(mut self, which: &'static str) -> Self {
-        self.share = Some(which);
-        self
-    }
-
-    /// What is in this cache is not asked for.
-    #[must_use]
-    pub fn cache(mut self, cache: Option<Arc<Cache>>) -> Self {
-        self.cache = cache;
-        self
-    }
-
-    /// Keeps each sample with its time and CPU, as perf.data needs it.
-    #[must_use]
-    pub fn timeline(mut self, keep: bool) -> Self {
-        self.timeline = keep;
-        self
-    }
-
-    /// Lays out the files names are from as perf's build-id cache.
-    #[must_use]
-    pub fn buildid_dir(mut self, directory: Option<PathBuf>) -> Self {
-        self.buildid_dir = directory;
-        self
-    }
-
-    /// Keeps the raw stream in this file.
-    #[must_use]
-    pub fn capture(mut self, path: impl Into<PathBuf>) -> Self {
-        self.capture = Some(path.into());
-        self
-    }
-
     /// Starts the collector; returns when it samples.
     ///
     /// # Errors
@@ -270,50 +138,6 @@ impl Builder {
         session.wait_for_greeting(&greeting)?;
         Ok(session)
     }
-
-    fn spawn(&self, collector: &Path, socket: &Path) -> Result<Child, SessionError> {
-        let mut command = Command::new(collector);
-        match &self.scope {
-            Scope::All => {
-                command.arg("--all");
-            }
-            Scope::Pids(pids) => {
-                command.args(pids.iter().map(|pid| format!("--pid={pid}")));
-            }
-            Scope::Cgroup(path) => {
-                command.arg("--cgroup").arg(path);
-            }
-        }
-        if self.follow {
-            command.arg("--follow");
-        }
-        if let Some(duration) = self.duration {
-            command.arg(format!("--duration={}ns", duration.as_nanos()));
-        }
-        command
-            .arg(format!("--sample-rate={}", self.frequency))
-            .arg(format!("--event={}", self.event))
-            .arg(format!("--kernel-stacks={}", self.kernel_stacks))
-            .arg(format!("--unwind={}", self.unwind))
-            // Often, so that files are opened while their processes live.
-            .arg("--epoch=1s")
-            .args(self.share.map(|which| format!("--share-executables={which}")))
-            .arg("--until-stdin-closes")
-            .arg(format!("--to=unix:{}", socket.display()))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped());
-        command.spawn().map_err(|error| SessionError::Execute {
-            path: collector.to_owned(),
-            hint: match error.kind() {
-                std::io::ErrorKind::PermissionDenied => {
-                    "; who may execute the collector may profile: ask to be put into the group it belongs to"
-                }
-                _ => "",
-            },
-            error,
-        })
-    }
 }
 
 /// A running capture.
@@ -342,22 +166,7 @@ impl Session {
     /// A session of all processes at 99 Hz with kernel stacks.
     #[must_use]
     pub fn builder() -> Builder {
-        Builder {
-            scope: Scope::All,
-            follow: false,
-            profile: false,
-            frequency: 99,
-            event: "cpu-clock".to_owned(),
-            kernel_stacks: true,
-            unwind: "auto",
-            duration: None,
-            collector: None,
-            capture: None,
-            share: None,
-            cache: None,
-            timeline: false,
-            buildid_dir: None,
-        }
+        Builder::new()
     }
 
     /// Whether the collector has ended by itself: duration over or processes gone.

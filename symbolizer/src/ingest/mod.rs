@@ -4,21 +4,21 @@
 //! An epoch is checked as a whole while it is added; one that does not hold together is refused with
 //! the place that is wrong, and what was taken of it before stays harmless: tables, no samples.
 
+mod tables;
+
 use stackwire_proto::v1;
 
+use self::tables::{Reader, end_reason, lost_reason};
+
 use crate::profile::{
-    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Location, LostReason,
-    Mapping, Origin, Process, ProcessId, SampleKey, Stack, StackId, Thread, ThreadId, UnwindTables,
-    labels, lookup_offset,
+    Builder, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, Stack, StackId, Thread,
+    ThreadId, UnwindTables, labels, lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
 const MAX_DEPTH: usize = 4096;
 /// Most frames of all stacks of an epoch, for the same reason. A collector cuts at some millions.
 const MAX_FRAMES: usize = 16 << 20;
-
-/// Beyond any file and any user address (57 bits with five-level page tables).
-const MAX_OFFSET: u64 = 1 << 57;
 
 /// A message that does not hold together.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -202,7 +202,8 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         Ok(Some(id))
     };
 
-    let samples = epoch.samples.clone().unwrap_or_default();
+    let none = v1::Samples::default();
+    let samples = epoch.samples.as_ref().unwrap_or(&none);
     let count = samples.time_delta.len();
     let columns = [&samples.thread, &samples.cpu, &samples.user_stack, &samples.kernel_stack];
     if columns.iter().any(|column| column.len() != count)
@@ -254,182 +255,6 @@ pub fn end(end: &v1::End, said: &[v1::Lost], into: &mut Builder) {
         if total.count > before {
             into.lost(lost_reason(total.reason()), total.count - before, total.samples);
         }
-    }
-}
-
-struct Node {
-    parent: u32,
-    executable: u32,
-    offset: u64,
-    kind: FrameKind,
-}
-
-struct Reader<'a> {
-    epoch: &'a v1::Epoch,
-    context: &'a Context,
-}
-
-impl Reader<'_> {
-    fn string(&self, index: u32) -> Result<String, IngestError> {
-        let found = self.epoch.strings.get(index as usize);
-        found.cloned().ok_or_else(|| self.undefined("string", index))
-    }
-
-    /// A reason that need not be there.
-    fn reason(&self, index: u32) -> Result<Option<String>, IngestError> {
-        if index == 0 { Ok(None) } else { self.string(index).map(Some) }
-    }
-
-    fn at<T: Copy>(&self, table: &[T], index: u32, what: &'static str) -> Result<T, IngestError> {
-        table.get(index as usize).copied().ok_or_else(|| self.undefined(what, index))
-    }
-
-    fn executable(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
-        // 20 bytes is what the kernel reports; 64 what any linker writes.
-        if wire.build_id.len() > 64 {
-            return Err(self.invalid("a build-id is longer than 64 bytes"));
-        }
-        let artifact = self.hash(&wire.artifact)?;
-        Ok(match wire.kind() {
-            v1::ExecutableKind::File => Executable::File {
-                path: self.string(wire.path)?,
-                build_id: wire.build_id.clone(),
-                inode: wire.inode,
-                device: (wire.device_major, wire.device_minor),
-            },
-            v1::ExecutableKind::Vdso => Executable::Vdso { image: artifact },
-            v1::ExecutableKind::Anonymous => Executable::Anonymous,
-            v1::ExecutableKind::Kernel => Executable::Kernel {
-                module: String::new(),
-                build_id: wire.build_id.clone(),
-                kallsyms: artifact,
-            },
-            v1::ExecutableKind::Module => Executable::Kernel {
-                module: self.string(wire.path)?,
-                build_id: wire.build_id.clone(),
-                kallsyms: artifact,
-            },
-            v1::ExecutableKind::Unmapped => Executable::Unmapped,
-            v1::ExecutableKind::Unspecified => {
-                return Err(self.invalid("an executable of no known kind"));
-            }
-        })
-    }
-
-    fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
-        let jit_missing = self.reason(wire.jit_missing)?;
-        Ok(Process {
-            pid: wire.pid,
-            start_ns: wire.start_ns,
-            generation: wire.generation,
-            comm: self.string(wire.comm)?,
-            labels: self.context.labels(&self.string(wire.cgroup_path)?),
-            parent: wire.parent_pid,
-            since_ns: self.context.known(wire.since_ns),
-            end_ns: self.context.known(wire.end_ns),
-            perf_maps: self.snapshot(&wire.perf_map)?,
-            jitdumps: self.snapshot(&wire.jitdump)?,
-            jit_missing,
-        })
-    }
-
-    /// The artifacts of one snapshot; none: there is no snapshot.
-    fn snapshot(&self, wire: &[Vec<u8>]) -> Result<Vec<Vec<ArtifactHash>>, IngestError> {
-        let mut pieces = Vec::with_capacity(wire.len());
-        for bytes in wire {
-            pieces.extend(self.hash(bytes)?);
-        }
-        Ok(if pieces.is_empty() { Vec::new() } else { vec![pieces] })
-    }
-
-    fn hash(&self, bytes: &[u8]) -> Result<Option<ArtifactHash>, IngestError> {
-        if bytes.is_empty() {
-            return Ok(None);
-        }
-        let hash = bytes.try_into();
-        hash.map(Some).map_err(|_length: std::array::TryFromSliceError| {
-            self.invalid(format!("an artifact hash of {} bytes", bytes.len()))
-        })
-    }
-
-    /// The nodes with absolute offsets; parents come before their children, so there is no cycle.
-    fn nodes(&self, executables: usize) -> Result<Vec<Node>, IngestError> {
-        let empty = v1::StackNodes::default();
-        let wire = self.epoch.nodes.as_ref().unwrap_or(&empty);
-        let count = wire.parent.len();
-        if wire.executable.len() != count
-            || wire.offset_delta.len() != count
-            || wire.kind.len() != count
-        {
-            return Err(self.ragged("nodes"));
-        }
-        let mut offset = 0u64;
-        (0..count)
-            .map(|index| {
-                let (parent, executable) = (wire.parent[index], wire.executable[index]);
-                if parent as usize > index {
-                    return Err(self.undefined("parent node", parent));
-                }
-                if executable as usize >= executables {
-                    return Err(self.undefined("executable", executable));
-                }
-                offset = offset.wrapping_add(wire.offset_delta[index] as u64);
-                if offset >= MAX_OFFSET {
-                    return Err(
-                        self.invalid(format!("offset {offset:#x} is none of any file or process"))
-                    );
-                }
-                let caller = wire.kind[index] == v1::FrameKind::Caller as u32;
-                let kind = if caller { FrameKind::Caller } else { FrameKind::Exact };
-                Ok(Node { parent, executable, offset, kind })
-            })
-            .collect()
-    }
-
-    fn undefined(&self, what: &'static str, index: u32) -> IngestError {
-        IngestError::Undefined { epoch: self.epoch.number, what, index }
-    }
-
-    fn ragged(&self, what: &'static str) -> IngestError {
-        IngestError::Ragged { epoch: self.epoch.number, what }
-    }
-
-    fn invalid(&self, what: impl ToString) -> IngestError {
-        IngestError::Invalid { epoch: self.epoch.number, what: what.to_string() }
-    }
-}
-
-fn end_reason(wire: v1::EndReason) -> EndReason {
-    match wire {
-        v1::EndReason::Root => EndReason::Root,
-        v1::EndReason::Unreadable => EndReason::Unreadable,
-        v1::EndReason::DepthLimit => EndReason::DepthLimit,
-        v1::EndReason::NoFramePointer => EndReason::NoFramePointer,
-        v1::EndReason::NotCode => EndReason::NotCode,
-        v1::EndReason::Compat => EndReason::Compat,
-        v1::EndReason::NoMappings => EndReason::NoMappings,
-        v1::EndReason::NoTableYet => EndReason::NoTableYet,
-        v1::EndReason::NoTable => EndReason::NoTable,
-        v1::EndReason::NoUnwindRule => EndReason::NoUnwindRule,
-        v1::EndReason::RegisterLost => EndReason::RegisterLost,
-        v1::EndReason::BadStack => EndReason::BadStack,
-        v1::EndReason::NoMappingsYet => EndReason::NoMappingsYet,
-        v1::EndReason::TablesReplaced => EndReason::TablesReplaced,
-        v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
-    }
-}
-
-fn lost_reason(wire: v1::LostReason) -> LostReason {
-    match wire {
-        v1::LostReason::RingFull => LostReason::RingFull,
-        v1::LostReason::NoScratch => LostReason::NoScratch,
-        v1::LostReason::EpochDropped => LostReason::EpochDropped,
-        v1::LostReason::MalformedRecord => LostReason::MalformedRecord,
-        v1::LostReason::Events => LostReason::Events,
-        v1::LostReason::Throttled => LostReason::Throttled,
-        v1::LostReason::TargetsFull => LostReason::TargetsFull,
-        v1::LostReason::CpuRefused => LostReason::CpuRefused,
-        v1::LostReason::Unspecified => LostReason::Other,
     }
 }
 

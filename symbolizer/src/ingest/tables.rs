@@ -1,0 +1,190 @@
+//! The tables of an epoch: each entry checked and turned into the profile's, and what its numbers mean.
+
+use stackwire_proto::v1;
+
+use super::{Context, IngestError};
+use crate::profile::{ArtifactHash, EndReason, Executable, FrameKind, LostReason, Process};
+
+/// Beyond any file and any user address (57 bits with five-level page tables).
+const MAX_OFFSET: u64 = 1 << 57;
+
+pub(super) struct Node {
+    pub(super) parent: u32,
+    pub(super) executable: u32,
+    pub(super) offset: u64,
+    pub(super) kind: FrameKind,
+}
+
+pub(super) struct Reader<'a> {
+    pub(super) epoch: &'a v1::Epoch,
+    pub(super) context: &'a Context,
+}
+
+impl Reader<'_> {
+    pub(super) fn string(&self, index: u32) -> Result<String, IngestError> {
+        let found = self.epoch.strings.get(index as usize);
+        found.cloned().ok_or_else(|| self.undefined("string", index))
+    }
+
+    /// A reason that need not be there.
+    pub(super) fn reason(&self, index: u32) -> Result<Option<String>, IngestError> {
+        if index == 0 { Ok(None) } else { self.string(index).map(Some) }
+    }
+
+    pub(super) fn at<T: Copy>(
+        &self,
+        table: &[T],
+        index: u32,
+        what: &'static str,
+    ) -> Result<T, IngestError> {
+        table.get(index as usize).copied().ok_or_else(|| self.undefined(what, index))
+    }
+
+    pub(super) fn executable(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
+        // 20 bytes is what the kernel reports; 64 what any linker writes.
+        if wire.build_id.len() > 64 {
+            return Err(self.invalid("a build-id is longer than 64 bytes"));
+        }
+        let artifact = self.hash(&wire.artifact)?;
+        Ok(match wire.kind() {
+            v1::ExecutableKind::File => Executable::File {
+                path: self.string(wire.path)?,
+                build_id: wire.build_id.clone(),
+                inode: wire.inode,
+                device: (wire.device_major, wire.device_minor),
+            },
+            v1::ExecutableKind::Vdso => Executable::Vdso { image: artifact },
+            v1::ExecutableKind::Anonymous => Executable::Anonymous,
+            v1::ExecutableKind::Kernel => Executable::Kernel {
+                module: String::new(),
+                build_id: wire.build_id.clone(),
+                kallsyms: artifact,
+            },
+            v1::ExecutableKind::Module => Executable::Kernel {
+                module: self.string(wire.path)?,
+                build_id: wire.build_id.clone(),
+                kallsyms: artifact,
+            },
+            v1::ExecutableKind::Unmapped => Executable::Unmapped,
+            v1::ExecutableKind::Unspecified => {
+                return Err(self.invalid("an executable of no known kind"));
+            }
+        })
+    }
+
+    pub(super) fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
+        let jit_missing = self.reason(wire.jit_missing)?;
+        Ok(Process {
+            pid: wire.pid,
+            start_ns: wire.start_ns,
+            generation: wire.generation,
+            comm: self.string(wire.comm)?,
+            labels: self.context.labels(&self.string(wire.cgroup_path)?),
+            parent: wire.parent_pid,
+            since_ns: self.context.known(wire.since_ns),
+            end_ns: self.context.known(wire.end_ns),
+            perf_maps: self.snapshot(&wire.perf_map)?,
+            jitdumps: self.snapshot(&wire.jitdump)?,
+            jit_missing,
+        })
+    }
+
+    /// The artifacts of one snapshot; none: there is no snapshot.
+    pub(super) fn snapshot(&self, wire: &[Vec<u8>]) -> Result<Vec<Vec<ArtifactHash>>, IngestError> {
+        let mut pieces = Vec::with_capacity(wire.len());
+        for bytes in wire {
+            pieces.extend(self.hash(bytes)?);
+        }
+        Ok(if pieces.is_empty() { Vec::new() } else { vec![pieces] })
+    }
+
+    pub(super) fn hash(&self, bytes: &[u8]) -> Result<Option<ArtifactHash>, IngestError> {
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let hash = bytes.try_into();
+        hash.map(Some).map_err(|_length: std::array::TryFromSliceError| {
+            self.invalid(format!("an artifact hash of {} bytes", bytes.len()))
+        })
+    }
+
+    /// The nodes with absolute offsets; parents come before their children, so there is no cycle.
+    pub(super) fn nodes(&self, executables: usize) -> Result<Vec<Node>, IngestError> {
+        let empty = v1::StackNodes::default();
+        let wire = self.epoch.nodes.as_ref().unwrap_or(&empty);
+        let count = wire.parent.len();
+        if wire.executable.len() != count
+            || wire.offset_delta.len() != count
+            || wire.kind.len() != count
+        {
+            return Err(self.ragged("nodes"));
+        }
+        let mut offset = 0u64;
+        (0..count)
+            .map(|index| {
+                let (parent, executable) = (wire.parent[index], wire.executable[index]);
+                if parent as usize > index {
+                    return Err(self.undefined("parent node", parent));
+                }
+                if executable as usize >= executables {
+                    return Err(self.undefined("executable", executable));
+                }
+                offset = offset.wrapping_add(wire.offset_delta[index] as u64);
+                if offset >= MAX_OFFSET {
+                    return Err(
+                        self.invalid(format!("offset {offset:#x} is none of any file or process"))
+                    );
+                }
+                let caller = wire.kind[index] == v1::FrameKind::Caller as u32;
+                let kind = if caller { FrameKind::Caller } else { FrameKind::Exact };
+                Ok(Node { parent, executable, offset, kind })
+            })
+            .collect()
+    }
+
+    pub(super) fn undefined(&self, what: &'static str, index: u32) -> IngestError {
+        IngestError::Undefined { epoch: self.epoch.number, what, index }
+    }
+
+    pub(super) fn ragged(&self, what: &'static str) -> IngestError {
+        IngestError::Ragged { epoch: self.epoch.number, what }
+    }
+
+    pub(super) fn invalid(&self, what: impl ToString) -> IngestError {
+        IngestError::Invalid { epoch: self.epoch.number, what: what.to_string() }
+    }
+}
+
+pub(super) fn end_reason(wire: v1::EndReason) -> EndReason {
+    match wire {
+        v1::EndReason::Root => EndReason::Root,
+        v1::EndReason::Unreadable => EndReason::Unreadable,
+        v1::EndReason::DepthLimit => EndReason::DepthLimit,
+        v1::EndReason::NoFramePointer => EndReason::NoFramePointer,
+        v1::EndReason::NotCode => EndReason::NotCode,
+        v1::EndReason::Compat => EndReason::Compat,
+        v1::EndReason::NoMappings => EndReason::NoMappings,
+        v1::EndReason::NoTableYet => EndReason::NoTableYet,
+        v1::EndReason::NoTable => EndReason::NoTable,
+        v1::EndReason::NoUnwindRule => EndReason::NoUnwindRule,
+        v1::EndReason::RegisterLost => EndReason::RegisterLost,
+        v1::EndReason::BadStack => EndReason::BadStack,
+        v1::EndReason::NoMappingsYet => EndReason::NoMappingsYet,
+        v1::EndReason::TablesReplaced => EndReason::TablesReplaced,
+        v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
+    }
+}
+
+pub(super) fn lost_reason(wire: v1::LostReason) -> LostReason {
+    match wire {
+        v1::LostReason::RingFull => LostReason::RingFull,
+        v1::LostReason::NoScratch => LostReason::NoScratch,
+        v1::LostReason::EpochDropped => LostReason::EpochDropped,
+        v1::LostReason::MalformedRecord => LostReason::MalformedRecord,
+        v1::LostReason::Events => LostReason::Events,
+        v1::LostReason::Throttled => LostReason::Throttled,
+        v1::LostReason::TargetsFull => LostReason::TargetsFull,
+        v1::LostReason::CpuRefused => LostReason::CpuRefused,
+        v1::LostReason::Unspecified => LostReason::Other,
+    }
+}

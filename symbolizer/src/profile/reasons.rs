@@ -1,0 +1,119 @@
+//! Why stacks end where they do, and why samples are missing.
+
+/// Why a stack ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum EndReason {
+    /// The thread's first function.
+    Root,
+    /// Memory not readable.
+    Unreadable,
+    /// Deeper than is recorded.
+    DepthLimit,
+    /// Code without a frame pointer.
+    NoFramePointer,
+    /// A return address outside executable memory.
+    NotCode,
+    /// A 32-bit process.
+    Compat,
+    /// The kernel's unwinder refused.
+    Failed,
+    /// The mappings of the process are not known.
+    NoMappings,
+    /// The unwind table of this code was not there yet.
+    NoTableYet,
+    /// There is no unwind table of this code.
+    NoTable,
+    /// The unwind table has no rule for this address.
+    NoUnwindRule,
+    /// The rule needs a register that is not known in this frame.
+    RegisterLost,
+    /// The caller's frame would not lie above.
+    BadStack,
+    /// The kernel side had not heard of the process's mappings yet.
+    NoMappingsYet,
+    /// Tables were replaced while the stack was walked.
+    TablesReplaced,
+    /// Who took it did not say.
+    NotSaid,
+}
+
+impl EndReason {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Root => "reached the thread's root",
+            Self::Unreadable => "next frame not readable",
+            Self::DepthLimit => "deeper than is recorded",
+            Self::NoFramePointer => "code without frame pointers",
+            Self::NotCode => "return address not in code",
+            Self::Compat => "32-bit process",
+            Self::Failed => "kernel unwinder refused",
+            Self::NoMappings => "mappings of the process unknown",
+            Self::NoTableYet => "no unwind table yet",
+            Self::NoTable => "no unwind table",
+            Self::NoUnwindRule => "no unwind rule for this code",
+            Self::RegisterLost => "unwind rule needs a register that is lost",
+            Self::BadStack => "caller's frame not above this one",
+            Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
+            Self::TablesReplaced => "unwind tables replaced meanwhile",
+            Self::NotSaid => "not said by who took it",
+        }
+    }
+}
+
+/// Why something was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LostReason {
+    /// Ring buffer full.
+    RingFull,
+    /// No scratch buffer.
+    NoScratch,
+    /// Epochs dropped by the collector.
+    EpochDropped,
+    /// Undecodable records.
+    MalformedRecord,
+    /// Mapping, exec, fork and exit events.
+    Events,
+    /// Times sampling was throttled.
+    Throttled,
+    /// Children that could not be followed.
+    TargetsFull,
+    /// CPUs that came online and could not be sampled.
+    CpuRefused,
+    /// A reason a newer collector knows.
+    Other,
+}
+
+impl LostReason {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::RingFull => "samples: ring buffer full",
+            Self::NoScratch => "samples: no scratch buffer",
+            Self::EpochDropped => "samples: epochs dropped, symbolizer too slow or gone",
+            Self::MalformedRecord => "samples: undecodable records",
+            Self::Events => "process events: perf ring full (mappings were read again)",
+            Self::Throttled => "times the kernel throttled sampling",
+            Self::TargetsFull => "children that could not be followed",
+            Self::CpuRefused => "CPUs that came online and could not be sampled",
+            Self::Other => "for a reason this version does not know",
+        }
+    }
+}
+
+/// What became of the collector's unwind tables.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnwindTables {
+    /// Put to use.
+    pub loaded: u64,
+    /// Of those, compiled and not kept from an earlier run.
+    pub compiled: u64,
+    /// Time that took, nanoseconds.
+    pub compile_ns: u64,
+    /// Executables without one.
+    pub failed: u64,
+    /// Dropped to make room for others.
+    pub evicted: u64,
+}
