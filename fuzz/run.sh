@@ -48,7 +48,9 @@ if command -v go >/dev/null; then
   (cd "$scratch" && HOME=$scratch GO111MODULE=off go build -ldflags=-s -o go main.go) && section "$scratch" .gopclntab "$scratch/go" >fuzz/corpus/gopclntab/go
   cp "$scratch/go" fuzz/corpus/unwind/go
 fi
-mkdir -p fuzz/corpus/perf_data fuzz/corpus/pprof fuzz/corpus/folded
+mkdir -p fuzz/corpus/perf_data fuzz/corpus/pprof fuzz/corpus/folded fuzz/corpus/gperftools
+profiler=$(compgen -G '/usr/lib/x86_64-linux-gnu/libprofiler.so.*' | head -n 1 || true)
+[ -z "$profiler" ] || CPUPROFILE=fuzz/corpus/gperftools/gzip LD_PRELOAD=$profiler gzip -9 -c /bin/bash >/dev/null 2>&1 || true
 printf 'main;run;leaf 3\nmain;run;read_[k] 1\n' >fuzz/corpus/folded/two
 # What perf writes of a command, with frame pointers, copies of stacks, to a pipe and compressed; and what Go makes of one.
 if command -v perf >/dev/null; then

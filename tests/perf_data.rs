@@ -5,7 +5,9 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::pprof::frames_of;
-use crate::support::{Pprof, Running, alone, build, can, of_debian, privileged, run, stackwire};
+use crate::support::{
+    Pprof, Running, alone, binary, build, can, of_debian, privileged, run, stackwire,
+};
 
 /// A frame as perf names it: object and symbol.
 type Frame = (String, String);
@@ -240,19 +242,18 @@ fn two_thousand_short_processes_are_perfs_too() {
     let [pprof, file] =
         ["x.pb.gz", "perf.data"].map(|name| directory.path().join(name).display().to_string());
     let work = build::work().to_str().unwrap();
-    let script = format!("echo ready; while :; do /bin/true; {work} plain 0.005 >/dev/null; done");
-    let shell = Running::start(Command::new("sh").args(["-c", &script]));
-    stackwire([
-        "record",
-        "--profile",
-        "--all",
-        "--sample-rate=997",
-        &format!("--profile-output={pprof}"),
-        &format!("--perf-data-output={file}"),
-        "--duration=14s",
-    ])
-    .succeeded();
-    drop(shell);
+    let mut recorder = Command::new(binary("stackwire"))
+        .args(["record", "--profile", "--all", "--sample-rate=997"])
+        .args([format!("--profile-output={pprof}"), format!("--perf-data-output={file}")])
+        .spawn()
+        .unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let script = format!(
+        "i=0; while [ $i -lt 1100 ]; do /bin/true; {work} plain 0.005 >/dev/null; i=$((i+1)); done"
+    );
+    run(Command::new("sh").args(["-c", &script]));
+    run(Command::new("kill").args(["-INT", &recorder.id().to_string()]));
+    assert!(recorder.wait().unwrap().success());
     let ours = Pprof::read(Path::new(&pprof));
     let pids: HashSet<_> = ours.samples.iter().map(|sample| &sample.labels["pid"]).collect();
     assert!(pids.len() > 1900, "only {} processes were seen", pids.len());

@@ -62,12 +62,17 @@ impl Artifacts {
         }
     }
 
-    /// Adds a whole one that did not come with a capture.
-    pub(crate) fn add_whole(&mut self, content: Vec<u8>) -> ArtifactHash {
+    /// Adds a whole one that did not come with a capture, if there is room for it.
+    pub(crate) fn add_whole(&mut self, content: Vec<u8>) -> Option<ArtifactHash> {
         let hash = ArtifactHash::from(Sha256::digest(&content));
-        self.bytes += content.len();
-        self.whole.insert(hash, content);
-        hash
+        if !self.whole.contains_key(&hash) {
+            if self.bytes + content.len() > MAX_ARTIFACTS {
+                return None;
+            }
+            self.bytes += content.len();
+            self.whole.insert(hash, content);
+        }
+        Some(hash)
     }
 
     /// Adds a piece; true when the artifact is whole now. Pieces that do not fit are ignored, and so

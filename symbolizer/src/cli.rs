@@ -313,7 +313,7 @@ fn stretch(text: &str) -> Result<std::ops::Range<f64>, String> {
 
 #[derive(Debug, ClapArgs)]
 pub struct Resolve {
-    /// Captures, perf.data, pprof or folded stacks; several become one profile.
+    /// Captures, perf.data, pprof, gperftools or folded stacks; several become one profile.
     #[arg(required = true, value_name = "FILE")]
     pub captures: Vec<PathBuf>,
     /// Where the pprof goes; without it, beside the first capture with the ending .pb.gz.
@@ -329,7 +329,7 @@ pub struct Resolve {
 
 #[derive(Debug, ClapArgs)]
 pub struct Report {
-    /// Captures, perf.data, pprof or folded stacks; several are reported as one.
+    /// Captures, perf.data, pprof, gperftools or folded stacks; several are reported as one.
     #[arg(required = true, value_name = "FILE")]
     pub captures: Vec<PathBuf>,
     #[command(flatten)]

@@ -2,7 +2,7 @@
 //!
 //! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs` (messages) →
 //! `ingest/` (the only reader of the wire) → `profile/` (tables) → `resolve/` (names) → `export/`
-//! (pprof, folded, flame graph, report).
+//! (pprof, perf.data, folded, flame graph, report). Profiles of others come in through `input/`.
 //!
 //! ```no_run
 //! use stackwire::{Session, export};
@@ -70,7 +70,7 @@ pub mod fuzz {
         }
     }
 
-    /// Reads a perf.data, a pprof (not compressed) or folded stacks, each by its reader.
+    /// Reads a perf.data, a pprof (not compressed), a profile of gperftools or folded stacks, each by its reader.
     pub fn perf_data(bytes: &[u8]) {
         if bytes.starts_with(b"PERFILE2") {
             crate::input::fuzz(bytes);
@@ -80,6 +80,11 @@ pub mod fuzz {
     /// See [`perf_data`].
     pub fn pprof(bytes: &[u8]) {
         crate::input::fuzz_pprof(bytes);
+    }
+
+    /// See [`perf_data`].
+    pub fn gperftools(bytes: &[u8]) {
+        crate::input::fuzz_gperftools(bytes);
     }
 
     /// See [`perf_data`].

@@ -2,8 +2,13 @@
 
 use std::io::Write;
 
-/// Writes a line to standard error; `eprintln!` would panic when nobody listens any more.
-pub fn say(line: &str) {
-    // See above.
-    let _ = writeln!(std::io::stderr(), "{line}");
+use crate::export::plain::plain;
+
+/// Writes lines to standard error, where names of strangers do nothing but be read; `eprintln!` would panic when nobody
+/// listens any more.
+pub fn say(text: &str) {
+    for line in text.lines() {
+        // See above.
+        let _ = writeln!(std::io::stderr(), "{}", plain(line));
+    }
 }

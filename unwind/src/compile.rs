@@ -2,7 +2,8 @@
 //! the few places that are known to need none.
 //!
 //! What cannot be read costs the function it is of; what has a shape no compiler writes becomes code without a rule,
-//! never a guess. Run in the unwind compiler's process, on files of strangers.
+//! never a guess. Run in the collector's unwind compiler, and by the symbolizer for copied
+//! stacks: on files of strangers.
 
 use std::fs::File;
 

@@ -137,7 +137,7 @@ mod tests {
     fn who_is_gone_keeps_what_its_parent_had_or_what_others_of_its_cgroup_have() {
         let mut paths = Paths::default();
         let parent = Membership { path: Some("/parent".into()), id: 7, asked: true };
-        let gone = 4_000_001; // above any pid_max
+        let gone = 4_194_305; // above any pid_max
         let mut child = parent.inherited();
         paths.at_exec(gone, &mut child);
         assert_eq!(child.path.as_deref(), Some("/parent"));

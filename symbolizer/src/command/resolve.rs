@@ -71,7 +71,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
             if let Some(folded) = folded {
                 folded.finish(|out| export::folded_diff(before, after, by, out))?;
             }
-            print(|out| export::diff(before, after, out))
+            print(|out| export::diff(before, after, by, out))
         }
         profiles => {
             let profile = &profiles[0];
@@ -96,8 +96,8 @@ fn print(write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> std::io::
     let mut out = std::io::stdout().lock();
     let plain = std::env::var_os("NO_COLOR").is_some_and(|it| !it.is_empty());
     match rustix::termios::tcgetwinsize(&out) {
-        Ok(size) if size.ws_col > 0 && !plain && out.is_terminal() => {
-            write(&mut export::Terminal::new(out, size.ws_col.into()))
+        Ok(size) if size.ws_col > 0 && out.is_terminal() => {
+            write(&mut export::Terminal::new(out, size.ws_col.into(), !plain))
         }
         _ => write(&mut out),
     }
@@ -135,7 +135,7 @@ fn load(
     if let Some(time) = &slice.time {
         if profile.timeline.len() as u64 != profile.sample_count() {
             return Err(anyhow!(
-                "--time needs samples with times, which pprof and folded stacks lack"
+                "--time needs samples with times, which pprof, gperftools and folded stacks lack"
             ));
         }
         profile.keep_time(time);

@@ -17,9 +17,7 @@ pub fn write(profile: &Profile, by: Option<&str>, title: &str, out: impl Write) 
         .into_iter()
         .map(|(stack, count)| format!("{stack} {count}"))
         .collect();
-    let mut options = Options::default();
-    options.title = plain(title);
-    options.count_name = "samples".to_owned();
+    let mut options = options(title);
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
     from_lines(&mut options, lines.iter().map(String::as_str), out)
@@ -40,15 +38,16 @@ pub fn diff(
     let total = |profile: &Profile| profile.sample_count().max(1) as f64;
     let factor = total(after) / total(before);
     // Captures are rarely equally long: shares are compared.
-    let scaled = lines.iter().filter_map(|line| {
-        let (rest, after) = line.rsplit_once(' ')?;
-        let (stack, before) = rest.rsplit_once(' ')?;
-        let before = before.parse::<f64>().ok()? * factor;
-        Some(format!("{stack} {} {after}", before.round() as u64))
+    let scaled = lines.into_iter().map(|(stack, (before, after))| {
+        format!("{stack} {} {after}", (before as f64 * factor).round() as u64)
     });
     let lines: Vec<String> = scaled.collect();
+    from_lines(&mut options(title), lines.iter().map(String::as_str), out)
+}
+
+fn options(title: &str) -> Options<'static> {
     let mut options = Options::default();
     options.title = plain(title);
     options.count_name = "samples".to_owned();
-    from_lines(&mut options, lines.iter().map(String::as_str), out)
+    options
 }

@@ -5,7 +5,7 @@ mod flamegraph;
 mod folded;
 mod kernel_place;
 mod perf_data;
-mod plain;
+pub(crate) mod plain;
 mod pprof;
 mod report;
 mod terminal;

@@ -1,7 +1,7 @@
 //! Text that processes chose (names of threads, files, functions), made fit for a terminal and for one line.
 
 /// The text with control characters, escape sequences among them, replaced by `?`.
-pub(super) fn plain(text: &str) -> String {
+pub(crate) fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 

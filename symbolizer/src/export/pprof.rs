@@ -109,8 +109,12 @@ fn comments(profile: &Profile, options: &Options) -> Vec<String> {
     }
     comments.push(match profile.taken {
         Some(taken) => format!(
-            "samples taken {taken}, in this profile {}, lost {}",
+            "samples taken {taken}, in this profile {}, {}lost {}",
             profile.sample_count(),
+            match profile.left_out {
+                0 => String::new(),
+                count => format!("left out {count}, "),
+            },
             profile.lost_samples()
         ),
         None => format!(

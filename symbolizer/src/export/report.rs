@@ -1,11 +1,12 @@
 //! The text report: what was hot, how well it is named, how stacks ended, what was lost.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use super::plain::plain;
 use super::unwinding;
-use crate::profile::{LocationId, Profile, Quality, Resolution};
+use crate::profile::{LocationId, Process, Profile, Quality, Resolution};
 
 /// Functions listed.
 const TOP: usize = 25;
@@ -28,22 +29,23 @@ pub fn write(profile: &Profile, by: Option<&str>, mut out: impl Write) -> io::Re
 
 fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let origin = &profile.origin;
-    writeln!(
-        out,
-        "{} samples of {} at {} Hz over {:.1} s, {} on {} ({} {})",
-        profile.sample_count(),
-        origin.event,
-        origin.frequency,
-        profile.duration_ns as f64 / 1e9,
-        count(
-            profile.processes.iter().map(|p| p.pid).collect::<HashSet<_>>().len(),
-            "process",
-            "processes"
-        ),
-        origin.hostname,
-        origin.kernel_release,
-        origin.machine,
-    )?;
+    // Folded stacks have names of processes and no more.
+    let who = |process: &Process| (process.pid, (process.pid == 0).then(|| process.comm.clone()));
+    let processes: HashSet<_> = profile.processes.iter().map(who).collect();
+    let mut head = format!("{} samples of {}", profile.sample_count(), origin.event);
+    // What others do not say is left out. Writing to a String cannot fail.
+    if origin.frequency > 0 {
+        let _ = write!(head, " at {} Hz", origin.frequency);
+    }
+    if profile.duration_ns > 0 {
+        let _ = write!(head, " over {:.1} s", profile.duration_ns as f64 / 1e9);
+    }
+    let _ = write!(head, ", {}", count(processes.len(), "process", "processes"));
+    if !origin.hostname.is_empty() {
+        let kernel = format!("{} {}", origin.kernel_release, origin.machine);
+        let _ = write!(head, " on {} ({})", origin.hostname, kernel.trim());
+    }
+    writeln!(out, "{}", plain(&head))?;
     for note in &profile.notes {
         writeln!(out, "note: {}", plain(note))?;
     }
@@ -55,14 +57,18 @@ fn count(number: usize, one: &str, many: &str) -> String {
 }
 
 /// Samples by the values of a label.
-fn values(profile: &Profile, key: &str, out: &mut impl Write) -> io::Result<()> {
-    let total = profile.sample_count();
-    let mut counts: BTreeMap<String, u64> = BTreeMap::new();
+pub(super) fn by_value(profile: &Profile, key: &str) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
     for sample in &profile.samples {
         let value = profile.label(sample.key, key).unwrap_or("without".into());
         *counts.entry(value.into_owned()).or_default() += sample.count;
     }
-    let mut rows: Vec<_> = counts.into_iter().collect();
+    counts
+}
+
+fn values(profile: &Profile, key: &str, out: &mut impl Write) -> io::Result<()> {
+    let total = profile.sample_count();
+    let mut rows: Vec<_> = by_value(profile, key).into_iter().collect();
     rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n   share samples  {key}")?;
     for (value, samples) in rows {
@@ -71,58 +77,67 @@ fn values(profile: &Profile, key: &str, out: &mut impl Write) -> io::Result<()> 
     Ok(())
 }
 
-/// Samples in each function itself, by function and module.
-pub(super) fn own(profile: &Profile) -> BTreeMap<(String, String), u64> {
-    let mut own = BTreeMap::new();
-    for sample in &profile.samples {
-        let Some(leaf) = profile.frames(sample.key).next() else { continue };
-        let module = module(profile, leaf);
-        if let Some(line) = profile.lines(leaf).into_iter().next() {
-            *own.entry((line.function, module)).or_default() += sample.count;
-        }
-    }
-    own
+/// Samples of a function.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    /// In it.
+    pub own: u64,
+    /// In it or in what it called.
+    pub all: u64,
 }
 
-/// The file name of what a location lies in.
-fn module(profile: &Profile, location: LocationId) -> String {
-    let executable = profile.locations[location.index()].executable;
-    let name = profile.executables[executable.index()].name();
-    name.rsplit('/').next().unwrap_or_default().to_owned()
+/// Functions, by name and file name of what they lie in.
+pub(super) fn functions(profile: &Profile) -> BTreeMap<(String, String), Counts> {
+    // Names are compared once a location, not once a frame of each sample.
+    let mut numbers: HashMap<(String, String), usize> = HashMap::new();
+    let mut number_of = |function, module: &str| {
+        let next = numbers.len();
+        *numbers.entry((function, module.to_owned())).or_insert(next)
+    };
+    let of_location = profile.locations.iter().enumerate().map(|(index, location)| {
+        let name = profile.executables[location.executable.index()].name();
+        let module = name.rsplit('/').next().unwrap_or_default();
+        let lines = profile.lines(LocationId(index as u32)).into_iter();
+        lines.map(|line| number_of(line.function, module)).collect()
+    });
+    let of_location: Vec<Vec<usize>> = of_location.collect();
+    let mut counts = vec![Counts::default(); numbers.len()];
+    // The sample each was last counted for: a function that calls itself counts once.
+    let mut counted = vec![usize::MAX; numbers.len()];
+    for (index, sample) in profile.samples.iter().enumerate() {
+        let mut frames =
+            profile.frames(sample.key).flat_map(|at| &of_location[at.index()]).peekable();
+        if let Some(&&leaf) = frames.peek() {
+            counts[leaf].own += sample.count;
+        }
+        for &function in frames {
+            if counted[function] != index {
+                counted[function] = index;
+                counts[function].all += sample.count;
+            }
+        }
+    }
+    numbers.into_iter().map(|(name, number)| (name, counts[number])).collect()
 }
 
 fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let total = profile.sample_count();
-    let mut with_callees: HashMap<(String, String), u64> = HashMap::new();
-    for sample in &profile.samples {
-        let mut seen = HashSet::new();
-        for location in profile.frames(sample.key) {
-            let module = module(profile, location);
-            for line in profile.lines(location) {
-                let name = (line.function, module.clone());
-                if seen.insert(name.clone()) {
-                    *with_callees.entry(name).or_default() += sample.count;
-                }
-            }
-        }
-    }
-    let mut rows: Vec<_> = own(profile).into_iter().collect();
-    rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    let mut rows: Vec<_> =
+        functions(profile).into_iter().filter(|(_, counts)| counts.own > 0).collect();
+    rows.sort_by(|a, b| b.1.own.cmp(&a.1.own).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n    self           total          function")?;
-    let shown = rows.iter().take(TOP);
-    for (name, samples) in shown {
-        let all = with_callees.get(name).copied().unwrap_or(*samples);
+    for ((function, module), Counts { own, all }) in rows.iter().take(TOP) {
         writeln!(
             out,
-            "{:>6.2} % {samples:>7} {:>6.2} % {all:>7}  {} [{}]",
-            share(*samples, total),
-            share(all, total),
-            plain(&name.0),
-            plain(name.1.trim_matches(['[', ']']))
+            "{:>6.2} % {own:>7} {:>6.2} % {all:>7}  {} [{}]",
+            share(*own, total),
+            share(*all, total),
+            plain(function),
+            plain(module.trim_matches(['[', ']']))
         )?;
     }
     if rows.len() > TOP {
-        let rest: u64 = rows[TOP..].iter().map(|(_, samples)| samples).sum();
+        let rest: u64 = rows[TOP..].iter().map(|(_, counts)| counts.own).sum();
         writeln!(
             out,
             "{:>6.2} % {rest:>7}                   {} more",
@@ -136,13 +151,13 @@ fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
 /// A frame of a sample counts once a sample: what is hot weighs most.
 fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     #[derive(Default)]
-    struct Row {
+    struct Row<'a> {
         frames: u64,
         named: u64,
         qualities: BTreeMap<&'static str, u64>,
-        missing: BTreeMap<String, u64>,
+        missing: BTreeMap<&'a str, u64>,
     }
-    let mut rows: HashMap<usize, Row> = HashMap::new();
+    let mut rows: HashMap<usize, Row<'_>> = HashMap::new();
     for sample in &profile.samples {
         for location in profile.frames(sample.key) {
             let executable = profile.locations[location.index()].executable;
@@ -154,7 +169,7 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
                     *row.qualities.entry(quality.text()).or_default() += sample.count;
                 }
                 Some(Resolution::Missing(reason)) => {
-                    *row.missing.entry(reason.clone()).or_default() += sample.count;
+                    *row.missing.entry(reason).or_default() += sample.count;
                 }
                 None => {}
             }
@@ -188,7 +203,7 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
                 out,
                 "                    {:.1} % missing: {}",
                 share(frames, row.frames),
-                plain(&reason)
+                plain(reason)
             )?;
         }
     }

@@ -11,13 +11,14 @@ const WARM: f64 = 0.5;
 pub struct Terminal<W: Write> {
     out: W,
     width: usize,
+    coloured: bool,
     line: Vec<u8>,
 }
 
 impl<W: Write> Terminal<W> {
     /// For a window of so many columns.
-    pub fn new(out: W, width: usize) -> Self {
-        Self { out, width: width.max(20), line: Vec::new() }
+    pub fn new(out: W, width: usize, coloured: bool) -> Self {
+        Self { out, width: width.max(20), coloured, line: Vec::new() }
     }
 
     fn end_line(&mut self) -> io::Result<()> {
@@ -28,12 +29,8 @@ impl<W: Write> Terminal<W> {
             shown = shown.chars().take(self.width - 1).chain(['…']).collect();
         }
         // A line begins with the share it is about, if it is about one.
-        let colour = shown.split_once(" %").and_then(|(before, _)| {
-            let share: f64 = before.split_whitespace().last()?.parse().ok()?;
-            let is_first =
-                before.trim().chars().all(|c| c.is_ascii_digit() || c == '.' || c == ' ');
-            match share {
-                _ if !is_first => None,
+        let colour = shown.split_once(" %").filter(|_| self.coloured).and_then(|(before, _)| {
+            match before.trim().parse::<f64>().ok()? {
                 HOT.. => Some("\x1b[31m"),
                 WARM.. => Some("\x1b[32m"),
                 _ => None,
@@ -76,13 +73,13 @@ mod tests {
     #[test]
     fn lines_are_cut_to_the_window_and_hot_ones_red() {
         let mut out = Vec::new();
-        let mut terminal = Terminal::new(&mut out, 24);
-        let text = " 57.77 %    1152  a_function_with_a_long_name\n  0.70 %  warm\n  0.10 %  cold\nnote: ä 9 %\n";
+        let mut terminal = Terminal::new(&mut out, 24, true);
+        let text = " 57.77 %    1152  a_function_with_a_long_name\n  0.70 %  warm\n  0.10 %  cold\nnote: ä 9 %\n   120  93.5 %  x\n";
         assert!(terminal.write_all(text.as_bytes()).is_ok());
         let text = String::from_utf8_lossy(&out);
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines[0], "\x1b[31m 57.77 %\x1b[0m    1152  a_fun…");
         assert_eq!(lines[1], "\x1b[32m  0.70 %\x1b[0m  warm");
-        assert_eq!(lines[2..], ["  0.10 %  cold", "note: ä 9 %"]);
+        assert_eq!(lines[2..], ["  0.10 %  cold", "note: ä 9 %", "   120  93.5 %  x"]);
     }
 }

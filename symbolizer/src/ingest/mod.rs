@@ -107,7 +107,6 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
         frequency: sampling.frequency,
         kernel_stacks: sampling.kernel_stacks,
         collector: hello.collector_version.clone(),
-        all: sampling.all,
         cpus: (hello.cpus, hello.cpus_online),
     };
     let context = Context {

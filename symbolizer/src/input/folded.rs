@@ -14,9 +14,6 @@ use crate::profile::{
 /// Longest line: four thousand frames of a thousand characters.
 const MAX_LINE: u64 = 4 << 20;
 
-/// Samples of one stack.
-const MAX_COUNT: u64 = 1 << 40;
-
 /// Reads the stacks.
 ///
 /// # Errors
@@ -33,6 +30,9 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), I
             break;
         }
         let bad = |what: &str| InputError::Folded { line: at, what: what.to_owned() };
+        if line.len() as u64 == MAX_LINE {
+            return Err(bad("longer than any"));
+        }
         let text = std::str::from_utf8(&line).map_err(|_cause| bad("not text"))?.trim_end();
         if text.is_empty() || text.starts_with('#') {
             continue;
@@ -40,12 +40,10 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), I
         let (stack, count) =
             text.rsplit_once(' ').ok_or_else(|| bad("no count behind the stack"))?;
         let count: u64 = count.parse().map_err(|_cause| bad("no count behind the stack"))?;
-        if stack.rsplit_once(' ').is_some_and(|(_, word)| word.bytes().all(|b| b.is_ascii_digit()))
-        {
+        // A frame alone may be a command that ends in a number.
+        let is_number = |word: &str| !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit());
+        if stack.contains(';') && stack.rsplit_once(' ').is_some_and(|(_, word)| is_number(word)) {
             return Err(bad("two counts: a comparison and no profile"));
-        }
-        if count > MAX_COUNT {
-            return Err(bad("more samples than can be"));
         }
         // One frame alone is no command.
         let (comm, frames) = stack.split_once(';').unwrap_or(("", stack));

@@ -78,13 +78,19 @@ pub fn vdso(kernel: &[u8]) -> Option<Vec<u8>> {
     Some(image)
 }
 
-/// What a process of this host wrote of its code, if the file is its user's or root's: others may write there, too.
+/// What a process of this host wrote of its code, if the file is root's, one's own or the process's user's, as perf has it:
+/// others may write there, too.
 #[must_use]
 pub fn perf_map(pid: u32) -> Option<Vec<u8>> {
     let file = open_regular(&format!("/tmp/perf-{pid}.map")).ok()?;
     let metadata = file.metadata().ok()?;
     let own = rustix::process::geteuid().as_raw();
-    if !(metadata.uid() == own || metadata.uid() == 0 || own == 0) {
+    // For root, who may be asked about anybody's, it has to be the process's.
+    let of_process = || {
+        own == 0
+            && std::fs::metadata(format!("/proc/{pid}")).is_ok_and(|it| it.uid() == metadata.uid())
+    };
+    if !(metadata.uid() == own || metadata.uid() == 0 || of_process()) {
         return None;
     }
     let mut content = Vec::new();

@@ -68,7 +68,7 @@ impl Kernel {
             .iter()
             .find(|part| part.module.is_empty())
             .and_then(|kernel| host::kallsyms(&own, kernel.base, &self.bases()))
-            .map(|snapshot| artifacts.add_whole(snapshot));
+            .and_then(|snapshot| artifacts.add_whole(snapshot));
         for part in &self.parts {
             let build_id = build_id(&part.module).unwrap_or_default();
             let executable = Executable::Kernel { module: part.module.clone(), build_id, kallsyms };

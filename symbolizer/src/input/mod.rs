@@ -39,7 +39,7 @@ pub enum InputError {
     Gperftools(String),
     /// Folded stacks.
     #[error(
-        "not a Stackwire capture, nor a perf.data or pprof, and line {line} is no folded stack: {what}"
+        "not a Stackwire capture, nor a perf.data, pprof or profile of gperftools, and line {line} is no folded stack: {what}"
     )]
     Folded {
         /// The line.
@@ -47,7 +47,7 @@ pub enum InputError {
         /// What is wrong with it.
         what: String,
     },
-    /// Samples and what is none.
+    /// Values of another kind than those before: time and counts, bytes and samples.
     #[error("its samples weigh something else than those before: they cannot be added up")]
     Mixed,
     /// More than a profile holds.
@@ -95,17 +95,18 @@ impl Inputs {
         }
         if let Kind::Capture = kind {
             let input = BufReader::with_capacity(1 << 18, file);
-            return Ok(read_into(input, &mut self.assembler)?);
-        }
-        let (into, artifacts, number) = self.assembler.other();
-        match kind {
-            Kind::Capture => {}
-            Kind::PerfData => perf_data::read(file, (into, artifacts), number, sources)?,
-            Kind::Gperftools => gperftools::read(BufReader::new(file), into, number)?,
-            Kind::Pprof { gzip } => {
-                pprof::read(BufReader::new(file), gzip, (into, artifacts), number)?;
+            read_into(input, &mut self.assembler)?;
+        } else {
+            let (into, artifacts, number) = self.assembler.other();
+            match kind {
+                Kind::Capture => {}
+                Kind::PerfData => perf_data::read(file, (into, artifacts), number, sources)?,
+                Kind::Gperftools => gperftools::read(BufReader::new(file), into, number)?,
+                Kind::Pprof { gzip } => {
+                    pprof::read(BufReader::new(file), gzip, (into, artifacts), number)?;
+                }
+                Kind::Folded => folded::read(file, into, number)?,
             }
-            Kind::Folded => folded::read(file, into, number)?,
         }
         if self.assembler.is_mixed() { Err(InputError::Mixed) } else { Ok(()) }
     }
@@ -161,6 +162,14 @@ pub(crate) fn fuzz(bytes: &[u8]) {
 pub(crate) fn fuzz_pprof(bytes: &[u8]) {
     let mut into = crate::profile::Builder::new();
     if pprof::read(bytes, false, (&mut into, &mut Artifacts::default()), 0).is_ok() {
+        fuzz_outputs(&into.build());
+    }
+}
+
+/// A profile of gperftools.
+pub(crate) fn fuzz_gperftools(bytes: &[u8]) {
+    let mut into = crate::profile::Builder::new();
+    if gperftools::read(bytes, &mut into, 0).is_ok() {
         fuzz_outputs(&into.build());
     }
 }

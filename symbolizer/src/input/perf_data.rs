@@ -22,7 +22,7 @@ use super::tasks::{Map, Tasks};
 use super::{InputError, host, perf_guard};
 use crate::capture::Artifacts;
 use crate::profile::{
-    Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey, StackId,
+    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey, StackId,
 };
 use crate::resolve::Sources;
 
@@ -76,9 +76,10 @@ struct Reader<'a> {
     lost: u64,
     span: Option<(u64, u64)>,
     modified: Option<std::time::SystemTime>,
+    /// The vDSO, once it was looked for.
+    vdso: Option<Option<ArtifactHash>>,
     /// Processes that ran code they made themselves, once they were looked at.
     jits: rustc_hash::FxHashSet<u32>,
-    chain: Addresses,
     /// Copied stacks are walked by rules for this processor.
     x86_64: bool,
 }
@@ -133,8 +134,8 @@ impl<'a> Reader<'a> {
             lost: 0,
             span: None,
             modified,
+            vdso: None,
             jits: rustc_hash::FxHashSet::default(),
-            chain: Vec::new(),
             x86_64,
         })
     }
@@ -193,7 +194,6 @@ impl<'a> Reader<'a> {
             frequency,
             kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
             collector: String::new(),
-            all: false,
             cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
         }
     }
@@ -270,7 +270,7 @@ impl<'a> Reader<'a> {
     ) -> Result<(), InputError> {
         let since = time.unwrap_or(0);
         let Some(end) = start.checked_add(length).filter(|end| *end > start) else { return Ok(()) };
-        let executable = self.executable(path, id)?;
+        let executable = self.executable(path, id);
         let private = matches!(executable, Executable::Anonymous);
         let executable = self.into.executable(executable)?;
         self.tasks.map(
@@ -281,15 +281,13 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn executable(
-        &mut self,
-        path: &str,
-        id: Option<Mmap2FileId>,
-    ) -> Result<Executable, InputError> {
+    fn executable(&mut self, path: &str, id: Option<Mmap2FileId>) -> Executable {
         if path == "[vdso]" {
-            let image =
-                host::vdso(&self.host_kernel()).map(|image| self.artifacts.add_whole(image));
-            return Ok(Executable::Vdso { image });
+            let kernel = self.host_kernel();
+            let image = *self.vdso.get_or_insert_with(|| {
+                host::vdso(&kernel).and_then(|image| self.artifacts.add_whole(image))
+            });
+            return Executable::Vdso { image };
         }
         // Code that was made at run time; as perf, which looks for a perf-map then.
         if path.starts_with("//anon")
@@ -297,7 +295,7 @@ impl<'a> Reader<'a> {
             || path.is_empty()
             || path.starts_with("anon_inode:")
         {
-            return Ok(Executable::Anonymous);
+            return Executable::Anonymous;
         }
         let (mut build_id, mut inode, mut device) = (Vec::new(), 0, (0, 0));
         match id {
@@ -316,7 +314,7 @@ impl<'a> Reader<'a> {
         if !build_id.is_empty() {
             (inode, device) = (0, (0, 0));
         }
-        Ok(Executable::File { path: path.to_owned(), build_id, inode, device })
+        Executable::File { path: path.to_owned(), build_id, inode, device }
     }
 
     /// Build-id of the kernel the file is of, empty when unknown.
@@ -393,19 +391,11 @@ impl<'a> Reader<'a> {
             let stack = stack.as_slice();
             let size = usize::try_from(*size).unwrap_or(0).min(stack.len());
             let copied = Copied { registers, stack: &stack[..size] };
-            self.chain.clear();
-            let walked = self.walker.walk(
-                &copied,
-                pid,
-                &self.tasks,
-                self.into,
-                self.artifacts,
-                &mut self.chain,
-            );
+            let (walked, why) =
+                self.walker.walk(&copied, pid, &self.tasks, self.into, self.artifacts);
             // Never fewer than the kernel found by frame pointers.
-            if self.chain.len() >= user.len() {
-                end = walked;
-                user.clone_from(&self.chain);
+            if walked.len() >= user.len() {
+                (user, end) = (walked, why);
             }
         }
         (kernel, user, end)
@@ -440,8 +430,7 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         self.jits.insert(pid);
-        if let Some(map) = host::perf_map(pid) {
-            let hash = self.artifacts.add_whole(map);
+        if let Some(hash) = host::perf_map(pid).and_then(|map| self.artifacts.add_whole(map)) {
             self.into.add_perf_map(process, hash);
         }
         Ok(())
@@ -472,8 +461,10 @@ impl<'a> Reader<'a> {
                 .map_or(0, |time| (time.as_nanos() as u64).saturating_sub(last)),
         };
         self.into.shift_times(zero);
-        self.into.span(zero + first, zero + last + 1);
-        self.into.event(event_name(&self.file.event_attributes()[self.event.unwrap_or(0)]));
+        let end = zero.saturating_add(last).saturating_add(1);
+        self.into.span(zero.saturating_add(first), end);
+        let event = event_name(&self.file.event_attributes()[self.event.unwrap_or(0)]);
+        self.into.origin(Origin { event, ..self.origin() });
     }
 }
 

@@ -37,20 +37,13 @@ pub fn check(file: &mut File) -> Result<bool, InputError> {
     if &head[..8] == b"2ELIFREP" {
         return Err(bad("it is of a big-endian host"));
     }
-    let size = u64::from_le_bytes([
-        head[8], head[9], head[10], head[11], head[12], head[13], head[14], head[15],
-    ]);
-    if size < HEADER {
+    if word(&head, 8) < HEADER {
         records(file, 16, length)?;
         return Ok(true);
     }
     let mut head = [0; HEADER as usize];
     file.read_exact_at(&mut head, 0).map_err(|_cause| bad("its head is cut"))?;
-    let word = |at: usize| {
-        let mut bytes = [0; 8];
-        bytes.copy_from_slice(&head[at..at + 8]);
-        u64::from_le_bytes(bytes)
-    };
+    let word = |at: usize| word(&head, at);
     let fits = |offset: u64, size: u64| offset.checked_add(size).is_some_and(|end| end <= length);
     let (attrs, data) = ((word(24), word(32)), (word(40), word(48)));
     if data.1 == 0 && data.0 != 0 {
@@ -71,13 +64,9 @@ pub fn check(file: &mut File) -> Result<bool, InputError> {
         .map_err(|_cause| bad("it is cut: its features are not in it"))?;
     let mut all = 0u64;
     for entry in table.chunks_exact(16) {
-        let of = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&entry[at..at + 8]);
-            u64::from_le_bytes(bytes)
-        };
-        all = all.saturating_add(of(8));
-        if !fits(of(0), of(8)) || all > MAX_FEATURES {
+        let (offset, size) = (self::word(entry, 0), self::word(entry, 8));
+        all = all.saturating_add(size);
+        if !fits(offset, size) || all > MAX_FEATURES {
             return Err(bad("its features are larger than the file"));
         }
     }
@@ -85,19 +74,22 @@ pub fn check(file: &mut File) -> Result<bool, InputError> {
     if bits >> EVENT_DESC & 1 == 1 {
         // Sections are in the order of their bits.
         let before = (bits & ((1 << EVENT_DESC) - 1)).count_ones() as usize * 16;
-        let at = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&table[before + at..before + at + 8]);
-            u64::from_le_bytes(bytes)
-        };
-        let mut events = vec![0; usize::try_from(at(8)).unwrap_or(0)];
-        file.read_exact_at(&mut events, at(0))?;
+        let (offset, size) = (self::word(&table, before), self::word(&table, before + 8));
+        let mut events = vec![0; usize::try_from(size).unwrap_or(0)];
+        file.read_exact_at(&mut events, offset)?;
         if !events_fit(&events) {
             return Err(bad("its events are more than are in it"));
         }
     }
     records(file, data.0, data.0 + data.1)?;
     Ok(false)
+}
+
+/// The word at an offset that is inside.
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
 }
 
 /// Whether the crate can decode a record: it asserts that the build-id of a mapping has at most 20 bytes.

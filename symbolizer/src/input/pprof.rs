@@ -281,11 +281,11 @@ impl<'a> Reader<'a> {
         Ok(match path {
             "[vdso]" => {
                 let image = host::vdso(&self.kernel);
-                Executable::Vdso { image: image.map(|image| self.artifacts.add_whole(image)) }
+                Executable::Vdso { image: image.and_then(|image| self.artifacts.add_whole(image)) }
             }
             _ if is_kernel(path) => {
                 let symbols = host::kallsyms(&build_id, 0, &[]);
-                let kallsyms = symbols.map(|symbols| self.artifacts.add_whole(symbols));
+                let kallsyms = symbols.and_then(|symbols| self.artifacts.add_whole(symbols));
                 Executable::Kernel { module: String::new(), build_id, kallsyms }
             }
             "" | "[jit]" | "//anon" | "[unmapped]" => Executable::Unmapped,

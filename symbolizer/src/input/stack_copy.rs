@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use linux_perf_data::linux_perf_event_reader::Regs;
 use rustc_hash::FxHashMap;
@@ -14,11 +15,16 @@ use stackwire_unwind::Table;
 
 use super::tasks::{Map, Tasks};
 use crate::capture::Artifacts;
-use crate::profile::{Builder, EndReason, Executable, ExecutableId, FrameKind};
+use crate::profile::{Builder, EndReason, ExecutableId, FrameKind};
 use crate::resolve::{Sources, open_executable};
 
 /// Frames of one stack, as the collector's.
 const DEPTH: usize = 1024;
+
+/// Executables kept open with their tables; a process may open 1,024 files.
+const MAX_MODULES: usize = 512;
+/// Bytes of tables kept; libLLVM's has 4.5 MB.
+const MAX_TABLES: usize = 256 << 20;
 
 /// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8 to r15.
 const PERF_REGISTER: [u64; REGISTERS] = [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
@@ -41,6 +47,10 @@ pub struct Copied<'a> {
 pub struct Walker<'s> {
     sources: &'s Sources,
     modules: FxHashMap<ExecutableId, Option<Module>>,
+    /// Bytes of their tables.
+    bytes: usize,
+    /// How long servers are waited for, all together.
+    deadline: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -52,11 +62,24 @@ struct Module {
 impl<'s> Walker<'s> {
     /// Looks for executables in these sources.
     pub fn new(sources: &'s Sources) -> Self {
-        Self { sources, modules: FxHashMap::default() }
+        Self { sources, modules: FxHashMap::default(), bytes: 0, deadline: None }
     }
 
-    /// Adds the frames of a stack, leaf first, and says why it ends.
+    /// The frames of a stack, leaf first, and why it ends.
     pub fn walk(
+        &mut self,
+        copied: &Copied<'_>,
+        pid: u32,
+        tasks: &Tasks,
+        into: &Builder,
+        artifacts: &Artifacts,
+    ) -> (Vec<(u64, FrameKind)>, EndReason) {
+        let mut frames = Vec::new();
+        let end = self.frames(copied, pid, tasks, into, artifacts, &mut frames);
+        (frames, end)
+    }
+
+    fn frames(
         &mut self,
         copied: &Copied<'_>,
         pid: u32,
@@ -119,12 +142,22 @@ impl<'s> Walker<'s> {
         if self.modules.contains_key(&id) {
             return;
         }
-        let executable = into.executable_of(id);
-        let module = open_executable(executable, artifacts, self.sources).ok().and_then(|file| {
+        // Begun anew: more are not in use together.
+        if self.modules.len() >= MAX_MODULES || self.bytes > MAX_TABLES {
+            self.modules.clear();
+            self.bytes = 0;
+        }
+        let patience = self.sources.debuginfod.as_deref().map(|server| server.timeout());
+        let deadline =
+            *self.deadline.get_or_insert_with(|| Instant::now() + patience.unwrap_or_default());
+        let file = open_executable(into.executable_of(id), artifacts, self.sources, deadline);
+        let module = file.ok().and_then(|file| {
             let table = stackwire_unwind::compile(&file).ok()?;
             Some(Module { table, file })
         });
-        debug_assert!(!matches!(executable, Executable::Anonymous));
+        let table = module.as_ref().map(|module| &module.table);
+        self.bytes +=
+            table.map_or(0, |table| size_of_val(&*table.rows) + size_of_val(&*table.rules));
         self.modules.insert(id, module);
     }
 }

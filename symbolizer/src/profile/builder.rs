@@ -15,24 +15,17 @@ use super::{
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Entries.
-    pub entries: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self { entries: 16 << 20 }
-    }
-}
+const MAX_ENTRIES: usize = 16 << 20;
+/// Most samples and most weight of all of them: sums of them are not checked again. 2^62 ns are 146 years.
+const MAX_TOTAL: u64 = 1 << 62;
 
 /// A profile in the making.
 #[derive(Debug, Default)]
 pub struct Builder {
     profile: Profile,
-    limits: Limits,
     capture: usize,
+    /// Samples, and what they weigh.
+    total: (u64, u64),
     /// The one whose origin stands for all.
     first: usize,
     /// Each sample is kept with its time and CPU.
@@ -75,9 +68,17 @@ impl Builder {
             *first = origin;
             self.first = capture;
             self.profile.clock_zero_ns = clock_zero_ns;
-        } else if matches!(origin.event.as_str(), "" | "samples") {
-            // What they weigh is not known, or not yet.
-        } else if first.value_kind() != origin.value_kind() {
+        } else if !origin.event.is_empty() {
+            self.add_up(&origin);
+        }
+    }
+
+    /// Another origin's values are added to those of the first.
+    fn add_up(&mut self, origin: &Origin) {
+        let first = &self.profile.origin;
+        // What folded stacks weigh nobody knows.
+        let unknown = first.event == "samples" || origin.event == "samples";
+        if !unknown && first.value_kind() != origin.value_kind() {
             self.mixed = true;
         } else if first.event != origin.event {
             let note = format!("captures of {} and of {} are added up", first.event, origin.event);
@@ -98,7 +99,7 @@ impl Builder {
     /// The id of an executable.
     pub fn executable(&mut self, executable: Executable) -> Result<ExecutableId, Full> {
         let table = &mut self.profile.executables;
-        intern(&mut self.executables, table, executable, Clone::clone, self.limits, "executables")
+        intern(&mut self.executables, table, executable, Clone::clone, "executables")
             .map(ExecutableId)
     }
 
@@ -118,14 +119,13 @@ impl Builder {
             return Ok(ProcessId(id));
         }
         let table = &mut self.profile.processes;
-        intern(&mut self.processes, table, key, |_| process.clone(), self.limits, "processes")
-            .map(ProcessId)
+        intern(&mut self.processes, table, key, |_| process.clone(), "processes").map(ProcessId)
     }
 
     /// The id of a thread.
     pub fn thread(&mut self, thread: Thread) -> Result<ThreadId, Full> {
         let table = &mut self.profile.threads;
-        intern(&mut self.threads, table, thread, Clone::clone, self.limits, "threads").map(ThreadId)
+        intern(&mut self.threads, table, thread, Clone::clone, "threads").map(ThreadId)
     }
 
     /// What is known of an executable.
@@ -152,15 +152,13 @@ impl Builder {
     /// Records a mapping.
     pub fn mapping(&mut self, mapping: Mapping) -> Result<(), Full> {
         let table = &mut self.profile.mappings;
-        intern(&mut self.mappings, table, mapping, Clone::clone, self.limits, "mappings")
-            .map(|_| ())
+        intern(&mut self.mappings, table, mapping, Clone::clone, "mappings").map(|_| ())
     }
 
     /// The id of a location.
     pub fn location(&mut self, location: Location) -> Result<LocationId, Full> {
         let table = &mut self.profile.locations;
-        intern(&mut self.locations, table, location, Clone::clone, self.limits, "locations")
-            .map(LocationId)
+        intern(&mut self.locations, table, location, Clone::clone, "locations").map(LocationId)
     }
 
     /// The id of a location the input has names for. Where another input had others, it is a location of its own: two
@@ -182,8 +180,7 @@ impl Builder {
                     return Ok(known);
                 }
                 let table = &mut self.profile.locations;
-                let new =
-                    u32::try_from(table.len()).ok().filter(|_| table.len() < self.limits.entries);
+                let new = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
                 let new = LocationId(new.ok_or(Full("locations"))?);
                 table.push(location);
                 self.variants.insert((id, Arc::clone(&lines)), new);
@@ -212,14 +209,13 @@ impl Builder {
             return Ok(0);
         }
         let table = &mut self.profile.label_sets;
-        intern(&mut self.label_sets, table, labels, Clone::clone, self.limits, "labels")
-            .map(|id| id + 1)
+        intern(&mut self.label_sets, table, labels, Clone::clone, "labels").map(|id| id + 1)
     }
 
     /// The id of a stack.
     pub fn stack(&mut self, stack: Stack) -> Result<StackId, Full> {
         let table = &mut self.profile.stacks;
-        intern(&mut self.stacks, table, stack, Clone::clone, self.limits, "stacks").map(StackId)
+        intern(&mut self.stacks, table, stack, Clone::clone, "stacks").map(StackId)
     }
 
     /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU, as far as they are known.
@@ -237,7 +233,7 @@ impl Builder {
         let id = self.add(key, 1, value)?;
         if let Some(time_ns) = time_ns.filter(|_| self.timeline) {
             let cpu = cpu.unwrap_or(0);
-            if self.profile.timeline.len() >= self.limits.entries {
+            if self.profile.timeline.len() >= MAX_ENTRIES {
                 return Err(Full("samples"));
             }
             self.profile.timeline.push(Moment { time_ns, value, sample: id, cpu });
@@ -253,10 +249,15 @@ impl Builder {
     fn add(&mut self, key: SampleKey, count: u64, value: u64) -> Result<u32, Full> {
         let table = &mut self.profile.samples;
         let new = |key: &SampleKey| Sample { key: *key, count: 0, value: 0 };
-        let id = intern(&mut self.samples, table, key, new, self.limits, "samples")?;
+        let id = intern(&mut self.samples, table, key, new, "samples")?;
+        let total = (self.total.0.saturating_add(count), self.total.1.saturating_add(value));
+        if total.0.max(total.1) > MAX_TOTAL {
+            return Err(Full("samples, or time of them,"));
+        }
+        self.total = total;
         let sample = &mut self.profile.samples[id as usize];
-        sample.count = sample.count.saturating_add(count);
-        sample.value = sample.value.saturating_add(value);
+        sample.count += count;
+        sample.value += value;
         Ok(id)
     }
 
@@ -338,13 +339,12 @@ impl Builder {
         }
     }
 
-    /// Names the event of this capture, if it is the one that stands for all.
-    pub fn event(&mut self, event: String) {
-        let origin = Origin { event, ..Origin::default() };
+    /// Says where this capture is from, whose event was not known when it began.
+    pub fn origin(&mut self, origin: Origin) {
         if self.capture == self.first {
-            self.profile.origin.event = origin.event;
+            self.profile.origin = origin;
         } else {
-            self.mixed |= origin.value_kind() != self.profile.origin.value_kind();
+            self.add_up(&origin);
         }
     }
 
@@ -457,13 +457,12 @@ fn intern<K: Hash + Eq, V>(
     table: &mut Vec<V>,
     key: K,
     value: impl FnOnce(&K) -> V,
-    limits: Limits,
     what: &'static str,
 ) -> Result<u32, Full> {
     match index.entry(key) {
         Entry::Occupied(entry) => Ok(*entry.get()),
         Entry::Vacant(entry) => {
-            let id = u32::try_from(table.len()).ok().filter(|_| table.len() < limits.entries);
+            let id = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
             let id = id.ok_or(Full(what))?;
             table.push(value(entry.key()));
             entry.insert(id);

@@ -7,9 +7,6 @@ use std::borrow::Cow;
 
 use super::{Profile, SampleKey};
 
-/// Keys of labels that are numbers.
-pub const NUMBERS: [&str; 3] = ["pid", "tid", "cpu"];
-
 /// A label that came with a sample from another profiler.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Label {
@@ -95,7 +92,7 @@ pub fn same_pod(own: &str, other: &str) -> bool {
 }
 
 impl Profile {
-    /// Keys and values of all labels of samples with this key, but for the CPU.
+    /// Keys and values of all labels of samples with this key.
     pub fn labels(&self, key: SampleKey) -> impl Iterator<Item = (&str, Cow<'_, str>)> {
         let thread = &self.threads[key.thread.index()];
         let process = &self.processes[thread.process.index()];

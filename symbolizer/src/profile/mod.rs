@@ -1,6 +1,6 @@
 //! The profile: interned tables with `Copy` handles, aggregated samples, and what was lost.
 //!
-//! Built by `ingest/`, given names by `resolve/`, read by `export/`. Holds no bytes of files and
+//! Built by `ingest/` and `input/`, given names by `resolve/`, read by `export/`. Holds no bytes of files and
 //! does no I/O. Everything keeps the order of the stream, so equal streams give equal profiles.
 
 mod builder;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-pub use self::builder::{Builder, Full, Limits};
+pub use self::builder::{Builder, Full};
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::location::{FrameKind, Location, lookup_offset};
 pub use self::names::{Line, Quality, Resolution, Source};
@@ -178,8 +178,6 @@ pub struct Origin {
     pub kernel_stacks: bool,
     /// Version of the collector; empty: another program took the profile.
     pub collector: String,
-    /// All processes were sampled.
-    pub all: bool,
     /// CPUs of the host, and those of them that were online; 0: unknown.
     pub cpus: (u32, u32),
 }
@@ -286,7 +284,7 @@ impl Profile {
         of(key.kernel).iter().chain(of(key.user)).copied()
     }
 
-    /// Name of a location without inlined functions opened up, for lack of a better one its address.
+    /// Names of a location, the innermost inlined function first; for lack of a better one its address.
     #[must_use]
     pub fn lines(&self, location: LocationId) -> Vec<Line> {
         match self.resolutions.get(location.index()) {

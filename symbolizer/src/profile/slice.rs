@@ -21,7 +21,7 @@ impl Profile {
             sample.count += 1;
             sample.value = sample.value.saturating_add(*value);
         }
-        self.retain(|sample| sample.count > 0);
+        self.retain(|_, sample| sample.count > 0);
         self.left_out += before - self.sample_count();
         let end = self.start_ns.saturating_add(self.duration_ns).min(range.end);
         self.start_ns = self.start_ns.max(range.start);
@@ -47,19 +47,15 @@ impl Profile {
             })
             .collect();
         let before = self.sample_count();
-        let mut at = 0;
-        self.retain(|_| {
-            at += 1;
-            keep[at - 1]
-        });
+        self.retain(|index, _| keep[index]);
         self.left_out += before - self.sample_count();
     }
 
-    fn retain(&mut self, mut keep: impl FnMut(&Sample) -> bool) {
+    fn retain(&mut self, mut keep: impl FnMut(usize, &Sample) -> bool) {
         let mut places = Vec::with_capacity(self.samples.len());
         let (mut samples, mut values) = (Vec::new(), Vec::new());
         for (index, sample) in self.samples.iter().enumerate() {
-            let kept = keep(sample);
+            let kept = keep(index, sample);
             places.push(kept.then_some(samples.len() as u32));
             if kept {
                 samples.push(*sample);

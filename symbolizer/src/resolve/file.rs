@@ -1,7 +1,7 @@
 //! The file behind an executable: opened, and trusted only when it is the one that was mapped.
 //!
 //! A path is a hint: the file there may have been replaced since, or belong to another container. The
-//! build-id decides; without one, inode and device of the mapping do. Files are opened without
+//! build-id decides; without one, inode and device of the mapping do; what has neither is named by its path, as it says. Files are opened without
 //! blocking and looked at only when regular, because the process chose the path.
 
 use std::collections::HashMap;

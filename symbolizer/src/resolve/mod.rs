@@ -309,7 +309,7 @@ fn quality(kind: Kind) -> Quality {
     }
 }
 
-/// The file of an executable: of this host, handed over, from the cache, or from a server.
+/// The file of an executable: of this host, handed over, from the cache, or until `deadline` from a server.
 ///
 /// # Errors
 /// In words.
@@ -317,6 +317,7 @@ pub(crate) fn open_executable(
     executable: &Executable,
     artifacts: &Artifacts,
     sources: &Sources,
+    deadline: Instant,
 ) -> Result<std::fs::File, String> {
     if let Executable::Vdso { image } = executable {
         let image = image.and_then(|hash| artifacts.get(&hash)).ok_or("its image is not known")?;
@@ -333,7 +334,6 @@ pub(crate) fn open_executable(
         return Ok(blob.file);
     }
     let server = sources.debuginfod.as_deref().ok_or(here)?;
-    let deadline = Instant::now() + server.timeout();
     let fetched =
         server.fetch(id, debuginfod::Artifact::Executable, cache, deadline, &sources.metrics);
     fetched.map(|blob| blob.file).map_err(|error| error.to_string())

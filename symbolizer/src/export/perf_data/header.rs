@@ -1,6 +1,6 @@
 //! Head and features of perf.data: `perf.data-file-format.txt` and `header.c` of perf. Pure.
 
-use super::record::{EVENT_ID, Mode, SAMPLE_TYPE};
+use super::record::{EVENT_ID, Mode, SAMPLE_TYPE, words};
 use crate::profile::Origin;
 
 /// Bytes of the head.
@@ -150,12 +150,6 @@ fn attributes(origin: &Origin) -> Vec<u8> {
     words(&mut out, [1 << 2, flags, 0, 0, 0, 0, 0, CLOCK_MONOTONIC << 32, 0, 0]);
     debug_assert_eq!(out.len(), ATTR);
     out
-}
-
-fn words<const N: usize>(out: &mut Vec<u8>, words: [u64; N]) {
-    for word in words {
-        out.extend(word.to_le_bytes());
-    }
 }
 
 /// Length and text, NUL-terminated and padded.

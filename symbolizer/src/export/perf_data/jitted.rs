@@ -3,9 +3,11 @@
 
 use std::collections::BTreeMap;
 
+use rustc_hash::FxHashMap;
 use sha2::{Digest, Sha256};
 
-use crate::profile::{Executable, Mapping, Profile, Resolution};
+use super::record::words;
+use crate::profile::{Executable, ExecutableId, Mapping, ProcessId, Profile, Resolution};
 
 /// Address and file offset of the code in such a file.
 pub const TEXT: u64 = 0x1000;
@@ -34,28 +36,38 @@ pub fn images(profile: &Profile) -> impl Iterator<Item = ([u8; 20], Vec<u8>)> {
     let anonymous = |mapping: &Mapping| {
         matches!(profile.executables[mapping.executable.index()], Executable::Anonymous)
     };
+    let sampled = sampled(profile);
     let mappings = profile.mappings.iter().enumerate();
-    mappings.filter(move |(_, mapping)| anonymous(mapping)).map(|(index, mapping)| {
+    mappings.filter(move |(_, mapping)| anonymous(mapping)).filter_map(move |(index, mapping)| {
         let (_, id) = identity(profile, index);
-        (id, image(&symbols(profile, mapping), mapping.length, &id))
+        let symbols = symbols(sampled.get(&(mapping.process, mapping.executable))?, mapping);
+        Some((id, image(&symbols, mapping.length, &id)))
     })
 }
 
-/// Names by offset in the mapping: of the function that was compiled, not of what is inlined there.
-fn symbols(profile: &Profile, mapping: &Mapping) -> BTreeMap<u64, String> {
-    let mut symbols = BTreeMap::new();
+/// What was sampled in memory of a process: names by address, of the function that was compiled, not of what is inlined.
+type Sampled<'a> = BTreeMap<u64, Option<&'a str>>;
+
+/// All that was sampled, by process and executable.
+fn sampled(profile: &Profile) -> FxHashMap<(ProcessId, ExecutableId), Sampled<'_>> {
+    let mut all = FxHashMap::<_, Sampled<'_>>::default();
     for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
-        let offset = location.offset.wrapping_sub(mapping.start);
-        if location.executable == mapping.executable
-            && location.process == Some(mapping.process)
-            && offset < mapping.length
-            && let Resolution::Found { lines, .. } = resolution
-            && let Some(line) = lines.last()
-        {
-            symbols.insert(offset, line.function.clone());
+        let name = match resolution {
+            Resolution::Found { lines, .. } => lines.last().map(|line| line.function.as_str()),
+            Resolution::Missing(_) => None,
+        };
+        if let Some(process) = location.process {
+            let of = all.entry((process, location.executable)).or_default();
+            of.insert(location.offset, name);
         }
     }
-    symbols
+    all
+}
+
+/// Names by offset in the mapping. An address without one is there, too: the function before it ends before it.
+fn symbols<'a>(sampled: &Sampled<'a>, mapping: &Mapping) -> Sampled<'a> {
+    let inside = sampled.range(mapping.start..mapping.start.saturating_add(mapping.length));
+    inside.map(|(address, name)| (address - mapping.start, *name)).collect()
 }
 
 /// Sizes of `Elf64_Ehdr`, `Elf64_Phdr`, `Elf64_Shdr`, `Elf64_Sym`.
@@ -66,7 +78,7 @@ const SYM: u64 = 24;
 /// Names of sections, each at a place of its own.
 const SECTIONS: &str = "\0.text\0.note.gnu.build-id\0.symtab\0.strtab\0.shstrtab\0";
 
-fn image(symbols: &BTreeMap<u64, String>, length: u64, id: &[u8; 20]) -> Vec<u8> {
+fn image(symbols: &Sampled<'_>, length: u64, id: &[u8; 20]) -> Vec<u8> {
     const NOTE: u64 = EHDR + 2 * PHDR;
     const NOTE_SIZE: u64 = 36;
     let mut names = vec![0u8];
@@ -74,6 +86,7 @@ fn image(symbols: &BTreeMap<u64, String>, length: u64, id: &[u8; 20]) -> Vec<u8>
     let mut ahead = symbols.keys().skip(1);
     for (&offset, name) in symbols {
         let size = ahead.next().map_or(1, |next| next - offset);
+        let Some(name) = name else { continue };
         table.extend((names.len() as u32).to_le_bytes());
         // STB_GLOBAL, STT_FUNC, in section 1.
         table.extend([1 << 4 | 2, 0, 1, 0]);
@@ -124,12 +137,6 @@ fn image(symbols: &BTreeMap<u64, String>, length: u64, id: &[u8; 20]) -> Vec<u8>
     out
 }
 
-fn words<const N: usize>(out: &mut Vec<u8>, words: [u64; N]) {
-    for word in words {
-        out.extend(word.to_le_bytes());
-    }
-}
-
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
@@ -139,7 +146,8 @@ mod tests {
 
     #[test]
     fn others_read_the_file() {
-        let symbols = BTreeMap::from([(0x10, "first".to_owned()), (0x40, "second one".to_owned())]);
+        let symbols =
+            BTreeMap::from([(0x10, Some("first")), (0x40, None), (0x50, Some("second one"))]);
         let bytes = image(&symbols, 0x5000, &[7; 20]);
         let elf = object::File::parse(&*bytes).unwrap();
         assert_eq!(elf.build_id().unwrap(), Some(&[7; 20][..]));
@@ -147,7 +155,7 @@ mod tests {
             .symbols()
             .map(|it| (it.address(), it.size(), it.name().unwrap().to_owned()))
             .collect();
-        let expected = [(TEXT + 0x10, 0x30, "first"), (TEXT + 0x40, 1, "second one")];
+        let expected = [(TEXT + 0x10, 0x30, "first"), (TEXT + 0x50, 1, "second one")];
         assert_eq!(found, expected.map(|(at, size, name)| (at, size, name.to_owned())));
     }
 }

@@ -51,7 +51,8 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
         }
     }
     let cpus = profile.origin.cpus;
-    let highest = profile.timeline.iter().map(|moment| moment.cpu + 1).max().unwrap_or(1);
+    let highest =
+        profile.timeline.iter().map(|moment| moment.cpu.saturating_add(1)).max().unwrap_or(1);
     let head = header::Head {
         origin: &profile.origin,
         command_line: &options.command_line,

@@ -180,7 +180,8 @@ impl<'a, W: Write> Player<'a, W> {
             begins[index] = Some(begin);
             events.push((begin, Event::Begin(index as u32)));
             if process.end_ns != 0 {
-                events.push((process.end_ns.max(last + 1), Event::Exit(index as u32)));
+                events
+                    .push((process.end_ns.max(last.saturating_add(1)), Event::Exit(index as u32)));
             }
         }
         for (index, mapping) in profile.mappings.iter().enumerate() {

@@ -36,6 +36,13 @@ const MMAP_BUILD_ID: u16 = 1 << 14;
 /// `PERF_CONTEXT_KERNEL` and `PERF_CONTEXT_USER` in call chains.
 const CONTEXT_KERNEL: u64 = -128i64 as u64;
 const CONTEXT_USER: u64 = -512i64 as u64;
+/// 64-bit words, little-endian.
+pub(super) fn words<const N: usize>(out: &mut Vec<u8>, words: [u64; N]) {
+    for word in words {
+        out.extend(word.to_le_bytes());
+    }
+}
+
 /// Frames of one sample: a record's size has 16 bits.
 pub const MAX_FRAMES: usize = 8000;
 

@@ -1,0 +1,5 @@
+//! A profile of gperftools.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::gperftools(bytes));
