@@ -1,6 +1,6 @@
 //! perf.data, as perf of two ages, hotspot, samply and autofdo read it.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 use std::process::Command;
 
@@ -66,6 +66,24 @@ fn common(one: &BTreeMap<String, u64>, other: &BTreeMap<String, u64>) -> (u64, u
     (same.sum(), one.values().sum::<u64>().max(other.values().sum()))
 }
 
+/// Names of kernel functions that have several: the first of them.
+fn kernel_aliases() -> HashMap<String, String> {
+    let kallsyms = std::fs::read_to_string("/proc/kallsyms").unwrap();
+    let mut first: HashMap<&str, &str> = HashMap::new();
+    let mut aliases = HashMap::new();
+    for line in kallsyms.lines() {
+        let mut words = line.split_whitespace();
+        let (Some(address), _, Some(name)) = (words.next(), words.next(), words.next()) else {
+            continue;
+        };
+        let one = *first.entry(address).or_insert(name);
+        if one != name {
+            aliases.insert(name.to_owned(), one.to_owned());
+        }
+    }
+    aliases
+}
+
 /// The same samples of the same threads, and in these objects the same names for 99.9 % of the frames.
 #[track_caller]
 fn assert_same(version: &str, theirs: &[Printed], ours: &Pprof, objects: &[&str]) {
@@ -82,18 +100,21 @@ fn assert_same(version: &str, theirs: &[Printed], ours: &Pprof, objects: &[&str]
     }
     who.retain(|_, difference| *difference != 0);
     assert!(who.is_empty(), "perf {version}: {who:?}");
-    // What: of objects with a symbol table.
+    // What: of objects with a symbol table. Of the kernel's names for one function either will do.
+    let aliases = kernel_aliases();
+    let one_of = |name: &str| aliases.get(name).cloned().unwrap_or_else(|| name.to_owned());
     let (mut same, mut all) = (0, 0);
     for &object in objects {
         let mut frames: BTreeMap<String, u64> = BTreeMap::new();
         let of_it = |frame: &&Frame| frame.0 == object;
         for (_, symbol) in theirs.iter().flat_map(|s| &s.frames).filter(of_it) {
-            // Of two names of one function either will do.
-            let name = symbol.strip_prefix("__pi_").unwrap_or(symbol);
-            *frames.entry(name.to_owned()).or_default() += 1;
+            *frames.entry(one_of(symbol)).or_default() += 1;
         }
         let name = if object == "[kernel.kallsyms]" { "[kernel]" } else { object };
-        let found = frames_of(ours, name);
+        let mut found: BTreeMap<String, u64> = BTreeMap::new();
+        for (symbol, count) in frames_of(ours, name) {
+            *found.entry(one_of(&symbol)).or_default() += count;
+        }
         let (equal, of) = common(&frames, &found);
         for name in frames.keys().chain(found.keys()) {
             let (one, two) = (frames.get(name), found.get(name));
@@ -175,6 +196,9 @@ fn perf_of_two_ages_sees_what_we_see() {
         assert!(arguments[0] == "inject" || text.contains("[kernel.kallsyms]"), "{text}");
     }
     run(Command::new("perf").arg("diff").args([&file, &file]));
+    let json = at("x.json");
+    let convert = ["data", "convert", "--force", "--to-json", json.to_str().unwrap(), "-i"];
+    run(Command::new("perf").args(convert).arg(&file));
 
     let stats = "/usr/lib/x86_64-linux-gnu/libexec/hotspot-perfparser";
     if can("hotspot", Path::new(stats).exists()) {
@@ -321,8 +345,8 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
         "-e",
         NODE,
     ]));
-    let [pprof, file, laid] =
-        ["x.pb.gz", "perf.data", "laid"].map(|name| at(name).display().to_string());
+    let [pprof, file, laid, capture] =
+        ["x.pb.gz", "perf.data", "laid", "x.stackwire"].map(|name| at(name).display().to_string());
     stackwire([
         "record",
         "--profile",
@@ -332,6 +356,7 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
         &format!("--profile-output={pprof}"),
         &format!("--perf-data-output={file}"),
         &format!("--perf-buildid-dir={laid}"),
+        &format!("--capture={capture}"),
     ])
     .succeeded();
     let map = format!("/tmp/perf-{}.map", node.pid());
@@ -339,8 +364,18 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
     std::fs::remove_file(&program).unwrap();
     std::fs::remove_file(map).unwrap();
     let ours = frames_of(&Pprof::read(Path::new(&pprof)), program.to_str().unwrap());
-    let empty = at("empty").display().to_string();
-    for (options, named) in [(["--buildid-dir", &laid], true), (["--buildid-dir", &empty], false)] {
+    // The program is gone, and what was compiled of it is still in the cache.
+    let [empty, later, unused] =
+        ["empty", "later", "unused.pb.gz"].map(|name| at(name).display().to_string());
+    let into = format!("--perf-buildid-dir={later}");
+    stackwire(["resolve", &capture, "-o", &unused, &into]).succeeded();
+    let listed = run(Command::new("perf").args(["--buildid-dir", &laid, "buildid-cache", "-l"])).0;
+    assert!(listed.contains("/usr/bin/node"), "{listed}");
+    for (options, named) in [
+        (["--buildid-dir", &laid], true),
+        (["--buildid-dir", &later], true),
+        (["--buildid-dir", &empty], false),
+    ] {
         let mut perf = Command::new("perf");
         perf.args(options);
         let theirs = printed(&mut perf, Path::new(&file));

@@ -29,6 +29,7 @@ enum Target {
 impl Output {
     /// Makes sure that `path` can be written.
     pub fn prepare(path: &Path) -> anyhow::Result<Self> {
+        let path = if path == "-" { Path::new("/dev/stdout") } else { path };
         let cannot = || format!("cannot write {}", path.display());
         let special = std::fs::metadata(path).is_ok_and(|found| !found.is_file());
         let file = if special {
@@ -106,7 +107,7 @@ impl Outputs {
     /// Writes all, then tells what was written.
     pub fn write(self, profile: &Profile, by: Option<&str>) -> anyhow::Result<()> {
         let options = PprofOptions { tags: self.tags, unsymbolized: self.unsymbolized };
-        let mut written = summary(profile, &self.pprof.path);
+        let mut written = summary(profile, self.unsymbolized, &self.pprof.path);
         self.pprof.finish(|out| export::pprof(profile, &options, out))?;
         if let Some(flamegraph) = self.flamegraph {
             let title = title(profile);
@@ -163,7 +164,7 @@ fn is_plain(path: &Path) -> bool {
 }
 
 /// One line a run: how much there is, and how much is missing.
-fn summary(profile: &Profile, path: &Path) -> String {
+fn summary(profile: &Profile, unsymbolized: bool, path: &Path) -> String {
     let mut frames = 0u64;
     let mut named = 0u64;
     for sample in &profile.samples {
@@ -177,12 +178,16 @@ fn summary(profile: &Profile, path: &Path) -> String {
         }
     }
     let share = if frames == 0 { 0.0 } else { named as f64 * 100.0 / frames as f64 };
-    let mut line = format!(
-        "{} samples, {} lost, {share:.1} % of frames named: {}",
-        profile.sample_count(),
-        profile.lost_samples(),
-        path.display()
-    );
+    let amount = match profile.types {
+        None => format!("{} samples", profile.sample_count()),
+        Some(_) => profile.amount(),
+    };
+    let named = match unsymbolized {
+        true => "without names".to_owned(),
+        false => format!("{share:.1} % of frames named"),
+    };
+    let lost = profile.lost_samples();
+    let mut line = format!("{amount}, {lost} lost, {named}: {}", path.display());
     for note in &profile.notes {
         line.push_str("\nnote: ");
         line.push_str(note);
@@ -196,5 +201,5 @@ pub fn title(profile: &Profile) -> String {
         [process] => format!("{} ({})", process.comm, process.pid),
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
-    format!("{what}: {} samples of {}", profile.sample_count(), origin.event)
+    format!("{what}: {}", profile.amount())
 }

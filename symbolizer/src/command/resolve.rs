@@ -51,18 +51,16 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     };
     let printed = match profiles.as_slice() {
         [before, after] => {
-            let kinds = |profile: &Profile| {
-                let kind = profile.origin.value_kind();
-                let own = vec![(kind.0.to_owned(), kind.1.to_owned())];
-                profile.types.as_ref().map_or(own, |types| types.kinds.clone())
-            };
-            if kinds(before) != kinds(after) {
-                return Err(anyhow!(
-                    "--diff compares what is of one kind, not {:?} with {:?}",
-                    kinds(before),
-                    kinds(after)
-                )
-                .into());
+            let [one, two] = [before.shown_kind(), after.shown_kind()];
+            if one != two {
+                let message = anyhow!(
+                    "--diff compares what is of one kind, not {}/{} with {}/{}",
+                    one.0,
+                    one.1,
+                    two.0,
+                    two.1
+                );
+                return Err(message.into());
             }
             if let Some(flamegraph) = flamegraph {
                 let title = format!("{} against {}", title(after), title(before));

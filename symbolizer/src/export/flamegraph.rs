@@ -18,6 +18,9 @@ pub fn write(profile: &Profile, by: Option<&str>, title: &str, out: impl Write) 
         .map(|(stack, count)| format!("{stack} {count}"))
         .collect();
     let mut options = options(title);
+    if profile.types.is_some() {
+        options.count_name = profile.shown_kind().1.to_owned();
+    }
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
     from_lines(&mut options, lines.iter().map(String::as_str), out)

@@ -43,6 +43,8 @@ pub(super) fn lines(profile: &Profile, by: Option<&str>) -> BTreeMap<String, u64
         for location in profile.frames(key).rev() {
             line.push_str(&frames[location.index()]);
         }
+        // A profile without names of processes begins with functions.
+        let line = line.strip_prefix(';').map(str::to_owned).unwrap_or(line);
         *folded.entry(line).or_insert(0) += count;
     }
     folded

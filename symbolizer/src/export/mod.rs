@@ -15,7 +15,7 @@ pub use self::compare::{folded as folded_diff, write as diff};
 pub use self::flamegraph::{diff as flamegraph_diff, write as flamegraph};
 pub use self::folded::write as folded;
 pub(crate) use self::kernel_place::places as kernel_places;
-pub(crate) use self::perf_data::jitted::images as jitted_images;
+pub(crate) use self::perf_data::jitted::{images as jitted_images, stand_in};
 pub use self::perf_data::{Options as PerfDataOptions, write as perf_data};
 pub use self::pprof::{Options as PprofOptions, write as pprof};
 pub use self::report::write as report;

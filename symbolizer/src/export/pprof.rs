@@ -107,22 +107,24 @@ fn comments(profile: &Profile, options: &Options) -> Vec<String> {
             origin.hostname, origin.kernel_release, origin.machine
         ));
     }
-    comments.push(match profile.taken {
-        Some(taken) => format!(
-            "samples taken {taken}, in this profile {}, {}lost {}",
-            profile.sample_count(),
-            match profile.left_out {
-                0 => String::new(),
-                count => format!("left out {count}, "),
-            },
-            profile.lost_samples()
-        ),
-        None => format!(
-            "samples in this profile {}, lost {} and those of the missing parts",
-            profile.sample_count(),
-            profile.lost_samples()
-        ),
-    });
+    if profile.types.is_none() {
+        comments.push(match profile.taken {
+            Some(taken) => format!(
+                "samples taken {taken}, in this profile {}, {}lost {}",
+                profile.sample_count(),
+                match profile.left_out {
+                    0 => String::new(),
+                    count => format!("left out {count}, "),
+                },
+                profile.lost_samples()
+            ),
+            None => format!(
+                "samples in this profile {}, lost {} and those of the missing parts",
+                profile.sample_count(),
+                profile.lost_samples()
+            ),
+        });
+    }
     let lost = profile.lost.iter();
     comments.extend(lost.map(|(reason, (count, _))| format!("lost {count} {}", reason.text())));
     comments.extend(profile.notes.iter().cloned());
@@ -251,8 +253,9 @@ impl<'a> Writer<'a> {
         if function_id == next {
             let name = self.strings.index(&line.function);
             let filename = self.strings.index(&line.file);
-            let system_name = name;
-            let function = proto::Function { id: next, name, system_name, filename, start_line: 0 };
+            // Without a name of the system's, readers take this one as it is: of what they take for mangled they cut off
+            // all that is in brackets, `<Apple as Eat>` of `<Apple as Eat>::eat`.
+            let function = proto::Function { id: next, name, filename, ..Default::default() };
             self.functions.push(function);
         }
         proto::Line { function_id, line: line.line.into() }

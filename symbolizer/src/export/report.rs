@@ -6,7 +6,7 @@ use std::io::{self, Write};
 
 use super::plain::plain;
 use super::unwinding;
-use crate::profile::{LocationId, Process, Profile, Quality, Resolution};
+use crate::profile::{LocationId, Process, Profile, Quality, Resolution, ThreadId};
 
 /// Functions listed.
 const TOP: usize = 25;
@@ -31,8 +31,11 @@ fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let origin = &profile.origin;
     // Folded stacks have names of processes and no more.
     let who = |process: &Process| (process.pid, (process.pid == 0).then(|| process.comm.clone()));
-    let processes: HashSet<_> = profile.processes.iter().map(who).collect();
-    let mut head = format!("{} samples of {}", profile.sample_count(), origin.event);
+    let threads: HashSet<_> = profile.samples.iter().map(|sample| sample.key.thread).collect();
+    let process = |thread: ThreadId| profile.threads[thread.index()].process.index();
+    let processes = threads.into_iter().map(|thread| who(&profile.processes[process(thread)]));
+    let processes: HashSet<_> = processes.collect();
+    let mut head = profile.amount();
     // What others do not say is left out. Writing to a String cannot fail.
     if origin.frequency > 0 {
         let _ = write!(head, " at {} Hz", origin.frequency);

@@ -82,7 +82,10 @@ impl Context {
         let own = &self.container;
         let unknown =
             labels::pod_uid(cgroup).is_none() && labels::pod_uid(&own.cgroup_path).is_none();
-        if labels::same_pod(&own.cgroup_path, cgroup) || self.chosen && unknown {
+        // Another container's process is not in the collector's because nobody says so.
+        let other = labels::container_id(cgroup);
+        let other = other.is_some() && other != labels::container_id(&own.cgroup_path);
+        if labels::same_pod(&own.cgroup_path, cgroup) || self.chosen && unknown && !other {
             let names = [
                 ("pod_name", &own.pod_name),
                 ("namespace", &own.namespace),

@@ -34,6 +34,7 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), I
             return Err(bad("longer than any"));
         }
         let text = std::str::from_utf8(&line).map_err(|_cause| bad("not text"))?.trim_end();
+        let text = if at == 1 { text.trim_start_matches('\u{feff}') } else { text };
         if text.is_empty() || text.starts_with('#') {
             continue;
         }

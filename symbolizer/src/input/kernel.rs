@@ -3,17 +3,18 @@
 //! Offsets count from `_text` and from the begin of a module, as everywhere. Names are for the resolve ladder; of the
 //! kernel that runs here kallsyms is taken along, since that is where perf has them from.
 
-use rustc_hash::FxHashMap;
-
 use super::host;
 use crate::capture::Artifacts;
 use crate::profile::{
-    ArtifactHash, Builder, EndReason, Executable, FrameKind, Full, Location, Stack, StackId,
-    lookup_offset,
+    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, Stack,
+    StackId, lookup_offset,
 };
 
 /// Kernel and modules taken note of.
 const MAX_MAPS: usize = 4096;
+
+/// Room an image of a kernel has (`KERNEL_IMAGE_SIZE` of x86-64).
+const KERNEL_SPAN: u64 = 1 << 30;
 
 #[derive(Clone, Debug)]
 struct Part {
@@ -23,6 +24,8 @@ struct Part {
     base: u64,
     /// Empty: the kernel itself.
     module: String,
+    /// What that is, once a stack was asked for.
+    executable: Option<ExecutableId>,
 }
 
 /// What lies where.
@@ -30,8 +33,8 @@ struct Part {
 pub struct Kernel {
     /// By address.
     parts: Vec<Part>,
-    /// What became of them, once a stack was asked for; by module.
-    known: FxHashMap<String, Executable>,
+    /// It is known what they are.
+    known: bool,
 }
 
 impl Kernel {
@@ -49,18 +52,18 @@ impl Kernel {
         let base = if is_kernel && reference != 0 { reference } else { start };
         let module = if is_kernel { String::new() } else { module };
         let at = self.parts.partition_point(|part| part.start <= start);
-        self.parts.insert(at, Part { start, end, base, module });
-        self.known.clear();
+        self.parts.insert(at, Part { start, end, base, module, executable: None });
+        self.known = false;
     }
 
     /// Finds out what the parts are, if that is not known; `build_id` knows their build-ids.
     pub fn prepare(
         &mut self,
-        artifacts: &mut Artifacts,
+        (into, artifacts): (&mut Builder, &mut Artifacts),
         build_id: impl Fn(&str) -> Option<Vec<u8>>,
-    ) {
-        if !self.known.is_empty() || self.parts.is_empty() {
-            return;
+    ) -> Result<(), Full> {
+        if self.known {
+            return Ok(());
         }
         let own = build_id("").unwrap_or_default();
         let kallsyms: Option<ArtifactHash> = self
@@ -69,11 +72,13 @@ impl Kernel {
             .find(|part| part.module.is_empty())
             .and_then(|kernel| host::kallsyms(&own, kernel.base, &self.bases()))
             .and_then(|snapshot| artifacts.add_whole(snapshot));
-        for part in &self.parts {
+        for part in &mut self.parts {
             let build_id = build_id(&part.module).unwrap_or_default();
             let executable = Executable::Kernel { module: part.module.clone(), build_id, kallsyms };
-            self.known.insert(part.module.clone(), executable);
+            part.executable = Some(into.executable(executable)?);
         }
+        self.known = true;
+        Ok(())
     }
 
     fn bases(&self) -> Vec<(u64, u64, &str)> {
@@ -94,13 +99,19 @@ impl Kernel {
             // A kernel's range may be told as all that is above it, modules included.
             let mut before = self.parts[..after].iter().rev();
             let part = before.find(|part| address < part.end && address >= part.base);
-            let known = part.and_then(|part| Some((part, self.known.get(&part.module)?.clone())));
+            // Code for the start alone lies behind what is mapped as the kernel's, and its callers stay on the stacks of idle.
+            let part = part.or_else(|| {
+                let kernel = self.parts.iter().find(|part| part.module.is_empty())?;
+                (kernel.base..kernel.base.saturating_add(KERNEL_SPAN))
+                    .contains(&address)
+                    .then_some(kernel)
+            });
+            let known = part.and_then(|part| Some((part.executable?, address - part.base)));
             let (executable, offset) = match known {
-                Some((part, executable)) => (executable, address - part.base),
+                Some(known) => known,
                 // Where it lies is not for others to know.
-                None => (Executable::Unmapped, 0),
+                None => (into.executable(Executable::Unmapped)?, 0),
             };
-            let executable = into.executable(executable)?;
             locations.push(into.location(Location { executable, process: None, offset })?);
         }
         into.stack(Stack { locations, end: EndReason::NotSaid }).map(Some)
@@ -108,12 +119,13 @@ impl Kernel {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 
     #[test]
     fn modules_come_before_a_kernel_that_claims_everything() {
-        let mut kernel = Kernel::default();
+        let (mut kernel, mut into) = (Kernel::default(), Builder::new());
         kernel.map(
             "[kernel.kallsyms]_text",
             (0xffff_ffff_8100_0000, 0x3f00_0000, 0xffff_ffff_8100_0000),
@@ -121,8 +133,10 @@ mod tests {
         kernel
             .map("/lib/modules/6.1/kernel/fs/ext4/ext-4.ko.xz", (0xffff_ffff_c000_0000, 0x1000, 0));
         kernel
-            .prepare(&mut Artifacts::default(), |module| (module == "ext_4").then(|| vec![7; 20]));
-        let mut into = Builder::new();
+            .prepare((&mut into, &mut Artifacts::default()), |module| {
+                (module == "ext_4").then(|| vec![7; 20])
+            })
+            .unwrap();
         let addresses = [
             (0xffff_ffff_c000_0010, FrameKind::Exact),
             (0xffff_ffff_8100_0011, FrameKind::Caller),

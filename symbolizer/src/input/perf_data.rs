@@ -409,13 +409,13 @@ impl<'a> Reader<'a> {
             return Ok(None);
         }
         let build_ids = &self.build_ids;
-        self.kernel.prepare(self.artifacts, |module| {
+        self.kernel.prepare((self.into, self.artifacts), |module| {
             let key = match module {
                 "" => DsoKey::Kernel,
                 module => DsoKey::detect(format!("[{module}]").as_bytes(), CpuMode::Kernel)?,
             };
             build_ids.get(&key).cloned()
-        });
+        })?;
         Ok(self.kernel.stack(self.into, addresses)?)
     }
 

@@ -114,6 +114,7 @@ impl<'a> Reader<'a> {
             wire.sample_type.iter().map(of).collect::<Result<_, _>>()?;
         let default = self.text(wire.default_sample_type)?;
         let default = kinds.iter().position(|(kind, _)| kind == default && !default.is_empty());
+        let shown = default.unwrap_or(kinds.len().saturating_sub(1));
         let period_type = wire.period_type.as_ref().map(of).transpose()?;
         let period_type = period_type.unwrap_or_default();
         let frequency = match (period_type.1.as_str(), wire.period) {
@@ -121,19 +122,14 @@ impl<'a> Reader<'a> {
             _ => 0,
         };
         let origin = Origin {
-            event: kinds.last().map(|(kind, _)| kind.clone()).unwrap_or_default(),
+            event: kinds.get(shown).map(|(kind, _)| kind.clone()).unwrap_or_default(),
             frequency: u32::try_from(frequency).unwrap_or(0),
             ..Origin::default()
         };
         let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
         let comments: Vec<String> = comments.collect::<Result<_, _>>()?;
         self.into.capture(number, origin, 0);
-        let types = Types {
-            default: default.unwrap_or(kinds.len().saturating_sub(1)),
-            kinds,
-            period: wire.period,
-            period_type,
-        };
+        let types = Types { default: shown, kinds, period: wire.period, period_type };
         self.into.types(types).map_err(InputError::Pprof)?;
         for comment in comments {
             self.into.comment(comment);

@@ -2,6 +2,7 @@
 //!
 //! perf's rules: a child has its parent's mappings, an exec empties them, a mapping covers what was there before.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
@@ -13,6 +14,9 @@ use crate::profile::{
 
 /// Mappings of all processes together: a child shares its parent's until it maps something itself.
 const MAX_MAPS: usize = 4 << 20;
+
+/// By first address; none covers another.
+type Maps = BTreeMap<u64, Map>;
 
 /// Executable memory.
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +41,7 @@ struct Task {
     start: u64,
     generation: u32,
     comm: String,
-    maps: Rc<Vec<Map>>,
+    maps: Rc<Maps>,
     /// Names of its threads.
     names: FxHashMap<u32, String>,
     /// Mappings the profile has been told of, by address: end, file offset, executable.
@@ -107,29 +111,28 @@ impl Tasks {
 
     /// Something was mapped.
     pub fn map(&mut self, into: &mut Builder, pid: u32, new: Map) -> Result<(), Full> {
-        let mut all = self.maps + 2;
         let task = self.task(into, pid)?;
-        if Rc::strong_count(&task.maps) > 1 {
-            all += task.maps.len();
-        }
-        if all > MAX_MAPS {
-            return Err(Full("mappings"));
-        }
+        // A copy of what was shared is made now.
+        let before = if Rc::strong_count(&task.maps) > 1 { 0 } else { task.maps.len() };
         let maps = Rc::make_mut(&mut task.maps);
-        let first = maps.partition_point(|old| old.end <= new.start);
-        let last = maps.partition_point(|old| old.start < new.end).max(first);
-        let mut replacement = Vec::with_capacity(3);
-        if let Some(old) = maps[first..last].first().filter(|old| old.start < new.start) {
-            replacement.push(Map { end: new.start, ..*old });
+        let first = maps.range(..new.start).next_back().map(|(_, old)| *old);
+        let first = first.filter(|old| old.end > new.start);
+        let covered: Vec<u64> = maps.range(new.start..new.end).map(|(&start, _)| start).collect();
+        let last = covered.last().map_or(first, |start| maps.get(start).copied());
+        for start in covered {
+            maps.remove(&start);
         }
-        replacement.push(new);
-        if let Some(old) = maps[first..last].last().filter(|old| old.end > new.end) {
+        if let Some(old) = first {
+            maps.insert(old.start, Map { end: new.start, ..old });
+        }
+        if let Some(old) = last.filter(|old| old.end > new.end) {
             let file_offset = old.file_offset.wrapping_add(new.end - old.start);
-            replacement.push(Map { start: new.end, file_offset, ..*old });
+            maps.insert(new.end, Map { start: new.end, file_offset, ..old });
         }
-        maps.splice(first..last, replacement);
-        self.maps = all;
-        Ok(())
+        maps.insert(new.start, new);
+        let after = maps.len();
+        self.maps = (self.maps + after).saturating_sub(before);
+        if self.maps > MAX_MAPS { Err(Full("mappings")) } else { Ok(()) }
     }
 
     /// The thread a sample is of.
@@ -152,8 +155,8 @@ impl Tasks {
     /// Where an address of a process lies.
     pub fn find(&self, pid: u32, address: u64) -> Option<&Map> {
         let maps = &self.by_pid.get(&pid)?.maps;
-        let after = maps.partition_point(|map| map.start <= address);
-        maps.get(after.checked_sub(1)?).filter(|map| address < map.end)
+        let (_, map) = maps.range(..=address).next_back()?;
+        Some(map).filter(|map| address < map.end)
     }
 
     /// The stack of these addresses, leaf first, each with how it is to be read.
@@ -229,7 +232,7 @@ impl Tasks {
         pid: u32,
         (start, generation): (u64, u32),
         comm: String,
-        maps: Rc<Vec<Map>>,
+        maps: Rc<Maps>,
     ) -> Result<(), Full> {
         let id = into.process(process(pid, start, generation, comm.clone()))?;
         let task = Task {
@@ -242,7 +245,11 @@ impl Tasks {
             told: FxHashMap::default(),
             threads: FxHashMap::default(),
         };
-        self.by_pid.insert(pid, task);
+        if let Some(old) = self.by_pid.insert(pid, task)
+            && Rc::strong_count(&old.maps) == 1
+        {
+            self.maps -= old.maps.len();
+        }
         Ok(())
     }
 
@@ -287,6 +294,34 @@ mod tests {
         let told: Vec<_> =
             profile.mappings.iter().map(|it| (it.executable.0, it.since_ns)).collect();
         assert_eq!(told, [(0, 1), (1, 2)]);
+    }
+
+    #[test]
+    fn a_mapping_covers_what_was_there() {
+        let (mut into, mut tasks) = (Builder::new(), Tasks::default());
+        let executable = into.executable(Executable::Anonymous).unwrap();
+        let map = |start, end, file_offset| Map {
+            start,
+            end,
+            file_offset,
+            executable,
+            private: false,
+            since: 0,
+        };
+        for new in [map(0, 100, 0), map(200, 300, 0), map(20, 30, 7), map(90, 210, 9)] {
+            tasks.map(&mut into, 1, new).unwrap();
+        }
+        let at = |address| tasks.find(1, address).map(|it| (it.start, it.end, it.file_offset));
+        assert_eq!(at(19), Some((0, 20, 0)));
+        assert_eq!(at(20), Some((20, 30, 7)));
+        assert_eq!(at(30), Some((30, 90, 30)));
+        assert_eq!(at(209), Some((90, 210, 9)));
+        assert_eq!(at(210), Some((210, 300, 10)));
+        assert_eq!(at(300), None);
+        assert_eq!(tasks.maps, 5);
+        // Another program begins with nothing, and what was there is given back.
+        tasks.comm(&mut into, (1, 1), "x".to_owned(), true).unwrap();
+        assert_eq!((tasks.find(1, 50).is_none(), tasks.maps), (true, 0));
     }
 
     #[test]

@@ -39,8 +39,16 @@ pub fn of_cgroup(path: &str) -> Vec<(&'static str, String)> {
 }
 
 /// Names runtimes put before the id. Those of monitors (`crio-conmon-`, `libpod-conmon-`) are none: they run outside.
-const RUNTIMES: [&str; 6] =
-    ["cri-containerd-", "crio-", "docker-", "libpod-", "nerdctl-", "containerd-"];
+const RUNTIMES: [&str; 7] = [
+    "cri-containerd-",
+    "crio-",
+    "docker-",
+    // `--cgroups=split`, as quadlets have it.
+    "libpod-payload-",
+    "libpod-",
+    "nerdctl-",
+    "containerd-",
+];
 
 /// The id of the innermost container.
 #[must_use]
@@ -51,7 +59,15 @@ pub fn container_id(path: &str) -> Option<&str> {
         let id = component.rsplit(':').next().unwrap_or(component);
         let named = RUNTIMES.iter().find_map(|runtime| id.strip_prefix(runtime));
         let is_hex = |id: &str| id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        // ECS on Fargate: the id of the task and a number.
+        let of_task = id.split_once('-').is_some_and(|(task, number)| {
+            task.len() == 32
+                && is_hex(task)
+                && (8..=10).contains(&number.len())
+                && number.bytes().all(|byte| byte.is_ascii_digit())
+        });
         match named {
+            _ if of_task => Some(id),
             Some(id) => (id.len() >= 12 && is_hex(id)).then_some(id),
             // Bare, as under the cgroupfs driver: then nothing shorter is one for certain.
             None => (id.len() == 64 && is_hex(id)).then_some(id),
@@ -66,7 +82,8 @@ pub fn pod_uid(path: &str) -> Option<String> {
         let component = component.strip_suffix(".slice").unwrap_or(component);
         let (before, uid) = component.rsplit_once("pod")?;
         // `pod…` under `kubepods`, or `kubepods-burstable-pod…` as systemd nests slices by name.
-        if !(before.is_empty() && path.contains("kubepods") || before.starts_with("kubepods")) {
+        // The kubelet may have a slice of its own before that: `kubelet-kubepods-…`, as kind has.
+        if !(before.is_empty() && path.contains("kubepods") || before.contains("kubepods")) {
             return None;
         }
         let uid = uid.replace('_', "-");
@@ -175,6 +192,14 @@ mod tests {
                 false,
             ),
             (format!("/default/{ID}"), true, false),
+            (format!("/system.slice/web.service/libpod-payload-{ID}"), true, false),
+            (
+                format!(
+                    "/docker/{ID}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-burstable.slice/kubelet-kubepods-burstable-pod{under}.slice/cri-containerd-{ID}.scope"
+                ),
+                true,
+                true,
+            ),
             ("/system.slice/ssh.service".to_owned(), false, false),
             ("/user.slice/user-0.slice/session-1.scope".to_owned(), false, false),
             ("/".to_owned(), false, false),
@@ -184,6 +209,11 @@ mod tests {
             assert_eq!(container_id(&path), container.then_some(ID), "{path}");
             assert_eq!(pod_uid(&path).as_deref(), pod.then_some(UID), "{path}");
         }
+        let task = "0123456789abcdef0123456789abcdef-4294967295";
+        assert_eq!(
+            container_id(&format!("/ecs/0123456789abcdef0123456789abcdef/{task}")),
+            Some(task)
+        );
         let nested = format!("/docker/{}/docker/{ID}", "0".repeat(64));
         assert_eq!(container_id(&nested), Some(ID));
         assert_eq!(pod_uid(&format!("/kubepods/pod{}/x", "a".repeat(32))), Some("a".repeat(32)));

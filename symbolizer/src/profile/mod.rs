@@ -270,6 +270,26 @@ impl Profile {
         self.samples.iter().map(|sample| sample.count).sum()
     }
 
+    /// Kind and unit of the values that are shown.
+    #[must_use]
+    pub fn shown_kind(&self) -> (&str, &str) {
+        let given = self.types.as_ref().and_then(|types| types.kinds.get(types.default));
+        given.map_or(self.origin.value_kind(), |(kind, unit)| (kind, unit))
+    }
+
+    /// How much of what there is: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3 contentions".
+    #[must_use]
+    pub fn amount(&self) -> String {
+        let count = self.sample_count();
+        let event = &self.origin.event;
+        match (&self.types, self.shown_kind()) {
+            (None, _) if event == "samples" => format!("{count} samples"),
+            (None, _) => format!("{count} samples of {event}"),
+            (Some(_), (kind, "count")) => format!("{count} {kind}"),
+            (Some(_), (kind, unit)) => format!("{count} {unit} of {kind}"),
+        }
+    }
+
     /// Samples lost.
     #[must_use]
     pub fn lost_samples(&self) -> u64 {

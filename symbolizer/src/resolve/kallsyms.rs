@@ -53,13 +53,13 @@ impl<'a> Symbols<'a> {
     }
 }
 
-/// As perf chooses between aliases: fewer leading underscores, then the longer name. Names of padding come last, and before
-/// them those of 32-bit and early callers, which few are.
-fn rank(name: &str) -> (bool, bool, usize, usize, &str) {
+/// Of aliases the one with the fewest leading underscores, then the last by name, which is the one perf takes of most.
+/// Names of padding are worst, and before them those for 32-bit and early callers, who are few.
+fn rank(name: &str) -> (bool, bool, usize, &str) {
     let underscores = name.len() - name.trim_start_matches('_').len();
     let padding = name.starts_with("__pfx_") || name.starts_with("__cfi_");
     let rare = name.starts_with("__ia32_") || name.starts_with("__pi_");
-    (!padding, !rare, usize::MAX - underscores, name.len(), name)
+    (!padding, !rare, usize::MAX - underscores, name)
 }
 
 #[cfg(test)]

@@ -1,13 +1,12 @@
 //! perf's build-id cache (`perf --buildid-dir DIR report`), made of the files names were found in, so that perf on another host
 //! names what was named here.
 //!
-//! perf looks for `DIR/.build-id/NN/REST/elf`, `debug` beside it, and for a kernel's symbols in
-//! `DIR/[kernel.kallsyms]/BUILD-ID/kallsyms` (`build-id.c`). Reads and
-//! copies files, parses none.
+//! As perf lays it out itself: `DIR/NAME/BUILD-ID/{elf,debug,kallsyms}`, and `DIR/.build-id/NN/REST` that leads there
+//! (`build-id.c`). Copies files, parses none.
 
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use stackwire_cache::Kind;
 use tempfile::NamedTempFile;
@@ -15,7 +14,7 @@ use tempfile::NamedTempFile;
 use super::local::Local;
 use super::{Sources, file, ladder, running_in};
 use crate::capture::Artifacts;
-use crate::export::{jitted_images, kernel_places};
+use crate::export::{jitted_images, kernel_places, stand_in};
 use crate::profile::{Executable, ExecutableId, Profile, hex};
 
 /// Puts executables, debug files, kernel symbols and files for code made at run time below a directory; what is there
@@ -29,38 +28,44 @@ pub fn lay_out(
     sources: &Sources,
     directory: &Path,
 ) -> io::Result<()> {
-    for (id, image) in jitted_images(profile) {
-        if let Some(place) = place(directory, &id) {
+    for (name, id, image) in jitted_images(profile) {
+        if let Some(place) = place(directory, &name, &id)? {
             put(&place, "elf", &mut &*image)?;
         }
     }
     for (index, executable) in profile.executables.iter().enumerate() {
-        let id = executable.build_id();
-        let Some(place) = place(directory, id) else { continue };
+        let (index, id) = (ExecutableId(index as u32), executable.build_id());
         match executable {
-            Executable::File { .. } => {
-                let pids = running_in(profile, ExecutableId(index as u32));
+            Executable::File { path, .. } => {
+                let Some(place) = place(directory, path, id)? else { continue };
+                let pids = running_in(profile, index);
                 let cached = |kind| {
                     let key = ladder::key(id, kind)?;
                     sources.cache.as_ref()?.get(&key).ok().flatten().map(|blob| blob.file)
                 };
                 let opened = file::open(executable, &pids, &sources.pinned, artifacts.handed());
-                if let Some(mut elf) =
-                    opened.ok().map(|opened| opened.file).or_else(|| cached(Kind::Executable))
-                {
-                    io::Seek::rewind(&mut elf)?;
-                    put(&place, "elf", &mut elf)?;
-                }
+                let elf = opened.ok().map(|opened| opened.file);
+                let elf = elf.or_else(|| cached(Kind::Executable));
                 let local = Local(sources).by_build_id(id);
                 let local = local.and_then(|at| std::fs::File::open(at.path).ok());
-                if let Some(mut debug) = local.or_else(|| cached(Kind::Debuginfo)) {
-                    put(&place, "debug", &mut debug)?;
+                let debug = local.or_else(|| cached(Kind::Debuginfo));
+                let is_gone = elf.is_none() && debug.is_none();
+                for (mut file, name) in [(elf, "elf"), (debug, "debug")] {
+                    if let Some(file) = &mut file {
+                        io::Seek::rewind(file)?;
+                        put(&place, name, file)?;
+                    }
+                }
+                // Names that were known from before.
+                if let Some(image) = is_gone.then(|| stand_in(profile, index)).flatten() {
+                    put(&place, "elf", &mut &*image)?;
                 }
             }
             Executable::Kernel { module, kallsyms: Some(hash), .. } if module.is_empty() => {
-                if let Some(snapshot) = artifacts.get(hash) {
+                if let Some(snapshot) = artifacts.get(hash)
+                    && let Some(place) = place(directory, "[kernel.kallsyms]", id)?
+                {
                     let text = absolute(profile, &String::from_utf8_lossy(snapshot));
-                    let place = directory.join("[kernel.kallsyms]").join(hex(id));
                     put(&place, "kallsyms", &mut text.as_bytes())?;
                 }
             }
@@ -70,16 +75,31 @@ pub fn lay_out(
     Ok(())
 }
 
-/// `DIR/.build-id/NN/REST`.
-fn place(directory: &Path, id: &[u8]) -> Option<PathBuf> {
+/// `DIR/NAME/BUILD-ID`, which `DIR/.build-id/NN/REST` leads to. None without a build-id.
+fn place(directory: &Path, name: &str, id: &[u8]) -> io::Result<Option<PathBuf>> {
     let hex = hex(id);
-    let (first, rest) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty())?;
-    Some(directory.join(".build-id").join(first).join(rest))
+    let Some((first, rest)) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty()) else {
+        return Ok(None);
+    };
+    // Processes choose their paths: below the directory, whatever it says.
+    let parts = Path::new(name).components().filter_map(|part| match part {
+        Component::Normal(part) => Some(part),
+        _ => None,
+    });
+    let inside = parts.collect::<PathBuf>().join(&hex);
+    std::fs::create_dir_all(directory.join(&inside))?;
+    let links = directory.join(".build-id").join(first);
+    std::fs::create_dir_all(&links)?;
+    let link = links.join(rest);
+    match std::os::unix::fs::symlink(Path::new("../..").join(inside), &link) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        // It may lead to the same file under another name.
+        _ => Ok(Some(link)),
+    }
 }
 
 /// Writes a file, whole or not at all, unless it is there.
 fn put(place: &Path, name: &str, content: &mut dyn Read) -> io::Result<()> {
-    std::fs::create_dir_all(place)?;
     let path = place.join(name);
     if path.exists() {
         return Ok(());

@@ -21,6 +21,8 @@ enum Feature {
     Version = 5,
     Arch = 6,
     CpuCount = 7,
+    CpuDescription = 8,
+    CpuId = 9,
     CommandLine = 11,
     EventDescription = 12,
     SampleTime = 21,
@@ -66,13 +68,15 @@ pub fn head(origin: &Origin, data: u64) -> Vec<u8> {
 }
 
 /// Features in the order of their bits, which is that of their table.
-const PRESENT: [Feature; 11] = [
+const PRESENT: [Feature; 13] = [
     Feature::BuildId,
     Feature::Hostname,
     Feature::OsRelease,
     Feature::Version,
     Feature::Arch,
     Feature::CpuCount,
+    Feature::CpuDescription,
+    Feature::CpuId,
     Feature::CommandLine,
     Feature::EventDescription,
     Feature::SampleTime,
@@ -111,6 +115,8 @@ fn section(head: &Head<'_>, feature: Feature, out: &mut Vec<u8>) {
             out.extend(head.cpus.0.to_le_bytes());
             out.extend(head.cpus.1.to_le_bytes());
         }
+        // perf 6.1 takes for granted that they are there (`perf data convert`).
+        Feature::CpuDescription | Feature::CpuId => string(out, "unknown"),
         Feature::CommandLine => {
             out.extend((head.command_line.len() as u32).to_le_bytes());
             head.command_line.iter().for_each(|argument| string(out, argument));

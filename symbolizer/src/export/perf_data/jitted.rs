@@ -1,5 +1,6 @@
-//! ELF files for code made at run time, so that perf can name it where no perf-map is left: no code, a symbol for every
-//! address that was sampled and has a name. What `perf inject --jit` makes of a jitdump, of any code a name is known of. Pure.
+//! ELF files without code, so that perf can name what was named here and is in no file: a symbol for every address that
+//! was sampled and has a name. Of code made at run time, as `perf inject --jit` makes of a jitdump; and of executables
+//! that are gone, whose names were known from before. Pure.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::record::words;
 use crate::profile::{Executable, ExecutableId, Mapping, ProcessId, Profile, Resolution};
 
-/// Address and file offset of the code in such a file.
+/// Address and file offset of code made at run time in such a file.
 pub const TEXT: u64 = 0x1000;
 
 /// Name and build-id of the file for a mapping of anonymous memory, by its index in [`Profile::mappings`].
@@ -31,37 +32,56 @@ pub fn identity(profile: &Profile, index: usize) -> (String, [u8; 20]) {
     (format!("jitted-{}-{index}.so", process.pid), id)
 }
 
-/// All such files of a profile: build-id and content.
-pub fn images(profile: &Profile) -> impl Iterator<Item = ([u8; 20], Vec<u8>)> {
+/// All such files for code made at run time: name, build-id and content.
+pub fn images(profile: &Profile) -> impl Iterator<Item = (String, [u8; 20], Vec<u8>)> {
     let anonymous = |mapping: &Mapping| {
         matches!(profile.executables[mapping.executable.index()], Executable::Anonymous)
     };
     let sampled = sampled(profile);
     let mappings = profile.mappings.iter().enumerate();
     mappings.filter(move |(_, mapping)| anonymous(mapping)).filter_map(move |(index, mapping)| {
-        let (_, id) = identity(profile, index);
+        let (name, id) = identity(profile, index);
         let symbols = symbols(sampled.get(&(mapping.process, mapping.executable))?, mapping);
-        Some((id, image(&symbols, mapping.length, &id)))
+        Some((name, id, image(&symbols, (TEXT, mapping.length), &id)))
     })
 }
 
-/// What was sampled in memory of a process: names by address, of the function that was compiled, not of what is inlined.
+/// What was sampled: names by address.
 type Sampled<'a> = BTreeMap<u64, Option<&'a str>>;
 
 /// All that was sampled, by process and executable.
 fn sampled(profile: &Profile) -> FxHashMap<(ProcessId, ExecutableId), Sampled<'_>> {
     let mut all = FxHashMap::<_, Sampled<'_>>::default();
     for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
-        let name = match resolution {
-            Resolution::Found { lines, .. } => lines.last().map(|line| line.function.as_str()),
-            Resolution::Missing(_) => None,
-        };
         if let Some(process) = location.process {
             let of = all.entry((process, location.executable)).or_default();
-            of.insert(location.offset, name);
+            of.insert(location.offset, name(resolution));
         }
     }
     all
+}
+
+/// Such a file of an executable with a build-id, if anything in it was named: addresses are offsets in the true one.
+#[must_use]
+pub fn stand_in(profile: &Profile, id: ExecutableId) -> Option<Vec<u8>> {
+    let of_it = profile.locations.iter().zip(&profile.resolutions);
+    let of_it = of_it.filter(|(location, _)| location.executable == id);
+    let symbols: Sampled<'_> =
+        of_it.map(|(location, resolution)| (location.offset, name(resolution))).collect();
+    let (last, _) = symbols.last_key_value().filter(|_| symbols.values().any(Option::is_some))?;
+    let mut build_id = [0; 20];
+    let known = profile.executables[id.index()].build_id();
+    let size = known.len().min(20);
+    build_id[..size].copy_from_slice(&known[..size]);
+    Some(image(&symbols, (0, last.saturating_add(1)), &build_id))
+}
+
+/// The function that was compiled, not what is inlined there.
+fn name(resolution: &Resolution) -> Option<&str> {
+    match resolution {
+        Resolution::Found { lines, .. } => lines.last().map(|line| line.function.as_str()),
+        Resolution::Missing(_) => None,
+    }
 }
 
 /// Names by offset in the mapping. An address without one is there, too: the function before it ends before it.
@@ -78,7 +98,8 @@ const SYM: u64 = 24;
 /// Names of sections, each at a place of its own.
 const SECTIONS: &str = "\0.text\0.note.gnu.build-id\0.symtab\0.strtab\0.shstrtab\0";
 
-fn image(symbols: &Sampled<'_>, length: u64, id: &[u8; 20]) -> Vec<u8> {
+/// `text`: address and offset of code, and how much there is.
+fn image(symbols: &Sampled<'_>, (text, length): (u64, u64), id: &[u8; 20]) -> Vec<u8> {
     const NOTE: u64 = EHDR + 2 * PHDR;
     const NOTE_SIZE: u64 = 36;
     let mut names = vec![0u8];
@@ -90,7 +111,7 @@ fn image(symbols: &Sampled<'_>, length: u64, id: &[u8; 20]) -> Vec<u8> {
         table.extend((names.len() as u32).to_le_bytes());
         // STB_GLOBAL, STT_FUNC, in section 1.
         table.extend([1 << 4 | 2, 0, 1, 0]);
-        table.extend((TEXT + offset).to_le_bytes());
+        table.extend((text + offset).to_le_bytes());
         table.extend(size.to_le_bytes());
         names.extend(name.bytes().filter(|&byte| byte != 0));
         names.push(0);
@@ -109,7 +130,7 @@ fn image(symbols: &Sampled<'_>, length: u64, id: &[u8; 20]) -> Vec<u8> {
         out.extend((half as u16).to_le_bytes());
     }
     // PT_LOAD, R + X: no bytes of the file.
-    words(&mut out, [1 | 5 << 32, TEXT, TEXT, TEXT, 0, length, 0x1000]);
+    words(&mut out, [1 | 5 << 32, text, text, text, 0, length, 0x1000]);
     // PT_NOTE, R.
     words(&mut out, [4 | 4 << 32, NOTE, NOTE, NOTE, NOTE_SIZE, NOTE_SIZE, 4]);
     words(&mut out, [4 | 20 << 32]);
@@ -126,7 +147,7 @@ fn image(symbols: &Sampled<'_>, length: u64, id: &[u8; 20]) -> Vec<u8> {
     // Name and type, flags, address, offset, size, link and info, alignment, size of an entry.
     const NOBITS: u64 = 8;
     for section in [
-        [name(".text") | NOBITS << 32, 2 | 4, TEXT, TEXT, length, 0, 16, 0],
+        [name(".text") | NOBITS << 32, 2 | 4, text, text, length, 0, 16, 0],
         [name(".note") | 7 << 32, 2, NOTE, NOTE, NOTE_SIZE, 0, 4, 0],
         [name(".symtab") | 2 << 32, 0, 0, symtab, strtab - symtab, 4 | 1 << 32, 8, SYM],
         [name(".strtab") | 3 << 32, 0, 0, strtab, shstrtab - strtab, 0, 1, 0],
@@ -148,7 +169,7 @@ mod tests {
     fn others_read_the_file() {
         let symbols =
             BTreeMap::from([(0x10, Some("first")), (0x40, None), (0x50, Some("second one"))]);
-        let bytes = image(&symbols, 0x5000, &[7; 20]);
+        let bytes = image(&symbols, (TEXT, 0x5000), &[7; 20]);
         let elf = object::File::parse(&*bytes).unwrap();
         assert_eq!(elf.build_id().unwrap(), Some(&[7; 20][..]));
         let found: Vec<_> = elf

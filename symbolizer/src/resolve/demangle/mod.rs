@@ -36,7 +36,11 @@ pub fn demangle(name: &str) -> String {
         let mut readable = Bounded(String::new());
         // Substitutions let a kilobyte stand for gigabytes; what is beyond the bound stays mangled.
         if symbol.structured_demangle(&mut readable, &DemangleOptions::default()).is_ok() {
-            return readable.0;
+            // An empty pack of parameters leaves its comma behind.
+            return match readable.0.contains("operator,") {
+                true => readable.0,
+                false => readable.0.replace(", >", ">").replace(", )", ")"),
+            };
         }
     }
     // Names of Swift stay as they are: nothing but Swift's own library reads all of them.
@@ -73,6 +77,7 @@ mod tests {
         assert_eq!(demangle("_Z4workm"), "work(unsigned long)");
         assert_eq!(demangle("_ZN4core3fmt5write17h0123456789abcdefE"), "core::fmt::write");
         assert_eq!(demangle("_RNvC6_123foo3bar"), "123foo::bar");
+        assert_eq!(demangle("_ZN2AMI2FnJEE2goEPS1_"), "AM<Fn>::go(AM<Fn>*)");
     }
 
     #[test]
