@@ -347,6 +347,8 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
     ]));
     let [pprof, file, laid, capture] =
         ["x.pb.gz", "perf.data", "laid", "x.stackwire"].map(|name| at(name).display().to_string());
+    // Its own: names are remembered with the place they are from, which is about to go.
+    let cache = format!("--symbol-cache-dir={}", at("cache").display());
     stackwire([
         "record",
         "--profile",
@@ -357,6 +359,7 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
         &format!("--perf-data-output={file}"),
         &format!("--perf-buildid-dir={laid}"),
         &format!("--capture={capture}"),
+        &cache,
     ])
     .succeeded();
     let map = format!("/tmp/perf-{}.map", node.pid());
@@ -368,7 +371,7 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
     let [empty, later, unused] =
         ["empty", "later", "unused.pb.gz"].map(|name| at(name).display().to_string());
     let into = format!("--perf-buildid-dir={later}");
-    stackwire(["resolve", &capture, "-o", &unused, &into]).succeeded();
+    stackwire(["resolve", &capture, "-o", &unused, &into, &cache]).succeeded();
     let listed = run(Command::new("perf").args(["--buildid-dir", &laid, "buildid-cache", "-l"])).0;
     assert!(listed.contains("/usr/bin/node"), "{listed}");
     for (options, named) in [
