@@ -17,7 +17,7 @@ pub(super) enum Scope {
     Cgroup(PathBuf),
 }
 
-/// How a session is set up; see [`Session::builder`].
+/// How a session is set up; see [`Session::builder`](super::Session::builder).
 #[derive(Clone, Debug)]
 pub struct Builder {
     pub(super) scope: Scope,
