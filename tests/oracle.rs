@@ -427,7 +427,7 @@ fn compare(name: &str, pid: u32, count: u64, tally: &mut Tally, modules: &mut Mo
         tally.compare(name, &ours, &theirs);
         taken += 1;
     }
-    assert!(taken > 0, "{name} could not be stopped");
+    assert!(taken * 2 > count, "{name} could be stopped {taken} times of {count}");
 }
 
 /// Threads of a process that are on a CPU or want one.
@@ -475,8 +475,7 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     }
     take("node", Command::new("node").current_dir(&directory).args(["-e", NODE]), 1_000);
     take("go", &mut Command::new(build::unwind_go()), 1_000);
-    let speed =
-        "echo ready; exec openssl speed -seconds 60 sha256 aes-256-gcm rsa2048 ecdhp256 2>&1";
+    let speed = "echo ready; exec openssl speed -seconds 6 -bytes 1024 sha256 aes-256-cbc rsa2048 ecdhp256 >/dev/null 2>&1";
     take("openssl", Command::new("sh").args(["-c", speed]), 1_000);
     // The compilers and the garbage collector of the JVM: what it compiles is walked by frame pointers.
     let java = directory.path().join("Busy.java");
