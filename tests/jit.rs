@@ -121,7 +121,9 @@ fn functions_made_during_the_capture_are_named() {
           while (Date.now() < until) f(200000);\n\
         }\n";
     std::fs::write(&script, text).unwrap();
-    let program = Running::start(Command::new("node").arg("--perf-basic-prof").arg(&script));
+    let program = Running::start(
+        Command::new("node").arg("--perf-basic-prof").arg(&script).current_dir(&directory),
+    );
     let map = format!("/tmp/perf-{}.map", program.pid());
     let capture = directory.path().join("grow.stackwire");
     let profile = record(program.pid(), 6, &[&format!("--capture={}", capture.display())]);
