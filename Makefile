@@ -5,6 +5,8 @@ HOST := $(shell rustc -vV | sed -n 's/^host: //p')
 OUT := target/$(HOST)/release
 PREFIX ?= /usr/local
 DESTDIR ?=
+# What is fetched or built for tests, kept between checkouts.
+export STACKWIRE_TEST_CACHE ?= $(HOME)/.cache/stackwire-tests
 GROUP ?= stackwire
 CAPS ?= cap_bpf,cap_perfmon,cap_syslog
 

@@ -6,7 +6,8 @@ set -euo pipefail
 suite=$1
 to=$2
 shift 2
-[ ! -e "$to/run" ] || exit 0
+[ ! -e "$to/run" ] || [ "$(cat "$to/packages" 2>/dev/null)" != "$*" ] || exit 0
+rm -rf "$to"
 state=$(mktemp -d)
 trap 'rm -rf "$state"' EXIT
 mkdir -p "$state"/{lists,archives}/partial "$to"
@@ -35,4 +36,5 @@ linker=$root/usr/lib64/ld-linux-x86-64.so.2
 [ -e "$linker" ] || linker=$(echo "$root"/lib/x86_64-linux-gnu/ld-2.*.so)
 exec "$linker" --library-path "$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu" "$root/usr/bin/$program" "$@"
 RUN
+echo "$*" > "$to/packages"
 chmod +x "$to/run"

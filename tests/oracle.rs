@@ -18,19 +18,32 @@ use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON, Memory, Rule, Signal
 use stackwire_unwind::{Table, compile};
 
 use crate::support::build;
+use crate::support::calls::{Frame, Functions};
+use crate::support::go::releases;
 use crate::support::stopped::{Mapping, Stopped};
 use crate::support::{Running, can, of_debian};
 
 /// Deepest stack compared.
-const DEPTH: usize = 700;
-/// Functions of Go's runtime that go from one stack to another, and the one it declares outermost (`TOPFRAME`), although
-/// C has called it.
-const SWITCHES: [&str; 5] = [
+const DEPTH: usize = 1_300;
+/// Functions of Go's runtime that go from one stack to another, and those that are outermost (`TOPFRAME`), of which its
+/// call frame information does not say so.
+const SWITCHES: [&str; 16] = [
+    "runtime.rt0_go",
+    "runtime.goexit",
     "runtime.systemstack",
     "runtime.asmcgocall",
     "runtime.mcall",
     "runtime.morestack",
     "runtime.mstart",
+    "runtime.cgocallback",
+    "runtime.nanotime1",
+    "runtime.walltime",
+    "time.now",
+    "runtime.vgetrandom1",
+    "runtime.gogo",
+    "gogo",
+    "racecall",
+    "runtime.asyncPreempt",
 ];
 /// DWARF number of rip.
 const RIP: usize = 16;
@@ -148,12 +161,18 @@ fn add_functions<'a, S: UnwindSection<EndianSlice<'a, LittleEndian>>>(
 
 /// The walk of the kernel side.
 fn ours(stopped: &Stopped, modules: &mut Modules) -> Walked {
+    let (frames, end) = ours_with_kinds(stopped, modules);
+    Walked { frames: frames.into_iter().map(|(ip, _)| ip).collect(), end }
+}
+
+/// The same, and which frames were interrupted.
+fn ours_with_kinds(stopped: &Stopped, modules: &mut Modules) -> (Vec<Frame>, String) {
     let mut cursor =
         Cursor { ip: stopped.registers[RIP], known: 0xffff, exact: 1, ..Cursor::default() };
     cursor.registers.copy_from_slice(&stopped.registers[..16]);
     cursor.thread = stopped.thread;
     let mut signal = SignalFrame::default();
-    let mut frames = vec![cursor.ip];
+    let mut frames = vec![(cursor.ip, true)];
     let mut memory = stopped;
     let end = loop {
         if frames.len() == DEPTH {
@@ -173,12 +192,12 @@ fn ours(stopped: &Stopped, modules: &mut Modules) -> Walked {
             }
         };
         match unwind::step(&mut memory, &mut signal, &mut cursor, &found) {
-            GO_ON => frames.push(cursor.ip),
+            GO_ON => frames.push((cursor.ip, cursor.exact != 0)),
             end if end == UserEnd::Root as u64 => break "root".to_owned(),
             end => break format!("end {end} in {}", mapping.path.display()),
         }
     };
-    Walked { frames, end }
+    (frames, end)
 }
 
 /// The walk of the oracle: every register, every rule, every expression.
@@ -345,6 +364,12 @@ const EXPLAINED: &[(&str, &str, &str, &str)] = &[
         "call frame information cannot say how; ours follows to the goroutine's stack, or ends at the scheduler's root",
     ),
     (
+        "go",
+        "",
+        "no rule",
+        "C that Go's own linker has put in, without its call frame information: ours follows the instructions",
+    ),
+    (
         "unwind_static",
         "root",
         "no rule",
@@ -409,8 +434,38 @@ impl Tally {
     }
 }
 
-/// Stops threads of a program that run again and again, at moments that have nothing to do with what they do.
 fn compare(name: &str, pid: u32, count: u64, tally: &mut Tally, modules: &mut Modules) {
+    stop_often(name, pid, count, |stopped| {
+        let (ours, theirs) = (ours(stopped, modules), theirs(stopped, modules));
+        tally.compare(name, &ours, &theirs);
+    });
+}
+
+impl Tally {
+    /// Frames that are equal, percent.
+    fn share(&self) -> f64 {
+        100.0 * self.equal as f64 / self.frames as f64
+    }
+
+    /// Says what it came to: how many stacks reached the root, percent.
+    fn say(&self) -> f64 {
+        for (what, count) in &self.others {
+            eprintln!("{count:6} {what}");
+        }
+        let roots = 100.0 * self.roots as f64 / self.snapshots as f64;
+        eprintln!(
+            "{} snapshots, {} frames, {:.3} % equal, {} beyond what the oracle knows, {roots:.2} % to the root",
+            self.snapshots,
+            self.frames,
+            self.share(),
+            self.beyond
+        );
+        roots
+    }
+}
+
+/// Stops threads of a program that run again and again, at moments that have nothing to do with what they do.
+fn stop_often(name: &str, pid: u32, count: u64, mut look: impl FnMut(&Stopped)) {
     let mut state = u64::from(pid) | 1;
     let deadline = Instant::now() + Duration::from_secs(60);
     let mut taken = 0;
@@ -423,8 +478,7 @@ fn compare(name: &str, pid: u32, count: u64, tally: &mut Tally, modules: &mut Mo
         }
         let tid = running[(state >> 33) as usize % running.len()];
         let Some(stopped) = Stopped::stop(tid) else { continue };
-        let (ours, theirs) = (ours(&stopped, modules), theirs(&stopped, modules));
-        tally.compare(name, &ours, &theirs);
+        look(&stopped);
         taken += 1;
     }
     assert!(taken * 2 > count, "{name} could be stopped {taken} times of {count}");
@@ -474,7 +528,6 @@ fn ten_thousand_stacks_are_those_of_gimli() {
         take("python3.13", python.args(["-c", PYTHON]), 1_000);
     }
     take("node", Command::new("node").current_dir(&directory).args(["-e", NODE]), 1_000);
-    take("go", &mut Command::new(build::unwind_go()), 1_000);
     let speed = "echo ready; exec openssl speed -seconds 6 -bytes 1024 sha256 aes-256-cbc rsa2048 ecdhp256 >/dev/null 2>&1";
     take("openssl", Command::new("sh").args(["-c", speed]), 1_000);
     // The compilers and the garbage collector of the JVM: what it compiles is walked by frame pointers.
@@ -482,18 +535,40 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     std::fs::write(&java, JAVA).unwrap();
     let java = ["-XX:+PreserveFramePointer", java.to_str().unwrap()];
     take("java", Command::new("java").args(java), 1_000);
-    for (what, count) in &tally.others {
-        eprintln!("{count:6} {what}");
-    }
-    let share = 100.0 * tally.equal as f64 / tally.frames as f64;
-    let roots = 100.0 * tally.roots as f64 / tally.snapshots as f64;
-    eprintln!(
-        "{} snapshots, {} frames, {share:.3} % equal, {} beyond what the oracle knows, {roots:.2} % to the root",
-        tally.snapshots, tally.frames, tally.beyond
-    );
+    let roots = tally.say();
     // Of the 200 in assembly that says nothing none gets to the root.
-    assert!(tally.snapshots >= 10_000 && share >= 99.9 && roots >= 98.0);
+    assert!(tally.snapshots >= 10_000 && tally.share() >= 99.9 && roots >= 98.0);
     assert!(tally.unexplained * 1000 <= tally.snapshots, "{} unexplained", tally.unexplained);
+}
+
+/// Every release of Go, every way its programs are compiled: as far as gimli knows its way, and beyond that, where stacks
+/// are changed and C is called, against the instructions that must have called.
+#[test]
+fn stacks_of_every_go_are_those_of_gimli_and_its_calls() {
+    if !can("root, to trace", rustix::process::geteuid().is_root()) {
+        return;
+    }
+    let mut tally = Tally::default();
+    let (mut links, mut wrong) = (0, Vec::new());
+    for release in releases() {
+        let (mut modules, mut functions) = (Modules::default(), Functions::default());
+        for (program, running) in release.whole() {
+            let name = format!("go {program} of {}", release.name);
+            stop_often(&name, running.pid(), 120, |stopped| {
+                let (frames, end) = ours_with_kinds(stopped, &mut modules);
+                links += frames.len() - 1;
+                wrong.extend(
+                    functions.impossible(stopped, &frames).map(|what| format!("{name}: {what}")),
+                );
+                let frames = frames.into_iter().map(|(ip, _)| ip).collect();
+                tally.compare(&name, &Walked { frames, end }, &theirs(stopped, &mut modules));
+            });
+        }
+    }
+    let roots = tally.say();
+    eprintln!("{links} calls looked at, {} of them impossible: {wrong:#?}", wrong.len());
+    assert!(tally.snapshots >= 6_000 && roots >= 99.5 && tally.share() >= 99.9);
+    assert!(wrong.is_empty() && tally.unexplained * 1000 <= tally.snapshots);
 }
 
 const JAVA: &str = r#"

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::support::pprof::frames_of;
 use crate::support::{
-    Pprof, Running, alone, binary, build, can, of_debian, privileged, run, stackwire,
+    Pprof, Running, alone, binary, build, can, of_debian, privileged, run, stackwire, test_cache,
 };
 
 /// A frame as perf names it: object and symbol.
@@ -211,7 +211,7 @@ fn perf_of_two_ages_sees_what_we_see() {
             "{text}"
         );
     }
-    let samply = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/sid/run");
+    let samply = test_cache().join("sid/run");
     if can("samply of Debian sid", samply.is_file()) {
         assert!(symbolized_by_samply(&samply, &file, work).contains("\"alpha\""));
     }

@@ -2,6 +2,8 @@
 # Installs what the tests need besides Rust and gcc, where it may; says so where it may not.
 # usage: tests/setup.sh [ebpf]   with `ebpf`, the toolchain that rebuilds the eBPF object as well
 set -uo pipefail
+# What is fetched or built for the tests, kept between checkouts.
+cache=${STACKWIRE_TEST_CACHE:-$HOME/.cache/stackwire-tests}
 
 declare -A packages=(
   [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
@@ -15,10 +17,11 @@ for command in "${!packages[@]}"; do
 done
 compgen -G '/usr/lib/debug/.build-id/*' >/dev/null || wanted+=(libc6-dbg)
 compgen -G '/usr/lib/x86_64-linux-gnu/libprofiler.so.*' >/dev/null || wanted+=(libgoogle-perftools4)
+[ -x /usr/lib/go-1.19/bin/go ] || wanted+=(golang-1.19-go)
 compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null || wanted+=(postgresql)
 if [ "${1:-}" = ebpf ]; then
   [ -d /usr/lib/rustlib/src/rust/library ] || wanted+=(rustc-web rust-web-src cargo-web)
-  [ -x /usr/lib/llvm-22/bin/llvm-config ] || wanted+=(llvm-22-dev)
+  [ -e /usr/lib/llvm-22/lib/libLLVM.so ] || wanted+=(llvm-22-dev)
 fi
 if [ ${#wanted[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -31,11 +34,12 @@ if [ ${#wanted[@]} -gt 0 ]; then
   fi
 fi
 if [ "${1:-}" != ebpf ]; then
-  # An older perf; a newer CPython and a newer perf; samply, which Debian 12 has not.
-  { tests/debian.sh bullseye target/bullseye linux-perf-5.10 \
-      && tests/debian.sh trixie target/trixie python3.13-minimal libpython3.13-stdlib linux-perf \
-      && tests/debian.sh sid target/sid samply; } \
+  # An older perf; a newer CPython, perf and Go; samply, which Debian 12 has not, and the newest Go.
+  { tests/debian.sh bullseye "$cache/bullseye" linux-perf-5.10 \
+      && tests/debian.sh trixie "$cache/trixie" python3.13-minimal libpython3.13-stdlib linux-perf golang-1.24-go \
+      && tests/debian.sh sid "$cache/sid" samply golang-go; } \
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
+  tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
 fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
   LLVM_PREFIX=/usr/lib/llvm-22 cargo install -q bpf-linker --version 0.13.0 --no-default-features --features llvm-22 --locked

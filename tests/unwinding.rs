@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::go::releases;
 use crate::support::postgres::Postgres;
 use crate::support::{
     Pprof, Ran, Running, binary, build, of_debian, privileged, report, stackwire,
@@ -101,7 +102,6 @@ fn stacks_of_running_programs_are_whole() {
         function text() { return JSON.stringify(sorted(500).map(x => ({key: 'k' + x}))).replace(/k(\\d)/g, '$1'); }\n\
         for (;;) text();"]);
     programs.push(("node", node));
-    programs.push(("go", Command::new(build::unwind_go())));
     for (name, mut command) in programs {
         let running = Running::start(&mut command);
         let pid = format!("--pid={}", running.pid());
@@ -111,6 +111,68 @@ fn stacks_of_running_programs_are_whole() {
         let (report, _) = recorded(&[&pid, "--follow", "--duration=3s"], cache.path());
         assert_complete(name, &report);
     }
+}
+
+/// Go of every release, every kind of program.
+#[test]
+fn stacks_of_every_go_are_whole() {
+    if !privileged() {
+        return;
+    }
+    let cache = tempfile::tempdir().unwrap();
+    let mut bad = Vec::new();
+    for release in releases() {
+        let programs = release.start();
+        let pids = programs.iter().map(Running::pid);
+        let directory = tempfile::tempdir().unwrap();
+        let what: Vec<String> = pids.map(|pid| format!("--pid={pid}")).collect();
+        let what = what.iter().map(String::as_str).chain(["--duration=10s"]).collect::<Vec<_>>();
+        let collector = &mut Command::new(binary("stackwire-collector"));
+        read_into(directory.path(), collector, "--output", &what, cache.path());
+        // Ten programs that want all CPUs hold up the making of their tables.
+        let capture = directory.path().join("x.stackwire");
+        let report = stackwire(["report", capture.to_str().unwrap(), "--time=4..10"]);
+        let report = report.succeeded().stdout;
+        let found = through(&report);
+        let mut seen = 0;
+        for Through { path, stacks, share, ends } in &found {
+            let Some(name) = release.of(Path::new(path)) else { continue };
+            seen += 1;
+            eprintln!("{} {name}: {share} % of {stacks} stacks are whole", release.name);
+            if *share < 99.5 || *stacks < 400 {
+                bad.push(format!("{} {name}: {share} % of {stacks}: {ends:?}", release.name));
+            }
+        }
+        assert!(seen >= 12, "{}: {seen} executables are in the report:\n{report}", release.name);
+    }
+    assert!(bad.is_empty(), "{bad:#?}");
+}
+
+/// What a report says of user stacks through an executable.
+struct Through<'a> {
+    path: &'a str,
+    stacks: u64,
+    /// That reached the thread's root, percent.
+    share: f64,
+    /// Where the others ended.
+    ends: Vec<&'a str>,
+}
+
+fn through(report: &str) -> Vec<Through<'_>> {
+    let (_, through) = report.split_once("user stacks through\n").unwrap();
+    let mut found: Vec<Through> = Vec::new();
+    for line in through.lines().take_while(|line| !line.is_empty()) {
+        if line.starts_with("            ") {
+            found.last_mut().unwrap().ends.push(line.trim());
+            continue;
+        }
+        let mut words = line.split_whitespace();
+        let stacks = words.next().unwrap().parse().unwrap();
+        let share = words.next().unwrap().parse().unwrap();
+        let path = line.split_once(" % ").unwrap().1.trim();
+        found.push(Through { path, stacks, share, ends: Vec::new() });
+    }
+    found
 }
 
 /// The second time, when tables are on disk: what a command is worth recording for is not its first moment.

@@ -85,6 +85,8 @@ pub enum UserEnd {
     NoMappingsYet = 12,
     /// Tables were replaced while this stack was walked.
     TablesReplaced = 13,
+    /// The code changes from one stack to another in a way that is not known.
+    UnknownSwitch = 14,
 }
 
 /// Why a kernel stack ended where it did.

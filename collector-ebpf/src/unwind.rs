@@ -9,6 +9,8 @@ use crate::UserEnd;
 pub const REGISTERS: usize = 16;
 /// DWARF number of rbx.
 pub const RBX: u32 = 3;
+/// DWARF number of r12.
+pub const R12: u32 = 12;
 /// DWARF number of rbp.
 pub const RBP: u32 = 6;
 /// DWARF number of rsp.
@@ -20,11 +22,11 @@ pub const RSP: u32 = 7;
 pub struct Rule {
     /// One of [`cfa`].
     pub cfa: u8,
-    /// Register the CFA is computed from.
+    /// Low half: register the CFA is computed from. High half: register `kept` is about.
     pub register: u8,
     /// One of [`fp`].
     pub fp: u8,
-    /// One of [`ra`].
+    /// One of [`ra`], with [`ra::EXACT`] or without.
     pub ra: u8,
     /// Added to the register.
     pub offset: i32,
@@ -34,9 +36,10 @@ pub struct Rule {
     pub fp_offset: i32,
     /// Where the return address is, or the register that has it.
     pub ra_offset: i32,
-    /// Where the caller's rbx is, of files that compute a frame address from it (the linker's lazy binding does): 0
-    /// nowhere, positive in rbx, negative in memory at CFA + this.
-    pub bx: i32,
+    /// Of files that compute a frame address from one more register that callees keep (the linker's lazy binding does
+    /// from rbx, Go's race detector from r12), where the caller's value of it is: 0 nowhere, positive still in the
+    /// register, negative in memory at CFA + this.
+    pub kept: i32,
 }
 
 /// Where the canonical frame address is.
@@ -55,12 +58,22 @@ pub mod cfa {
     pub const ROOT: u8 = 5;
     /// rbp points to the caller's rbp and the return address, but where a function begins or ends.
     pub const FRAME_POINTER: u8 = 6;
-    /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer + offset, its m at + ra_offset
-    /// in it, curg at + offset2 in that, and in curg, at + fp_offset, where its stack pointer was put.
+    /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer + offset (or, where `kept` is
+    /// not 0, thread pointer + the word in memory at this instruction + kept), its m at + ra_offset in it, curg at +
+    /// offset2 in that, and in curg, at + fp_offset, where its stack pointer was put: the return address is there, or
+    /// behind the rbp saved there with [`fp::AT_CFA`](super::fp::AT_CFA).
     pub const GO_SYSTEM_STACK: u8 = 7;
-    /// Likewise, where C was called: at rsp + offset the goroutine, of which the second word is where its stack begins,
-    /// at rsp + offset2 how deep below that it was left.
+    /// The scheduler's stack where C was called from it: at rsp + offset is the goroutine, of which the second word is
+    /// where its stack begins, at rsp + offset2 how deep below that it was left. The return address is there, or behind
+    /// rbp, likewise.
     pub const GO_SAVED_DEPTH: u8 = 8;
+    /// As `GO_SYSTEM_STACK`, where a goroutine's stack grows: where its function goes on was put behind the stack pointer
+    /// (`gobuf`, runtime/runtime2.go), since only what is above that is copied to the new stack.
+    pub const GO_MORE_STACK: u8 = 9;
+    /// Register + offset, on another stack: which of the two lies higher says nothing.
+    pub const OTHER_STACK: u8 = 10;
+    /// This code changes stacks in a way that is not known.
+    pub const UNKNOWN_SWITCH: u8 = 11;
 }
 
 /// Where the caller's rbp is.
@@ -81,6 +94,10 @@ pub mod ra {
     pub const AT_CFA: u8 = 0;
     /// In register ra_offset.
     pub const REGISTER: u8 = 1;
+    /// In memory at rbx + ra_offset.
+    pub const AT_RBX: u8 = 2;
+    /// The caller did not call: it was interrupted there, or begins there.
+    pub const EXACT: u8 = 0x80;
 }
 
 /// Rules of 0: no rule.
@@ -116,6 +133,14 @@ impl Cursor {
         // loads that.
         unsafe { *self.registers.get_unchecked(masked::<{ REGISTERS as u64 - 1 }>(number)) }
     }
+
+    #[inline(always)]
+    fn set_register(&mut self, number: u64, value: u64) {
+        // SAFETY: as in `register`.
+        unsafe {
+            *self.registers.get_unchecked_mut(masked::<{ REGISTERS as u64 - 1 }>(number)) = value;
+        }
+    }
 }
 
 /// `uc_mcontext.gregs` as far as rip: r8 to r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip (sys/ucontext.h).
@@ -142,6 +167,13 @@ pub fn step(
     rule: &Rule,
 ) -> u64 {
     let sp = at.registers[RSP as usize];
+    match rule.cfa {
+        cfa::SIGNAL => return signal_step(memory, signal, at),
+        cfa::ROOT => return UserEnd::Root as u64,
+        cfa::UNKNOWN_SWITCH => return UserEnd::UnknownSwitch as u64,
+        cfa::NONE => return UserEnd::NoRule as u64,
+        _ => {}
+    }
     let base = if rule.cfa == cfa::FRAME_POINTER { RBP } else { u32::from(rule.register) };
     if at.known >> (base & 15) & 1 == 0 {
         return UserEnd::RegisterLost as u64;
@@ -149,16 +181,16 @@ pub fn step(
     let base = at.register(u64::from(base));
     let mut frame = plus(base, rule.offset);
     let (mut fp, mut fp_offset, mut ra_offset) = (rule.fp, rule.fp_offset, rule.ra_offset);
-    let mut lowest = sp;
+    let place = rule.ra & !ra::EXACT;
+    let (mut lowest, mut ra_at) = (sp, 0);
     match rule.cfa {
         cfa::REGISTER => {}
+        cfa::OTHER_STACK => lowest = 0,
         cfa::MEMORY => match memory.word(frame) {
             Some(word) => frame = plus(word, rule.offset2),
             None => return UserEnd::Unreadable as u64,
         },
         cfa::PLT => frame += u64::from(at.ip & 15 >= rule.offset2 as u64) << 3,
-        cfa::SIGNAL => return signal_step(memory, signal, at),
-        cfa::ROOT => return UserEnd::Root as u64,
         cfa::FRAME_POINTER => {
             ra_offset = -8;
             match if at.exact != 0 { edge(memory, at.ip) } else { Edge::None } {
@@ -172,17 +204,35 @@ pub fn step(
                 Edge::None => (frame, fp, fp_offset) = (base.wrapping_add(16), fp::AT_CFA, -16),
             }
         }
-        // Which of two stacks lies higher says nothing.
-        cfa::GO_SYSTEM_STACK | cfa::GO_SAVED_DEPTH => {
-            let Some(stack) = goroutine(memory, at.thread, base, rule) else {
+        cfa::GO_SAVED_DEPTH => {
+            let Some(stack) = left_at_depth(memory, base, rule) else {
                 return UserEnd::Unreadable as u64;
             };
-            (lowest, frame, ra_offset, fp) = (0, stack.wrapping_add(8), -8, fp::SAME);
+            // Which of two stacks lies higher says nothing.
+            (lowest, ra_offset, fp_offset) = (0, -8, -16);
+            frame = above(stack, fp);
+        }
+        cfa::GO_SYSTEM_STACK | cfa::GO_MORE_STACK => {
+            let Some(kept) = kept_by_goroutine(memory, at, rule) else {
+                return UserEnd::Unreadable as u64;
+            };
+            if kept == 0 {
+                return UserEnd::Root as u64;
+            }
+            let Some(stack) = memory.word(kept) else {
+                return UserEnd::Unreadable as u64;
+            };
+            lowest = 0;
+            fp_offset = -16;
+            (frame, ra_at) = match rule.cfa {
+                cfa::GO_MORE_STACK => (stack, kept.wrapping_add(8)),
+                _ => (above(stack, fp), above(stack, fp).wrapping_sub(8)),
+            };
         }
         _ => return UserEnd::NoRule as u64,
     }
     // The stack grows down; only where the return address has been taken off it a frame is empty.
-    if frame < lowest || frame == lowest && rule.ra != ra::REGISTER {
+    if frame < lowest || frame == lowest && place == ra::AT_CFA {
         return UserEnd::BadStack as u64;
     }
     let mut known = CALLER;
@@ -198,21 +248,21 @@ pub fn step(
             Some(0)
         }
     };
-    if rule.bx > 0 {
-        known |= at.known & 1 << RBX;
-    } else if rule.bx < 0
-        && let Some(word) = memory.word(plus(frame, rule.bx))
-    {
-        at.registers[RBX as usize] = word;
-        known |= 1 << RBX;
-    }
-    let return_address = if rule.ra == ra::REGISTER {
-        if at.known >> (rule.ra_offset & 15) & 1 == 0 {
-            return UserEnd::RegisterLost as u64;
+    let return_address = match place {
+        ra::REGISTER => {
+            if at.known >> (rule.ra_offset & 15) & 1 == 0 {
+                return UserEnd::RegisterLost as u64;
+            }
+            Some(at.register(rule.ra_offset as u64))
         }
-        Some(at.register(rule.ra_offset as u64))
-    } else {
-        memory.word(plus(frame, ra_offset))
+        ra::AT_RBX => {
+            if at.known >> RBX & 1 == 0 {
+                return UserEnd::RegisterLost as u64;
+            }
+            memory.word(plus(at.registers[RBX as usize], ra_offset))
+        }
+        _ if ra_at != 0 => memory.word(ra_at),
+        _ => memory.word(plus(frame, ra_offset)),
     };
     let (Some(caller_fp), Some(return_address)) = (caller_fp, return_address) else {
         return UserEnd::Unreadable as u64;
@@ -220,12 +270,27 @@ pub fn step(
     if return_address == 0 {
         return UserEnd::Root as u64;
     }
+    let kept = u64::from(rule.register >> 4);
+    if rule.kept > 0 {
+        known |= at.known & 1 << kept;
+    } else if rule.kept < 0
+        && let Some(word) = memory.word(plus(frame, rule.kept))
+    {
+        at.set_register(kept, word);
+        known |= 1 << kept;
+    }
     at.registers[RBP as usize] = caller_fp;
     at.registers[RSP as usize] = frame;
     at.ip = return_address;
     at.known = known;
-    at.exact = 0;
+    at.exact = u64::from(rule.ra & ra::EXACT != 0);
     GO_ON
+}
+
+/// The frame whose return address is on top of a stack, or behind rbp.
+#[inline(always)]
+fn above(stack: u64, fp: u8) -> u64 {
+    stack.wrapping_add(8 + (u64::from(fp == fp::AT_CFA) << 3))
 }
 
 #[inline(always)]
@@ -254,22 +319,33 @@ fn edge(memory: &mut impl Memory, ip: u64) -> Edge {
     }
 }
 
-/// Where the goroutine's stack was left for the scheduler's: the return address is there.
+/// Where a goroutine's stack was left to call C on the scheduler's.
 #[inline(always)]
-fn goroutine(memory: &mut impl Memory, thread: u64, sp: u64, rule: &Rule) -> Option<u64> {
-    if rule.cfa == cfa::GO_SAVED_DEPTH {
-        let goroutine = memory.word(plus(sp, rule.offset))?;
-        let begin = memory.word(goroutine.wrapping_add(8))?;
-        return Some(begin.wrapping_sub(memory.word(plus(sp, rule.offset2))?));
-    }
-    let g = memory.word(plus(thread, rule.offset))?;
-    let m = memory.word(plus(g, rule.ra_offset))?;
-    let running = memory.word(plus(m, rule.offset2))?;
-    memory.word(plus(running, rule.fp_offset))
+fn left_at_depth(memory: &mut impl Memory, sp: u64, rule: &Rule) -> Option<u64> {
+    let goroutine = memory.word(plus(sp, rule.offset))?;
+    let begin = memory.word(goroutine.wrapping_add(8))?;
+    Some(begin.wrapping_sub(memory.word(plus(sp, rule.offset2))?))
 }
 
-/// Of a caller no more is known, rbx at times aside: r12 to r15 would need rules of their own, for one frame in ten
-/// thousand.
+/// Where the running goroutine's stack pointer was put when its stack was left for the scheduler's; 0 when none runs, or
+/// another thread has taken it over, as Go's own traceback asks (`curg.m == m`, runtime/traceback.go).
+#[inline(always)]
+fn kept_by_goroutine(memory: &mut impl Memory, at: &Cursor, rule: &Rule) -> Option<u64> {
+    let slot = match rule.kept {
+        0 => plus(at.thread, rule.offset),
+        kept => at.thread.wrapping_add(memory.word(plus(at.ip, kept))?),
+    };
+    let g = memory.word(slot)?;
+    let m = memory.word(plus(g, rule.ra_offset))?;
+    let running = memory.word(plus(m, rule.offset2))?;
+    if running == 0 || memory.word(plus(running, rule.ra_offset))? != m {
+        return Some(0);
+    }
+    Some(plus(running, rule.fp_offset))
+}
+
+/// Of a caller no more is known, one more register at times aside: all that callees keep would triple the number of
+/// rules, for one frame in ten thousand.
 const CALLER: u64 = 1 << RBP | 1 << RSP;
 
 #[inline(always)]

@@ -68,6 +68,8 @@ pub enum End {
     NoMappingsYet,
     /// Tables were replaced meanwhile.
     TablesReplaced,
+    /// The code changes stacks in a way that is not known.
+    UnknownSwitch,
 }
 
 /// A stack, leaf first.
@@ -156,7 +158,7 @@ pub fn kernel(
 }
 
 fn user_end(end: u8) -> End {
-    const ENDS: [(UserEnd, End); 12] = [
+    const ENDS: [(UserEnd, End); 13] = [
         (UserEnd::Unreadable, End::Unreadable),
         (UserEnd::DepthLimit, End::DepthLimit),
         (UserEnd::NoFramePointer, End::NoFramePointer),
@@ -169,6 +171,7 @@ fn user_end(end: u8) -> End {
         (UserEnd::BadStack, End::BadStack),
         (UserEnd::NoMappingsYet, End::NoMappingsYet),
         (UserEnd::TablesReplaced, End::TablesReplaced),
+        (UserEnd::UnknownSwitch, End::UnknownSwitch),
     ];
     let found = ENDS.iter().find(|(number, _)| *number as u8 == end);
     found.map_or(End::Root, |&(_, end)| end)

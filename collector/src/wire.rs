@@ -392,6 +392,7 @@ fn end_reason(end: End) -> v1::EndReason {
         End::BadStack => v1::EndReason::BadStack,
         End::NoMappingsYet => v1::EndReason::NoMappingsYet,
         End::TablesReplaced => v1::EndReason::TablesReplaced,
+        End::UnknownSwitch => v1::EndReason::UnknownSwitch,
     }
 }
 

@@ -174,22 +174,6 @@ pub(crate) fn inlined_rs_release() -> &'static Path {
     })
 }
 
-/// The Go program with C in it; its call frame information not compressed, for the oracle.
-pub(crate) fn unwind_go() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let out = output("unwind_go");
-        let cache = output("gocache");
-        run(Command::new("go")
-            .args(["build", "-ldflags=-compressdwarf=false", "-o"])
-            .arg(&out)
-            .arg(source("unwind.go"))
-            .envs([("GOCACHE", &cache), ("GOPATH", &cache)])
-            .envs([("GO111MODULE", "off"), ("CGO_ENABLED", "1")]));
-        out
-    })
-}
-
 /// `many`.
 pub(crate) fn many() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

@@ -1,7 +1,9 @@
 //! What the tests share: building fixtures, running the binaries, reading profiles through `go tool pprof`.
 
 pub(crate) mod build;
+pub(crate) mod calls;
 pub(crate) mod debug_files;
+pub(crate) mod go;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod stopped;
@@ -46,9 +48,15 @@ pub(crate) fn run(command: &mut Command) -> (String, String) {
     (out, err)
 }
 
+/// What `tests/setup.sh` has fetched and built.
+pub(crate) fn test_cache() -> PathBuf {
+    let kept = || PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cache/stackwire-tests");
+    std::env::var_os("STACKWIRE_TEST_CACHE").map_or_else(kept, PathBuf::from)
+}
+
 /// A program of another Debian, which `tests/debian.sh` has unpacked.
 pub(crate) fn of_debian(suite: &str, program: &str) -> Option<Command> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target").join(suite);
+    let root = test_cache().join(suite);
     let run = root.join("run");
     can(&format!("{program} of Debian {suite}"), run.is_file()).then(|| {
         let mut command = Command::new(run);

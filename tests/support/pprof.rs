@@ -1,11 +1,14 @@
-//! Profiles as `go tool pprof -raw` prints them: an independent decoder decides what is in the file.
+//! Profiles, from their protobuf by a decoder of the tests' own; and as `go tool pprof -raw` prints them, another reader.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::Path;
 use std::process::Command;
 
+use prost::Message;
+
 /// A frame: functions inlined into each other, innermost first.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) address: u64,
     pub(crate) mapping: u64,
@@ -13,7 +16,7 @@ pub(crate) struct Location {
     pub(crate) lines: Vec<(String, String, u64)>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sample {
     pub(crate) count: u64,
     pub(crate) value: u64,
@@ -22,7 +25,7 @@ pub(crate) struct Sample {
     pub(crate) labels: HashMap<String, String>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub(crate) start: u64,
     pub(crate) limit: u64,
@@ -37,7 +40,7 @@ pub(crate) struct Pprof {
     pub(crate) samples: Vec<Sample>,
     pub(crate) locations: HashMap<u64, Location>,
     pub(crate) mappings: HashMap<u64, Mapping>,
-    pub(crate) head: String,
+    pub(crate) period: i64,
 }
 
 /// Runs `go tool pprof` and returns what it prints.
@@ -64,6 +67,55 @@ fn hex(text: &str) -> u64 {
 impl Pprof {
     #[track_caller]
     pub(crate) fn read(path: &Path) -> Self {
+        let file = std::fs::File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let mut bytes = Vec::new();
+        flate2::read::MultiGzDecoder::new(file).read_to_end(&mut bytes).unwrap();
+        let wire = wire::Profile::decode(&*bytes).unwrap();
+        let text = |at: i64| wire.string_table[at as usize].clone();
+        let functions: HashMap<u64, &wire::Function> =
+            wire.function.iter().map(|function| (function.id, function)).collect();
+        let samples = wire.sample.iter().map(|sample| {
+            let label = |label: &wire::Label| {
+                let value = if label.str != 0 { text(label.str) } else { label.num.to_string() };
+                (text(label.key), value)
+            };
+            Sample {
+                count: sample.value[0] as u64,
+                value: sample.value.get(1).copied().unwrap_or(0) as u64,
+                locations: sample.location_id.clone(),
+                labels: sample.label.iter().map(label).collect(),
+            }
+        });
+        let locations = wire.location.iter().map(|location| {
+            let line = |line: &wire::Line| {
+                let function = functions[&line.function_id];
+                (text(function.name), text(function.filename), line.line as u64)
+            };
+            let lines = location.line.iter().map(line).collect();
+            let (address, mapping) = (location.address, location.mapping_id);
+            (location.id, Location { address, mapping, lines })
+        });
+        let mappings = wire.mapping.iter().map(|mapping| {
+            let of = Mapping {
+                start: mapping.memory_start,
+                limit: mapping.memory_limit,
+                offset: mapping.file_offset,
+                file: text(mapping.filename),
+                build_id: text(mapping.build_id),
+            };
+            (mapping.id, of)
+        });
+        Self {
+            samples: samples.collect(),
+            locations: locations.collect(),
+            mappings: mappings.collect(),
+            period: wire.period,
+        }
+    }
+
+    /// The same, as `go tool pprof` reads it.
+    #[track_caller]
+    pub(crate) fn read_by_go(path: &Path) -> Self {
         Self::parse(&go(&["-raw"], &[path]))
     }
 
@@ -85,8 +137,9 @@ impl Pprof {
                 "Locations" => profile.location(line, &mut last),
                 "Mappings" => profile.mapping(line),
                 _ => {
-                    profile.head.push_str(line);
-                    profile.head.push('\n');
+                    if let Some(period) = line.strip_prefix("Period: ") {
+                        profile.period = period.parse().unwrap();
+                    }
                 }
             }
         }
@@ -112,7 +165,7 @@ impl Pprof {
         }
     }
 
-    /// `   12: 0x1234 M=1 function /file.c:12:0 s=0`, then lines of what it is inlined into.
+    /// `   12: 0x1234 M=1 function /file.c:12:0 s=0` (up to Go 1.22 without the column), then lines of what it is inlined into.
     fn location(&mut self, line: &str, last: &mut u64) {
         let mut rest = line.trim();
         if let Some((id, tail)) =
@@ -133,9 +186,15 @@ impl Pprof {
         // `function file:line s=start`; the file may be missing, the function may hold spaces.
         let Some((place, _)) = rest.rsplit_once(" s=") else { return };
         let (function, at) = place.rsplit_once(' ').unwrap_or((place, ""));
-        let mut parts = at.rsplitn(2, ':');
-        let number = parts.next().unwrap_or("0").parse().unwrap_or(0);
-        let file = parts.next().unwrap_or("").to_owned();
+        let number = |text: &str| text.parse::<u64>().ok();
+        let last_number = |text: &str| {
+            text.rsplit_once(':').and_then(|(rest, last)| Some((rest.to_owned(), number(last)?)))
+        };
+        let (file, line) = last_number(at).unwrap_or_default();
+        let (file, number) = match last_number(&file) {
+            Some((file, before_column)) => (file, before_column),
+            None => (file, line),
+        };
         let location = self.locations.get_mut(last).unwrap();
         location.lines.push((function.to_owned(), file, number));
     }
@@ -208,4 +267,92 @@ pub(crate) fn frames_of(profile: &Pprof, object: &str) -> std::collections::BTre
         }
     }
     found
+}
+
+/// The messages of `profile.proto`, as far as the tests read them. Field numbers:
+/// <https://github.com/google/pprof/blob/main/proto/profile.proto>.
+mod wire {
+    use prost::Message;
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Profile {
+        #[prost(message, repeated, tag = "2")]
+        pub(super) sample: Vec<Sample>,
+        #[prost(message, repeated, tag = "3")]
+        pub(super) mapping: Vec<Mapping>,
+        #[prost(message, repeated, tag = "4")]
+        pub(super) location: Vec<Location>,
+        #[prost(message, repeated, tag = "5")]
+        pub(super) function: Vec<Function>,
+        #[prost(string, repeated, tag = "6")]
+        pub(super) string_table: Vec<String>,
+        #[prost(int64, tag = "12")]
+        pub(super) period: i64,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Sample {
+        #[prost(uint64, repeated, tag = "1")]
+        pub(super) location_id: Vec<u64>,
+        #[prost(int64, repeated, tag = "2")]
+        pub(super) value: Vec<i64>,
+        #[prost(message, repeated, tag = "3")]
+        pub(super) label: Vec<Label>,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Label {
+        #[prost(int64, tag = "1")]
+        pub(super) key: i64,
+        #[prost(int64, tag = "2")]
+        pub(super) str: i64,
+        #[prost(int64, tag = "3")]
+        pub(super) num: i64,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Mapping {
+        #[prost(uint64, tag = "1")]
+        pub(super) id: u64,
+        #[prost(uint64, tag = "2")]
+        pub(super) memory_start: u64,
+        #[prost(uint64, tag = "3")]
+        pub(super) memory_limit: u64,
+        #[prost(uint64, tag = "4")]
+        pub(super) file_offset: u64,
+        #[prost(int64, tag = "5")]
+        pub(super) filename: i64,
+        #[prost(int64, tag = "6")]
+        pub(super) build_id: i64,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Location {
+        #[prost(uint64, tag = "1")]
+        pub(super) id: u64,
+        #[prost(uint64, tag = "2")]
+        pub(super) mapping_id: u64,
+        #[prost(uint64, tag = "3")]
+        pub(super) address: u64,
+        #[prost(message, repeated, tag = "4")]
+        pub(super) line: Vec<Line>,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Line {
+        #[prost(uint64, tag = "1")]
+        pub(super) function_id: u64,
+        #[prost(int64, tag = "2")]
+        pub(super) line: i64,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Function {
+        #[prost(uint64, tag = "1")]
+        pub(super) id: u64,
+        #[prost(int64, tag = "2")]
+        pub(super) name: i64,
+        #[prost(int64, tag = "4")]
+        pub(super) filename: i64,
+    }
 }

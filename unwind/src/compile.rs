@@ -11,7 +11,7 @@ use gimli::{
     BaseAddresses, CfaRule, DebugFrame, EhFrame, EndianSlice, LittleEndian, Register, RegisterRule,
     UnwindContext, UnwindExpression, UnwindSection, UnwindTableRow,
 };
-use stackwire_collector_ebpf::unwind::{RBP, RBX, RSP, Rule, cfa, fp, ra};
+use stackwire_collector_ebpf::unwind::{R12, RBP, RBX, RSP, Rule, cfa, fp, ra};
 
 use crate::elf::Elf;
 use crate::expression::{Shape, shape};
@@ -57,14 +57,22 @@ const RBP_: Register = Register(RBP as u16);
 /// See [`CompileError`]. Memory: about thirty times the rows, at most a gigabyte for what is not hostile.
 pub fn compile(file: &File) -> Result<Table, CompileError> {
     let elf = Elf::open(file)?;
-    let (spans, needs_rbx) = compile_with(&elf, false)?;
-    // Seldom: rbx triples the number of rules.
-    let spans = if needs_rbx { compile_with(&elf, true)?.0 } else { spans };
+    let go = go::Table::load(&elf);
+    // Seldom: one more register triples the number of rules.
+    let kept = go.as_ref().is_some_and(go::Table::detects_races).then_some(R12);
+    let mut spans = compile_with(&elf, go.as_ref(), kept)?;
+    if kept.is_none() && spans.rules().any(|rule| u32::from(rule.register) == RBX) {
+        spans = compile_with(&elf, go.as_ref(), Some(RBX))?;
+    }
     Ok(spans.finish(elf.build_id.clone()))
 }
 
-/// The rules, with where rbx is or without, and whether some rule needs that.
-fn compile_with(elf: &Elf<'_>, with_rbx: bool) -> Result<(Spans, bool), CompileError> {
+/// The rules, with where one more register is that callees keep, or without.
+fn compile_with(
+    elf: &Elf<'_>,
+    go: Option<&go::Table>,
+    kept: Option<u32>,
+) -> Result<Spans, CompileError> {
     let mut spans = Spans::default();
     let mut bases = BaseAddresses::default();
     if let Some(text) = elf.section(".text") {
@@ -80,9 +88,12 @@ fn compile_with(elf: &Elf<'_>, with_rbx: bool) -> Result<(Spans, bool), CompileE
         section_.set_address_size(8);
         found = true;
         let bases = bases.clone().set_eh_frame(section.address);
-        add_section(&section_, &bases, elf, &mut spans, (&[], with_rbx));
+        add_section(&section_, &bases, elf, &mut spans, (&[], kept));
     }
-    go::add(elf, &mut spans);
+    let covered = spans.covered();
+    if let Some(table) = go {
+        table.add(elf, &covered, kept, &mut spans);
+    }
     let mut covered = spans.covered();
     if let Some(section) = elf.section(".debug_frame")
         && let Ok(content) = elf.content(section)
@@ -90,7 +101,7 @@ fn compile_with(elf: &Elf<'_>, with_rbx: bool) -> Result<(Spans, bool), CompileE
         let mut section_ = DebugFrame::new(&content, LittleEndian);
         section_.set_address_size(8);
         found = true;
-        add_section(&section_, &bases, elf, &mut spans, (&covered, with_rbx));
+        add_section(&section_, &bases, elf, &mut spans, (&covered, kept));
         covered = spans.covered();
     }
     if !found && covered.is_empty() {
@@ -99,8 +110,7 @@ fn compile_with(elf: &Elf<'_>, with_rbx: bool) -> Result<(Spans, bool), CompileE
     v8::add(elf, &covered, &mut spans);
     add_stubs(elf, &covered, &mut spans);
     add_entry(elf, &covered, &mut spans);
-    let needs_rbx = spans.rules().any(|rule| rule.register == RBX as u8);
-    Ok((spans, needs_rbx))
+    Ok(spans)
 }
 
 /// The first instructions of a program, where a C library does not say that nobody called them (musl).
@@ -131,7 +141,7 @@ fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
     bases: &BaseAddresses,
     elf: &Elf<'_>,
     spans: &mut Spans,
-    (covered, with_rbx): (&[(u64, u64)], bool),
+    (covered, kept): (&[(u64, u64)], Option<u32>),
 ) where
     S::Offset: gimli::UnwindOffset<usize>,
 {
@@ -156,8 +166,9 @@ fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
             let (from, to) = (row.start_address().max(start), row.end_address().min(end));
             if from < to {
                 let mut rule = rule(row, section, fde.cie());
-                if with_rbx {
-                    rule.bx = rbx(row);
+                if let Some(register) = kept {
+                    rule.register |= (register as u8) << 4;
+                    rule.kept = kept_in(row, register);
                 }
                 spans.add(offset + (from - start), offset + (to - start), rule);
             }
@@ -174,9 +185,9 @@ fn rule<'a, S: UnwindSection<Bytes<'a>>>(
     known_rule(row, section, cie).unwrap_or_default()
 }
 
-/// Where rbx is, as [`Rule::bx`].
-fn rbx(row: &UnwindTableRow<usize>) -> i32 {
-    match row.register(Register(RBX as u16)) {
+/// Where a register is, as [`Rule::kept`].
+fn kept_in(row: &UnwindTableRow<usize>, register: u32) -> i32 {
+    match row.register(Register(register as u16)) {
         None | Some(RegisterRule::SameValue) => 1,
         Some(RegisterRule::Offset(offset)) => i32::try_from(offset).map_or(0, |at| at.min(0)),
         _ => 0,

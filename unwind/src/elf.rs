@@ -130,6 +130,16 @@ impl<'f> Elf<'f> {
         Some(content)
     }
 
+    /// What is at an address and after it in the same segment, at most so many bytes.
+    #[must_use]
+    pub fn code_until(&self, address: u64, length: u64) -> Vec<u8> {
+        let inside = self.loads.iter().find_map(|&(start, size, _)| {
+            let inside = address.checked_sub(start).filter(|&inside| inside < size)?;
+            Some(size - inside)
+        });
+        self.code(address, length.min(inside.unwrap_or(0))).unwrap_or_default()
+    }
+
     /// Address of a function, by its name as symbols have it.
     #[must_use]
     pub fn function(&self, name: &str) -> Option<u64> {

@@ -1,17 +1,19 @@
-//! Go's functions: how far each instruction has moved the stack pointer is in `.gopclntab`, of which stripping leaves
-//! all; `.eh_frame` has only the C that was linked in.
+//! Go's functions: how far each instruction of what Go compiled has moved the stack pointer is in `.gopclntab`, of which
+//! stripping leaves all; `.eh_frame` has only the C that was linked in, and not even that where Go's own linker did.
 //!
-//! Layouts are those of Go's `runtime/symtab.go`, Go 1.16 to 1.27 (the magic tells three families apart); what the runtime
-//! does where it changes stacks is read from its own instructions (`runtime/asm_amd64.s`), since offsets in its structures
-//! move from release to release. What is not recognized has no rule.
+//! Layouts are those of Go's `runtime/symtab.go`, Go 1.16 to 1.27 (the magic tells three families apart). Assembly, and C
+//! without call frame information, is followed instruction by instruction (`code.rs`); what the runtime does where it
+//! changes stacks is `go_stacks.rs`.
 
-use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp};
+use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp, ra};
 
+use crate::code;
 use crate::elf::Elf;
+use crate::go_stacks::{self, Code, MAX_CODE, Runtime, root, unknown};
 use crate::pages::Spans;
 
-/// Every Go program has it.
-const BUILD_INFO: &str = ".go.buildinfo";
+/// Every Go program and library has the first, plugins the second.
+const MARKS: [&str; 2] = [".go.buildinfo", ".note.go.buildid"];
 /// Sections the table is in; of position-independent programs built before 1.26 the second, or what linkers of C put
 /// that into.
 const SECTIONS: [&str; 3] = [".gopclntab", ".data.rel.ro.gopclntab", ".data.rel.ro"];
@@ -30,20 +32,43 @@ const ASM: u8 = 4;
 /// Those that 1.16 does not mark.
 const ROOTS: [&[u8]; 4] =
     [b"runtime.goexit", b"runtime.mstart", b"runtime.rt0_go", b"_rt0_amd64_linux"];
-/// Longest piece of code looked into.
-const MAX_CODE: u64 = 1 << 10;
-/// What sets the stack pointer: mov %rbx,%rsp; mov SP(%rdx),%rsp; mov SP(%rsi),%rsp; sub $N,%rsp.
-const SWITCHING: [&[u8]; 4] =
-    [&[0x48, 0x89, 0xdc], &[0x48, 0x8b, 0x62], &[0x48, 0x8b, 0x66], &[0x48, 0x83, 0xec]];
-/// Bytes of a call through a register.
-const CALL: u64 = 2;
+/// Functions whose caller did not call them: it was interrupted, by a signal that had them called.
+const INJECTED: [&[u8]; 3] = [b"runtime.sigpanic", b"runtime.sigpanic0", b"runtime.asyncPreempt"];
+/// Changes no register but r9, against the rules of all others (`runtime/asm_amd64.s`).
+const KEEPS_ALL: &[u8] = b"gosave_systemstack_switch";
+const SYSTEMSTACK: &[u8] = b"runtime.systemstack";
+/// Bytes of instructions followed, of a function.
+const MAX_FOLLOWED: u64 = 64 << 10;
+/// Instructions followed, of all functions: ten times those of a program with the race detector.
+const MAX_INSTRUCTIONS: usize = 1 << 20;
+/// Bytes of code read at once.
+const WINDOW: u64 = 256 << 10;
 
-/// Adds a Go program's functions; nothing when it is none.
-pub fn add(elf: &Elf<'_>, spans: &mut Spans) {
-    let Some(table) = Table::load(elf) else { return };
-    for index in 0..table.functions {
-        // One that does not hold together costs its own rules.
-        let _ = table.function(index, elf, spans);
+/// What is known of the program.
+struct Known {
+    keeps_all: Option<u64>,
+    runtime: Option<Runtime>,
+    /// Instructions that may still be followed.
+    left: usize,
+}
+
+/// Code, of functions in order of their addresses.
+struct Window<'e, 'f> {
+    elf: &'e Elf<'f>,
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window<'_, '_> {
+    /// What is at an address, or less.
+    fn at(&mut self, address: u64, length: u64) -> &[u8] {
+        let end = self.start.saturating_add(self.bytes.len() as u64);
+        if address < self.start || address.saturating_add(length) > end {
+            let wanted = WINDOW.max(length);
+            (self.start, self.bytes) = (address, self.elf.code_until(address, wanted));
+        }
+        let at = (address - self.start) as usize;
+        &self.bytes[at.min(self.bytes.len())..(at + length as usize).min(self.bytes.len())]
     }
 }
 
@@ -67,7 +92,9 @@ impl Family {
     }
 }
 
-struct Table {
+/// The table of a Go program.
+#[derive(Debug)]
+pub struct Table {
     bytes: Vec<u8>,
     family: Family,
     functions: u64,
@@ -80,8 +107,9 @@ struct Table {
 }
 
 impl Table {
-    fn load(elf: &Elf<'_>) -> Option<Self> {
-        elf.section(BUILD_INFO)?;
+    /// `None` when it is no Go program.
+    pub fn load(elf: &Elf<'_>) -> Option<Self> {
+        MARKS.iter().find_map(|name| elf.section(name))?;
         let sections = SECTIONS.iter().filter_map(|name| elf.section(name));
         let (address, family, bytes) = sections.into_iter().find_map(|section| {
             let mut bytes = elf.content(section).ok()?;
@@ -103,80 +131,82 @@ impl Table {
         Some(Self { family, functions, names, values, entries, text, bytes })
     }
 
-    fn function(&self, index: u64, elf: &Elf<'_>, spans: &mut Spans) -> Option<()> {
+    /// Adds the functions. `covered`: offsets that have rules; `kept`: one more register to follow.
+    pub fn add(&self, elf: &Elf<'_>, covered: &[(u64, u64)], kept: Option<u32>, spans: &mut Spans) {
+        let mut code = Window { elf, start: 0, bytes: Vec::new() };
+        let functions = || (0..self.functions).filter_map(|index| self.function(index));
+        let mut known = Known { keeps_all: None, runtime: None, left: MAX_INSTRUCTIONS };
+        for function in functions() {
+            match function.name {
+                KEEPS_ALL => known.keeps_all = Some(function.entry),
+                SYSTEMSTACK => {
+                    let bytes =
+                        code.at(function.entry, MAX_CODE.min(function.end - function.entry));
+                    known.runtime = Runtime::of(Code { start: function.entry, bytes });
+                }
+                _ => {}
+            }
+        }
+        for function in functions() {
+            let mut add = |from: u64, to: u64, rule: Rule| {
+                let Some(offset) = elf.offset(from) else { return };
+                if from < to && elf.offset(to - 1) == Some(offset + (to - 1 - from)) {
+                    spans.add(offset, offset + (to - from), rule);
+                }
+            };
+            let has_rules = || {
+                let Some(offset) = elf.offset(function.entry) else { return true };
+                let next = covered.partition_point(|&(_, end)| end <= offset);
+                covered.get(next).is_some_and(|&(start, _)| start <= offset)
+            };
+            if !has_rules() {
+                function.add(&mut code, kept, &mut known, &mut add);
+            }
+        }
+    }
+
+    /// Whether the race detector is linked in, which goes to another stack and keeps the way back in r12.
+    pub fn detects_races(&self) -> bool {
+        (0..self.functions)
+            .filter_map(|index| self.function(index))
+            .any(|function| function.name == b"racecall")
+    }
+
+    /// Of the `functab`: where a function begins, and where its description is.
+    fn entry(&self, index: u64) -> Option<(u64, u64)> {
         let bytes = &self.bytes;
-        let (entry, at) = match self.family {
+        match self.family {
             Family::Go116 => {
                 let at = self.entries + index * 16;
-                (number(bytes, at, 8)?, number(bytes, at + 8, 8)?)
+                Some((number(bytes, at, 8)?, number(bytes, at + 8, 8).unwrap_or(0)))
             }
             _ => {
                 let at = self.entries + index * 8;
-                (self.text.checked_add(number(bytes, at, 4)?)?, number(bytes, at + 4, 4)?)
+                let entry = self.text.checked_add(number(bytes, at, 4)?)?;
+                Some((entry, number(bytes, at + 4, 4).unwrap_or(0)))
             }
-        };
+        }
+    }
+
+    /// `None` for one that does not hold together, which costs its own rules alone.
+    fn function(&self, index: u64) -> Option<Function<'_>> {
+        let bytes = &self.bytes;
+        let (entry, at) = self.entry(index)?;
+        let (end, _) = self.entry(index + 1)?;
         // Of `_func`: the entry, then 4 bytes each.
         let first = if self.family == Family::Go116 { 8 } else { 4 };
         let at = self.entries.checked_add(at)?.checked_add(first)?;
         let name = self.name(number(bytes, at, 4)?)?;
-        let moves = self.moves(entry, number(bytes, at + 12, 4)?)?;
-        // Before it: args, deferreturn, pcsp, pcfile, pcln, npcdata, cuOffset, from 1.20 on startLine; funcID.
+        // Before it: args, deferreturn. Of C that was linked in the table has names and nothing else.
+        let moves = match number(bytes, at + 12, 4)? {
+            0 => Vec::new(),
+            at => self.moves(entry, at)?,
+        };
+        // Before it: pcsp, pcfile, pcln, npcdata, cuOffset, from 1.20 on startLine; funcID.
         let flags = at + if self.family == Family::Go120 { 37 } else { 33 };
         let flags = *bytes.get(usize::try_from(flags).ok()?)?;
-        let end = moves.last()?.1;
-        let mut add = |from: u64, to: u64, rule: Rule| {
-            let Some(offset) = elf.offset(from) else { return };
-            if from < to && elf.offset(to - 1) == Some(offset + (to - 1 - from)) {
-                spans.add(offset, offset + (to - from), rule);
-            }
-        };
-        let code = || elf.code(entry, (end - entry).min(MAX_CODE)).unwrap_or_default();
-        let switches = match name {
-            b"runtime.systemstack" => systemstack(&code()).into_iter().collect(),
-            b"runtime.asmcgocall" => asmcgocall(&code()),
-            _ => Vec::new(),
-        };
-        match name {
-            _ if !switches.is_empty() => {
-                add(entry, end, Rule::default());
-                let until = SWITCHING.iter().filter_map(|what| find(&code(), what)).min();
-                let until = entry + until.unwrap_or(0) as u64;
-                let before = moves.iter().map(|&(from, to, moved)| (from, to.min(until), moved));
-                self.add_moves(&before.collect::<Vec<_>>(), flags, &mut add);
-                for (at, rule) in switches {
-                    add(entry + at, entry + at + CALL, rule);
-                }
-            }
-            // The kernel has a signal's handler return to its first instruction, of which the one before is looked up.
-            b"runtime.sigreturn" | b"runtime.sigreturn__sigaction" => {
-                add(entry - 1, end, Rule { cfa: cfa::SIGNAL, ..from_rsp(0) });
-            }
-            b"runtime.sigtramp" | b"runtime.cgoSigtramp" => self.add_moves(&moves, flags, &mut add),
-            // Where goroutines and threads begin; what these two call runs on the scheduler's stack.
-            b"runtime.mcall" | b"runtime.morestack" => add(entry, end, root()),
-            _ if flags & TOPFRAME != 0 || ROOTS.contains(&name) => add(entry, end, root()),
-            _ if flags & SPWRITE != 0 => add(entry, end, Rule::default()),
-            _ => self.add_moves(&moves, flags, &mut add),
-        }
-        Some(())
-    }
-
-    fn add_moves(
-        &self,
-        moves: &[(u64, u64, i32)],
-        flags: u8,
-        add: &mut impl FnMut(u64, u64, Rule),
-    ) {
-        for &(from, to, moved) in moves {
-            let Some(offset) = moved.checked_add(8).filter(|_| moved >= 0) else { continue };
-            let mut rule = Rule { ra_offset: -8, ..from_rsp(offset) };
-            if moved > 0 {
-                // Compiled functions with a frame keep rbp at its top; of others it is not known.
-                let keeps = self.family >= Family::Go118 && flags & ASM == 0;
-                (rule.fp, rule.fp_offset) = if keeps { (fp::AT_CFA, -16) } else { (fp::LOST, 0) };
-            }
-            add(from, to, rule);
-        }
+        let end = moves.last().map_or(end, |&(_, to, _)| to);
+        (entry < end).then_some(Function { name, entry, end, flags, moves })
     }
 
     fn name(&self, at: u64) -> Option<&[u8]> {
@@ -247,55 +277,130 @@ fn from_rsp(offset: i32) -> Rule {
     Rule { cfa: cfa::REGISTER, register: RSP as u8, offset, ..Rule::default() }
 }
 
-fn root() -> Rule {
-    Rule { cfa: cfa::ROOT, register: RSP as u8, ..Rule::default() }
+/// A function, as the table has it.
+struct Function<'t> {
+    name: &'t [u8],
+    entry: u64,
+    end: u64,
+    flags: u8,
+    /// From, to, bytes the stack pointer is below where it was at entry; empty for C.
+    moves: Vec<(u64, u64, i32)>,
 }
 
-/// Where `systemstack` calls, on the scheduler's stack, and how to get to the goroutine's: through g, m and curg to
-/// where the goroutine's stack pointer was put, which is where the return address is.
-fn systemstack(code: &[u8]) -> Option<(u64, Rule)> {
-    let call = find(code, &[0x48, 0x8b, 0x3f, 0xff, 0xd7])? + 3; // mov (%rdi),%rdi; call *%rdi
-    // mov %fs:G,%rax; mov M(%rax),%rbx
-    let tls = find(code, &[0x64, 0x48, 0x8b, 0x04, 0x25])?;
-    let m = code.get(tls + 9..tls + 13).filter(|code| code[..3] == [0x48, 0x8b, 0x58])?[3];
-    let curg = find(code, &[0x48, 0x3b, 0x83])?; // cmp CURG(%rbx),%rax
-    let sp = find(code, &[0x48, 0x8b, 0x60])?; // mov SP(%rax),%rsp
-    let rule = Rule {
-        cfa: cfa::GO_SYSTEM_STACK,
-        register: RSP as u8,
-        offset: number(code, tls as u64 + 5, 4)? as u32 as i32,
-        offset2: number(code, curg as u64 + 3, 4)? as u32 as i32,
-        ra_offset: i32::from(m),
-        fp_offset: i32::from(*code.get(sp + 3)?),
-        ..Rule::default()
-    };
-    Some((call as u64, rule))
-}
-
-/// Where `asmcgocall` calls C, on the scheduler's stack or where it was called from a thread without a goroutine.
-fn asmcgocall(code: &[u8]) -> Vec<(u64, Rule)> {
-    let mut rules = Vec::new();
-    let calls = code.windows(2).enumerate().filter(|(_, code)| *code == [0xff, 0xd0]); // call *%rax
-    for (at, _) in calls {
-        let after = &code[at + 2..];
-        // mov G(%rsp),%rdi; mov 0x8(%rdi),%rsi; sub DEPTH(%rsp),%rsi
-        if let Some(
-            &[0x48, 0x8b, 0x7c, 0x24, g, 0x48, 0x8b, 0x77, 8, 0x48, 0x2b, 0x74, 0x24, depth],
-        ) = after.first_chunk()
+impl Function<'_> {
+    fn add(
+        &self,
+        code: &mut Window<'_, '_>,
+        kept: Option<u32>,
+        known: &mut Known,
+        add: &mut impl FnMut(u64, u64, Rule),
+    ) {
+        let Self { name, entry, end, flags, .. } = *self;
+        let is_root = flags & TOPFRAME != 0 || ROOTS.contains(&name);
+        let is_handler = name == b"runtime.sigtramp" || name == b"runtime.cgoSigtramp";
+        // The kernel has a signal's handler return to its first instruction, of which the one before is looked up.
+        if name == b"runtime.sigreturn" || name == b"runtime.sigreturn__sigaction" {
+            add(entry.saturating_sub(1), end, Rule { cfa: cfa::SIGNAL, ..from_rsp(0) });
+        } else if is_root && !is_handler {
+            // Where goroutines and threads begin.
+            add(entry, end, root());
+        } else if self.moves.is_empty() || flags & (ASM | SPWRITE) != 0 || go_stacks::changes(name)
         {
-            let offsets = (i32::from(g), i32::from(depth));
-            let rule = Rule { offset: offsets.0, offset2: offsets.1, ..from_rsp(0) };
-            rules.push((at as u64, Rule { cfa: cfa::GO_SAVED_DEPTH, ..rule }));
-        }
-        // mov SP(%rsp),%rsi; mov %rsi,%rsp
-        if let Some(&[0x48, 0x8b, 0x74, 0x24, sp, 0x48, 0x89, 0xf4]) = after.first_chunk() {
-            let rule = Rule { offset2: 8, ra_offset: -8, ..from_rsp(i32::from(sp)) };
-            rules.push((at as u64, Rule { cfa: cfa::MEMORY, ..rule }));
+            self.add_followed(code, kept, known, add);
+        } else {
+            self.add_moves(code, add);
         }
     }
-    rules
+
+    /// Rules by the instructions, of assembly and C.
+    fn add_followed(
+        &self,
+        code: &mut Window<'_, '_>,
+        kept: Option<u32>,
+        known: &mut Known,
+        add: &mut impl FnMut(u64, u64, Rule),
+    ) {
+        let Self { name, entry, end, flags, .. } = *self;
+        let length = end - entry;
+        // Parts of C functions that are kept elsewhere begin with a frame.
+        let is_part = self.moves.is_empty() && name.windows(5).any(|part| part == b".cold");
+        let mut found = Vec::new();
+        if length <= MAX_FOLLOWED && !is_part {
+            let bytes = code.at(entry, length);
+            let function = code::Function { start: entry, bytes, keeps_all: known.keeps_all };
+            found = code::rules(&function, kept, &mut known.left);
+        }
+        let head = code.at(entry, length.min(MAX_CODE)).to_vec();
+        let head = Code { start: entry, bytes: &head };
+        let injected = if INJECTED.contains(&name) { ra::EXACT } else { 0 };
+        let mut at = entry;
+        for one in &found {
+            let special = go_stacks::rule(name, head, one, known.runtime.as_ref());
+            let said =
+                one.rule.map(|rule| (one.from, one.to, Rule { ra: rule.ra | injected, ..rule }));
+            let unknown = one.left.then(|| (one.from, one.to, unknown()));
+            let Some((from, to, rule)) = special.or(said).or(unknown) else { continue };
+            self.add_else(at, from, flags, add);
+            add(from, to, rule);
+            at = to;
+        }
+        self.add_else(at, end, flags, add);
+    }
+
+    /// Where instructions say nothing, the table does, but for who writes the stack pointer in ways it does not count.
+    fn add_else(&self, from: u64, to: u64, flags: u8, add: &mut impl FnMut(u64, u64, Rule)) {
+        if flags & SPWRITE != 0 || go_stacks::changes(self.name) {
+            add(from, to, unknown());
+            return;
+        }
+        for &(start, end, moved) in &self.moves {
+            let Some(offset) = moved.checked_add(8).filter(|_| moved >= 0) else { continue };
+            let fp = if moved == 0 { fp::SAME } else { fp::LOST };
+            add(start.max(from), end.min(to), Rule { ra_offset: -8, fp, ..from_rsp(offset) });
+        }
+    }
+
+    /// Rules by the table, of what Go compiled. rbp is where the beginning of the function has put it.
+    fn add_moves(&self, code: &mut Window<'_, '_>, add: &mut impl FnMut(u64, u64, Rule)) {
+        let injected = if INJECTED.contains(&self.name) { ra::EXACT } else { 0 };
+        // Whether it is put there, once that is known.
+        let mut is_saved = None;
+        for &(start, end, moved) in &self.moves {
+            let Some(offset) = moved.checked_add(8).filter(|_| moved >= 0) else { continue };
+            let rule = Rule { ra: injected, ra_offset: -8, ..from_rsp(offset) };
+            if moved == 0 {
+                add(start, end, rule);
+                continue;
+            }
+            let after = match is_saved {
+                None => saves(code.at(start.wrapping_sub(1), 9), moved),
+                Some(is_saved) => Some(0).filter(|_| is_saved),
+            };
+            is_saved = Some(after.is_some());
+            let Some(after) = after else {
+                add(start, end, Rule { fp: fp::LOST, ..rule });
+                continue;
+            };
+            // Until it is put there it is where it was.
+            let saved = start.saturating_add(after).min(end);
+            add(start, saved, rule);
+            add(saved, end, Rule { fp: fp::AT_CFA, fp_offset: -16, ..rule });
+        }
+    }
 }
 
-fn find(code: &[u8], what: &[u8]) -> Option<usize> {
-    code.windows(what.len()).position(|code| code == what)
+/// Whether a function keeps its caller's rbp at the top of its frame, from the instructions around where it makes room for
+/// that: `push %rbp`, or (up to Go 1.20) `mov %rbp,TOP(%rsp)` after it. How many bytes later it is there.
+fn saves(code: &[u8], moved: i32) -> Option<u64> {
+    let top = moved.checked_sub(8)?;
+    match *code {
+        [0x55, ..] if top == 0 => Some(0),
+        [_, 0x48, 0x89, 0x6c, 0x24, at, ..] if i32::from(at as i8) == top => Some(5),
+        [_, 0x48, 0x89, 0xac, 0x24, a, b, c, d] if i32::from_le_bytes([a, b, c, d]) == top => {
+            Some(8)
+        }
+        // mov %rbp,(%rsp)
+        [_, 0x48, 0x89, 0x2c, 0x24, ..] if top == 0 => Some(4),
+        _ => None,
+    }
 }

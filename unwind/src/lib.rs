@@ -3,10 +3,12 @@
 //! [`compile`] reads ELF and DWARF and is run by the collector's unwind compiler, a process without any privilege;
 //! [`Table`] is what comes out, checked again by who loads it. Knows no process and no map.
 
+mod code;
 mod compile;
 mod elf;
 mod expression;
 mod go;
+mod go_stacks;
 mod pages;
 mod table;
 mod v8;

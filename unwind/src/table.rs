@@ -8,7 +8,7 @@ use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one: tables are kept on disk.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
 const HEADER: usize = 36;
@@ -67,7 +67,7 @@ impl Table {
         bytes.extend(&self.build_id);
         for rule in &self.rules {
             bytes.extend([rule.cfa, rule.register, rule.fp, rule.ra]);
-            for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, rule.bx] {
+            for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, rule.kept] {
                 bytes.extend(word.to_le_bytes());
             }
         }
@@ -144,16 +144,16 @@ fn rule(bytes: &[u8]) -> Rule {
         offset2: signed(8),
         fp_offset: signed(12),
         ra_offset: signed(16),
-        bx: signed(20),
+        kept: signed(20),
     }
 }
 
 fn is_sound(rule: &Rule) -> bool {
-    rule.cfa <= cfa::GO_SAVED_DEPTH
-        && rule.register < 16
+    let place = rule.ra & !ra::EXACT;
+    rule.cfa <= cfa::UNKNOWN_SWITCH
         && rule.fp <= fp::LOST
-        && rule.ra <= ra::REGISTER
-        && (rule.ra != ra::REGISTER || (0..16).contains(&rule.ra_offset))
+        && place <= ra::AT_RBX
+        && (place != ra::REGISTER || (0..16).contains(&rule.ra_offset))
 }
 
 /// The rule number 0 every table begins with.
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(refused(&|table| table.rows[0] = row(0x10, 2)), "with rows beyond its rules");
         assert_eq!(refused(&|table| table.pages[0] = 9), "with pages beyond its rows");
         assert_eq!(refused(&|table| table.pages[0] = 1), "with rows beyond its pages");
-        assert_eq!(refused(&|table| table.rules[1].register = 16), "with an impossible rule");
+        assert_eq!(refused(&|table| table.rules[1].ra = 3), "with an impossible rule");
     }
 
     proptest! {

@@ -178,7 +178,7 @@ impl TableMaps {
         let words = vec![
             pair(kinds, rule.offset),
             pair(rule.offset2 as u32, rule.fp_offset),
-            pair(rule.ra_offset as u32, rule.bx),
+            pair(rule.ra_offset as u32, rule.kept),
         ];
         write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words)
     }

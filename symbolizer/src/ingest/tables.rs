@@ -171,6 +171,7 @@ pub(super) fn end_reason(wire: v1::EndReason) -> EndReason {
         v1::EndReason::BadStack => EndReason::BadStack,
         v1::EndReason::NoMappingsYet => EndReason::NoMappingsYet,
         v1::EndReason::TablesReplaced => EndReason::TablesReplaced,
+        v1::EndReason::UnknownSwitch => EndReason::UnknownSwitch,
         v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
     }
 }

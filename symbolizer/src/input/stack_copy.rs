@@ -128,7 +128,7 @@ impl<'s> Walker<'s> {
             let modules = &self.modules;
             // A slot below the stack pointer has just been popped, and rules say for a moment longer that rbp is there.
             // Live it can still be read; here it is in its register.
-            let popped = (cursor.exact != 0 && rule.bx == 0)
+            let popped = (cursor.exact != 0 && rule.kept == 0)
                 .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
             let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };
             match unwind::step(&mut memory, &mut signal, &mut cursor, &rule) {
@@ -220,6 +220,7 @@ fn end_reason(end: u64) -> EndReason {
     const NO_RULE: u64 = UserEnd::NoRule as u64;
     const REGISTER_LOST: u64 = UserEnd::RegisterLost as u64;
     const BAD_STACK: u64 = UserEnd::BadStack as u64;
+    const UNKNOWN_SWITCH: u64 = UserEnd::UnknownSwitch as u64;
     match end {
         ROOT => EndReason::Root,
         UNREADABLE => EndReason::Unreadable,
@@ -227,6 +228,7 @@ fn end_reason(end: u64) -> EndReason {
         NO_RULE => EndReason::NoUnwindRule,
         REGISTER_LOST => EndReason::RegisterLost,
         BAD_STACK => EndReason::BadStack,
+        UNKNOWN_SWITCH => EndReason::UnknownSwitch,
         _ => EndReason::Failed,
     }
 }

@@ -33,6 +33,8 @@ pub enum EndReason {
     NoMappingsYet,
     /// Tables were replaced while the stack was walked.
     TablesReplaced,
+    /// The code changes from one stack to another in a way that is not known.
+    UnknownSwitch,
     /// Who took it did not say.
     NotSaid,
 }
@@ -57,6 +59,7 @@ impl EndReason {
             Self::BadStack => "caller's frame not above this one",
             Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
             Self::TablesReplaced => "unwind tables replaced meanwhile",
+            Self::UnknownSwitch => "code that changes stacks in an unknown way",
             Self::NotSaid => "not said by who took it",
         }
     }
