@@ -22,6 +22,7 @@ demo: build
 # All set-up and all tests. One at a time: shares of CPU time want the CPUs for themselves.
 test: build
 	tests/setup.sh
+	tests/versions.sh $(STACKWIRE_TEST_CACHE)
 	rm -rf target/test-cache
 	XDG_CACHE_HOME=$(CURDIR)/target/test-cache DEBUGINFOD_URLS= $(CARGO) test --release --locked --workspace -- --test-threads=1
 

@@ -17,6 +17,8 @@ mod debuginfod;
 mod ground_truth;
 /// Executables the symbolizer cannot see, handed over by the collector and its broker.
 mod handover;
+/// Processes that lie with all they have, beside an honest one.
+mod hostile;
 /// Live, resolved and served profiles of one stream are the same bytes.
 mod identical;
 /// Inlined chains against llvm-symbolizer, for every sampled address.
@@ -37,6 +39,8 @@ mod library;
 mod odd_registers;
 /// The unwinder's walker against gimli and eu-stack, on stopped threads of real programs.
 mod oracle;
+/// Descriptors, links and pipes as outputs.
+mod outputs;
 /// perf.data for perf of two ages, hotspot, samply and autofdo.
 mod perf_data;
 /// `go tool pprof` in every view, flame graph and folded stacks.

@@ -20,8 +20,9 @@ use stackwire_unwind::{Table, compile};
 use crate::support::build;
 use crate::support::calls::{Frame, Functions};
 use crate::support::go::releases;
+use crate::support::interpreters::{javas, pythons};
 use crate::support::stopped::{Mapping, Stopped};
-use crate::support::{Running, can, of_debian};
+use crate::support::{Running, can};
 
 /// Deepest stack compared.
 const DEPTH: usize = 1_300;
@@ -523,9 +524,8 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     take("unwind_asm", Command::new(&corpus[0].1).arg("asm"), 200);
     take("release_cc", Command::new(build::inlined_cc_release()).arg("100"), 500);
     take("release_rs", Command::new(build::inlined_rs_release()).arg("100"), 500);
-    take("python3", Command::new("python3").args(["-c", PYTHON]), 1_500);
-    if let Some(mut python) = of_debian("trixie", "python3.13") {
-        take("python3.13", python.args(["-c", PYTHON]), 1_000);
+    for (name, mut python) in pythons() {
+        take(&name, python.args(["-c", PYTHON]), 300);
     }
     take("node", Command::new("node").current_dir(&directory).args(["-e", NODE]), 1_000);
     let speed = "echo ready; exec openssl speed -seconds 6 -bytes 1024 sha256 aes-256-cbc rsa2048 ecdhp256 >/dev/null 2>&1";
@@ -533,8 +533,10 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     // The compilers and the garbage collector of the JVM: what it compiles is walked by frame pointers.
     let java = directory.path().join("Busy.java");
     std::fs::write(&java, JAVA).unwrap();
-    let java = ["-XX:+PreserveFramePointer", java.to_str().unwrap()];
-    take("java", Command::new("java").args(java), 1_000);
+    let arguments = ["-XX:+PreserveFramePointer", java.to_str().unwrap()];
+    for java in javas() {
+        take("java", Command::new(java).args(arguments), 700);
+    }
     let roots = tally.say();
     // Of the 200 in assembly that says nothing none gets to the root.
     assert!(tally.snapshots >= 10_000 && tally.share() >= 99.9 && roots >= 98.0);
@@ -596,14 +598,12 @@ fn stacks_of_stopped_processes_are_those_of_eu_stack() {
     }
     let mut modules = Modules::default();
     let (mut frames, mut equal) = (0, 0);
-    let mut commands: Vec<(&str, Command)> =
-        build::unwind_corpus().iter().map(|(name, path)| (*name, Command::new(path))).collect();
-    let mut python = Command::new("python3");
-    python.args(["-c", PYTHON]);
-    commands.push(("python3", python));
-    if let Some(mut python) = of_debian("trixie", "python3.13") {
+    let corpus = build::unwind_corpus().iter();
+    let mut commands: Vec<(String, Command)> =
+        corpus.map(|(name, path)| (name.to_string(), Command::new(path))).collect();
+    for (name, mut python) in pythons() {
         python.args(["-c", PYTHON]);
-        commands.push(("python3.13", python));
+        commands.push((name, python));
     }
     for (name, mut command) in commands {
         let running = Running::start(&mut command);

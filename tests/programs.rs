@@ -3,6 +3,7 @@
 use std::process::{Command, Stdio};
 
 use crate::support::build::{inlined_cc, inlined_rs};
+use crate::support::interpreters::pythons;
 use crate::support::{Pprof, Running, privileged, record, stackwire};
 
 fn has(profile: &Pprof, function: &str) -> bool {
@@ -47,15 +48,13 @@ fn python_is_named() {
         return;
     }
     let script = "print('ready', flush=True)\ndef work():\n  x = 0\n  for i in range(100000): x += i * i\nwhile True: work()\n";
-    let program = Running::start(Command::new("python3").args(["-c", script]));
-    let profile = record(program.pid(), 3, &[]);
-    let evaluates = |name: &str| has(&profile, name);
-    assert!(
-        evaluates("_PyEval_EvalFrameDefault")
-            || evaluates("long_mul")
-            || evaluates("PyNumber_Multiply"),
-        "no function of the interpreter is named"
-    );
+    for (name, mut python) in pythons() {
+        let program = Running::start(python.args(["-c", script]));
+        let profile = record(program.pid(), 2, &[]);
+        let functions = ["_PyEval_EvalFrameDefault", "long_mul", "PyNumber_Multiply"];
+        let named = functions.iter().any(|function| has(&profile, function));
+        assert!(named, "{name}: no function of the interpreter is named");
+    }
 }
 
 #[test]

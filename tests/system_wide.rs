@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::support::{Pprof, binary, privileged, report, stackwire};
+use crate::support::{Pprof, Ran, binary, privileged, report, stackwire};
 
 #[test]
 fn two_thousand_short_processes() {
@@ -68,6 +68,52 @@ fn two_thousand_short_processes() {
     assert_eq!(taken, delivered + lost);
     assert_eq!(delivered, profile.count());
     assert!(!text.contains("unaccounted"), "{text}");
+}
+
+/// Tables come and go with processes, and a sample without a user walk must not have the frame of the one before it. Ten minutes
+/// of it: `STACKWIRE_LONG=600s`.
+#[test]
+fn kernel_threads_have_no_user_frames() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let script = format!(
+        "while :; do /bin/true; {work} plain 0.002; dd if=/dev/zero of=x bs=64k count=20 oflag=dsync; done >/dev/null 2>&1",
+        work = crate::support::build::work().display()
+    );
+    let mut shell =
+        Command::new("sh").args(["-c", &script]).current_dir(&directory).spawn().unwrap();
+    let duration = std::env::var("STACKWIRE_LONG").unwrap_or("15s".to_owned());
+    let mut collector = Command::new(binary("stackwire-collector"));
+    collector.args(["-a", "--sample-rate=4999", &format!("--duration={duration}")]);
+    Ran::of(collector.arg("--output").arg(at("x.stackwire"))).succeeded();
+    let _ = shell.kill();
+    let _ = shell.wait();
+    let resolve = ["resolve".into(), at("x.stackwire").into_os_string(), "-o".into()];
+    stackwire(resolve.into_iter().chain([at("x.pb.gz").into_os_string()])).succeeded();
+    let profile = Pprof::read(&at("x.pb.gz"));
+    // PF_KTHREAD, of the ninth field (proc_pid_stat(5)).
+    let is_kernel_thread = |pid: &str| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let flags = stat.rsplit(") ").next().unwrap_or_default().split(' ').nth(6);
+        flags.and_then(|flags| flags.parse::<u64>().ok()).unwrap_or(0) & 0x20_0000 != 0
+    };
+    let (mut all, mut with) = (0, Vec::new());
+    for sample in &profile.samples {
+        if is_kernel_thread(&sample.labels["pid"]) {
+            all += sample.count;
+            let files = sample.locations.iter().map(|&id| profile.file_of(id));
+            let kernel = |file: &str| {
+                file.starts_with('[') && !["[unmapped]", "[jit]", "[vdso]"].contains(&file)
+            };
+            let user = files.filter(|file| !kernel(file)).collect::<Vec<_>>();
+            with.extend(user.first().map(|file| format!("{} in {file}", sample.labels["comm"])));
+        }
+    }
+    eprintln!("{} of {all} samples of kernel threads have user frames", with.len());
+    assert!(all > 50 && with.is_empty(), "{with:?} of {all}");
 }
 
 #[test]

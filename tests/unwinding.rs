@@ -6,16 +6,20 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::support::go::releases;
+use crate::support::interpreters::pythons;
 use crate::support::postgres::Postgres;
-use crate::support::{
-    Pprof, Ran, Running, binary, build, of_debian, privileged, report, stackwire,
-};
+use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire};
 
-/// Share of user stacks that reached their thread's root, in percent, of a report.
-fn complete(report: &str) -> f64 {
-    let line = report.lines().find(|line| line.ends_with("reached the thread's root"));
+/// Share of user stacks that ended like this, in percent, of a report.
+fn ended(report: &str, how: &str) -> f64 {
+    let line = report.lines().find(|line| line.ends_with(how));
     let share = line.and_then(|line| line.split_whitespace().nth(1)).map(str::parse);
     share.unwrap_or(Ok(0.0)).unwrap()
+}
+
+/// Share of those that reached their thread's root.
+fn complete(report: &str) -> f64 {
+    ended(report, "reached the thread's root")
 }
 
 /// Records at 997 Hz; the report, and the profile.
@@ -72,21 +76,17 @@ fn stacks_of_running_programs_are_whole() {
         return;
     }
     let cache = tempfile::tempdir().unwrap();
-    let mut programs: Vec<(&str, Command)> = Vec::new();
+    let mut programs: Vec<(String, Command)> = Vec::new();
     for (name, path) in build::unwind_corpus() {
-        programs.push((name, Command::new(path)));
+        programs.push((name.to_string(), Command::new(path)));
     }
     for program in [build::inlined_cc_release(), build::inlined_rs_release()] {
         let mut command = Command::new(program);
         command.arg("60");
-        programs.push((program.file_name().unwrap().to_str().unwrap(), command));
+        let name = program.file_name().unwrap().to_str().unwrap();
+        programs.push((name.to_owned(), command));
     }
-    let pythons = [
-        ("python3", Some(Command::new("python3"))),
-        ("python3.13", of_debian("trixie", "python3.13")),
-    ];
-    for (name, python) in pythons {
-        let Some(mut python) = python else { continue };
+    for (name, mut python) in pythons() {
         python.args([
             "-c",
             "print('ready', flush=True)\nimport json\n\
@@ -101,7 +101,7 @@ fn stacks_of_running_programs_are_whole() {
         function sorted(n) { return Array.from({length: n}, (_, i) => i * 7919 % 1000).sort((a, b) => a - b); }\n\
         function text() { return JSON.stringify(sorted(500).map(x => ({key: 'k' + x}))).replace(/k(\\d)/g, '$1'); }\n\
         for (;;) text();"]);
-    programs.push(("node", node));
+    programs.push(("node".to_owned(), node));
     for (name, mut command) in programs {
         let running = Running::start(&mut command);
         let pid = format!("--pid={}", running.pid());
@@ -109,7 +109,7 @@ fn stacks_of_running_programs_are_whole() {
         recorded(&[&pid, "--duration=500ms"], cache.path());
         // The children of vfork and fork are part of what it does.
         let (report, _) = recorded(&[&pid, "--follow", "--duration=3s"], cache.path());
-        assert_complete(name, &report);
+        assert_complete(&name, &report);
     }
 }
 
@@ -244,7 +244,11 @@ fn stacks_of_commands_are_whole() {
         arguments.extend(command.iter().map(String::as_str));
         recorded(&arguments, directory.path());
         let (report, _) = recorded(&arguments, directory.path());
-        assert_complete(name, &report);
+        // How many samples a child gives before its mappings are known is the machine's affair.
+        let young = ended(&report, "process or mapping too young");
+        let share = complete(&report) * 100.0 / (100.0 - young);
+        eprintln!("{name}: {share:.1} % of the stacks are whole, but for {young} % too young");
+        assert!(share >= 99.5 && young < 5.0, "{name}: {share} %, {young} %:\n{report}");
     }
 }
 

@@ -16,6 +16,7 @@ use stackwire_collector_ebpf::{
 };
 
 use crate::maps::{SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count};
+use crate::processes::generation;
 use crate::targets::wanted;
 use crate::task::Task;
 use crate::user_stack::Registers;
@@ -64,6 +65,8 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
     scratch.walk.depth = 0;
     scratch.walk.end = UserEnd::NoUserStack as u64;
+    // Before anything is looked up in tables.
+    scratch.tables.generation = generation();
 
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };

@@ -72,7 +72,6 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     cursor.thread = thread;
     mapping.start = 1;
     mapping.end = 0;
-    scratch.tables.generation = generation();
     scratch.tables.first = 0;
     scratch.tables.count = 0;
     match find_process(pid) {
@@ -96,8 +95,10 @@ pub fn step(scratch: &mut Scratch) {
             scratch.walk.end = end;
         }
     }
-    // What was read may have been of something else by then: only the first frame is certain.
-    if scratch.walk.end != WALKING && scratch.tables.generation != generation() {
+    // What was read may have been of something else by then: only the first frame is certain, of a walk that was begun. Of one
+    // that was not, the buffer still has a frame of the sample before.
+    let over = scratch.walk.end != WALKING && scratch.walk.depth > 0;
+    if over && scratch.tables.generation != generation() {
         scratch.walk.depth = 1;
         scratch.walk.end = UserEnd::TablesReplaced as u64;
     }

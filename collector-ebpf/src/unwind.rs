@@ -271,7 +271,9 @@ pub fn step(
         return UserEnd::Root as u64;
     }
     let kept = u64::from(rule.register >> 4);
-    if rule.kept > 0 {
+    if ra_at != 0 {
+        // There it is for the way to the goroutine.
+    } else if rule.kept > 0 {
         known |= at.known & 1 << kept;
     } else if rule.kept < 0
         && let Some(word) = memory.word(plus(frame, rule.kept))

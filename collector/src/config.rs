@@ -9,7 +9,7 @@ use stackwire_collector_ebpf::Unwind;
 
 use crate::handover::Share;
 use crate::outbox::Limits;
-use crate::process::has_ended;
+use crate::process::{has_ended, text};
 use crate::sampler::{BTF_PATH, Event};
 use crate::sink::Target;
 
@@ -181,7 +181,7 @@ const PF_KTHREAD: u64 = 0x0020_0000;
 
 fn check_process(pid: u32, proc: &Path) -> Result<(), ConfigError> {
     let directory = proc.join(pid.to_string());
-    let status = std::fs::read_to_string(directory.join("status"));
+    let status = text::read(directory.join("status"));
     let status = status.map_err(|_cause| ConfigError::NoSuchProcess(pid))?;
     let leader = status
         .lines()
@@ -190,7 +190,7 @@ fn check_process(pid: u32, proc: &Path) -> Result<(), ConfigError> {
     if leader != pid {
         return Err(ConfigError::IsThread { tid: pid, pid: leader });
     }
-    let stat = std::fs::read_to_string(directory.join("stat")).unwrap_or_default();
+    let stat = text::read(directory.join("stat")).unwrap_or_default();
     if has_ended(&stat) {
         return Err(ConfigError::IsZombie(pid));
     }

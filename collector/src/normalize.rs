@@ -81,7 +81,13 @@ pub struct Stack {
     pub end: End,
 }
 
+/// Beyond it are no user addresses: five-level page tables have 57 bits.
+const USER_END: u64 = 1 << 57;
+
 /// Normalizes a user stack of `process`; `None` when there was none.
+///
+/// A program may jump anywhere, and be interrupted there: an address no program can have is not sent, since it may be one of the
+/// kernel's.
 ///
 /// A return address outside executable memory ends the stack: with frame pointers, a caller
 /// without one leaves any number in the register, and a frame must never be a guess.
@@ -103,6 +109,13 @@ pub fn user(
             _ => FrameKind::Caller,
         };
         let address = if index == 0 { address } else { address & !INTERRUPTED };
+        if address >= USER_END {
+            if index == 0 {
+                let (executable, offset) = (Rc::clone(unmapped), 0);
+                frames.push(Frame { executable, offset, kind, mapping: None });
+            }
+            return Some(Stack { frames, end: End::NotCode });
+        }
         // A call may be the last instruction of a mapping, its return address just behind it.
         let inside = if kind == FrameKind::Caller { address.wrapping_sub(1) } else { address };
         match process.mapping(inside) {
@@ -241,6 +254,17 @@ mod tests {
         // A leaf is where the CPU was, whatever is known of it.
         let stack = user(process, &[0x7777], 0, &unmapped).unwrap();
         assert_eq!(stack.frames[0].executable.kind, Kind::Unmapped);
+    }
+
+    #[test]
+    fn an_address_no_program_can_have_is_not_sent() {
+        let mut processes = processes();
+        let unmapped = processes.executables().intern(Kind::Unmapped);
+        let process = processes.sampled(4_000_001, 1, 1);
+        let stack = user(process, &[0xffff_ffff_8100_0000], 12, &unmapped).unwrap();
+        assert_eq!((stack.frames[0].offset, stack.end), (0, End::NotCode));
+        let stack = user(process, &[0x1010, INTERRUPTED | 1 << 60, 0x1020], 0, &unmapped).unwrap();
+        assert_eq!((stack.frames.len(), stack.end), (1, End::NotCode));
     }
 
     #[test]

@@ -99,6 +99,21 @@ pub(crate) fn odd() -> &'static Path {
     })
 }
 
+/// `hostile`.
+pub(crate) fn hostile() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("hostile");
+        run(Command::new("gcc")
+            .args(C)
+            .arg(source("hostile.c"))
+            .arg("-o")
+            .arg(&out)
+            .arg("-lpthread"));
+        out
+    })
+}
+
 /// The C++ program with inlined functions.
 pub(crate) fn inlined_cc() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

@@ -4,6 +4,7 @@ pub(crate) mod build;
 pub(crate) mod calls;
 pub(crate) mod debug_files;
 pub(crate) mod go;
+pub(crate) mod interpreters;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod stopped;

@@ -3,8 +3,9 @@
 //! Follows every path from the first instruction and keeps what is certain on all of them: which registers and which
 //! slots of the stack hold an address in this frame, and where the caller's registers are. Functions that go to another
 //! stack keep the way back in a register or on the new one; that is then the rule. What is not certain has no rule. Relies
-//! on two things alone: a function is entered with its return address on top of the stack, and those it calls come back
-//! with rsp, rbx, rbp and r12 to r15 as they were (System V ABI 3.2.1; Go's assembly relies on it where it calls C).
+//! on this: a function is entered with its return address on top of the stack; those it calls come back, with rsp, rbx, rbp
+//! and r12 to r15 as they were (System V ABI 3.2.1; Go's assembly relies on it where it calls C); what it writes through
+//! pointers of others is not in its own frame. Of a jump table nothing is known, and so nothing of a function that has one.
 //!
 //! Pure. Called for Go's assembly and the C linked into Go programs; knows neither.
 
@@ -37,7 +38,7 @@ pub struct Found {
     pub to: u64,
     /// How to leave the frame, where that is certain.
     pub rule: Option<Rule>,
-    /// The stack pointer is not known to be on the stack the function was entered with.
+    /// The stack pointer is on another stack than the function was entered with.
     pub left: bool,
 }
 
@@ -51,7 +52,7 @@ pub fn rules(function: &Function<'_>, kept: Option<u32>, left: &mut usize) -> Ve
     reached.sort_unstable_by_key(|node| node.offset);
     let found = reached.iter().map(|node| {
         let from = function.start.wrapping_add(node.offset.into());
-        let left = !matches!(node.state.rsp(), Value::Address(ENTERED, _));
+        let left = matches!(node.state.rsp(), Value::Address(stack, _) if stack != ENTERED);
         Found {
             from,
             to: from.saturating_add(node.length.into()),
@@ -60,22 +61,46 @@ pub fn rules(function: &Function<'_>, kept: Option<u32>, left: &mut usize) -> Ve
         }
     });
     let mut found: Vec<Found> = found.collect();
+    if has_jump_table(&reached, function.bytes) {
+        return Vec::new();
+    }
     let leaves: Vec<Leave> = reached.iter().map(|node| node.leave).collect();
     before_return(&mut found, &leaves, kept);
     found
 }
 
+/// Whether it jumps to where a register says, and has code that nothing else leads to.
+fn has_jump_table(reached: &[&Node], bytes: &[u8]) -> bool {
+    let mut at = 0;
+    let mut unreached = false;
+    for node in reached {
+        unreached |= bytes.get(at..node.offset as usize).is_some_and(|gap| !is_padding(gap));
+        at = (node.offset + u32::from(node.length)) as usize;
+    }
+    unreached |= bytes.get(at..).is_some_and(|gap| !is_padding(gap));
+    unreached && reached.iter().any(|node| matches!(node.leave, Leave::Table))
+}
+
+/// Code that never runs: between functions and before loops.
+fn is_padding(bytes: &[u8]) -> bool {
+    let decoder = Decoder::new(64, bytes, DecoderOptions::NONE);
+    let fills = |one: Instruction| {
+        matches!(one.mnemonic(), Mnemonic::Nop | Mnemonic::Int3 | Mnemonic::Ud2) || one.is_invalid()
+    };
+    bytes.iter().all(|&byte| byte == 0) || decoder.into_iter().all(fills)
+}
+
 /// Where a stack pointer that came from elsewhere is followed by `ret`, the frame is what is popped until then.
 fn before_return(found: &mut [Found], leaves: &[Leave], kept: Option<u32>) {
     for index in (0..found.len()).rev() {
-        if found[index].rule.is_some() {
+        let at_rsp =
+            |rule: &Rule| rule.cfa == cfa::REGISTER && u32::from(rule.register & 15) == RSP;
+        if found[index].rule.as_ref().is_some_and(at_rsp) {
             continue;
         }
         let next = found.get(index + 1).filter(|next| next.from == found[index].to);
-        let at_rsp =
-            |rule: &Rule| rule.cfa == cfa::REGISTER && u32::from(rule.register & 15) == RSP;
         let next = next.and_then(|next| next.rule).filter(at_rsp);
-        found[index].rule = match (leaves[index], next) {
+        let rule = match (leaves[index], next) {
             // Whoever returns has given back what callees keep.
             (Leave::Return, _) => {
                 let mut rule = by(cfa::REGISTER, RSP, 8);
@@ -96,6 +121,8 @@ fn before_return(found: &mut [Found], leaves: &[Leave], kept: Option<u32>) {
             }
             _ => None,
         };
+        // By rbp it may be on a stack that others have moved meanwhile; what follows in a line is certain.
+        found[index].rule = rule.or(found[index].rule);
     }
 }
 
@@ -108,6 +135,8 @@ enum Leave {
     PopFramePointer,
     /// `ret`
     Return,
+    /// To where a register or memory says.
+    Table,
     /// Elsewhere, or with another stack pointer.
     Other,
 }
@@ -170,6 +199,13 @@ impl State {
         self.registers[RSP as usize]
     }
 
+    /// Whatever is below the stack pointer may be overwritten, by who is called or by a signal.
+    fn forget_below(&mut self) {
+        if let Value::Address(stack, top) = self.rsp() {
+            self.slots.retain(|&(of, at, _)| of != stack || at >= top);
+        }
+    }
+
     /// Remembers 8 bytes at an address, and forgets what they overwrite.
     fn store(&mut self, at: Value, value: Value) {
         let Value::Address(stack, offset) = at else { return };
@@ -225,14 +261,16 @@ impl State {
     fn frame(&self) -> Option<Rule> {
         let to_frame = |offset: i32| 8i32.checked_sub(offset).filter(|&to_frame| to_frame >= 8);
         if let Value::Address(ENTERED, offset) = self.rsp() {
-            return Some(by(cfa::REGISTER, RSP, to_frame(offset)?));
+            return to_frame(offset).map(|offset| by(cfa::REGISTER, RSP, offset));
         }
         // What callees keep comes first: it can be used of a caller, too.
         let callee_saved = [RBP, RBX, R12];
         let others = (0..REGISTERS as u32).filter(|number| !callee_saved.contains(number));
         for number in callee_saved.into_iter().chain(others) {
-            if let Value::Address(ENTERED, offset) = self.registers[number as usize] {
-                return Some(by(cfa::OTHER_STACK, number, to_frame(offset)?));
+            if let Value::Address(ENTERED, offset) = self.registers[number as usize]
+                && let Some(offset) = to_frame(offset)
+            {
+                return Some(by(cfa::OTHER_STACK, number, offset));
             }
         }
         let Value::Address(stack, top) = self.rsp() else { return None };
@@ -351,13 +389,23 @@ impl<'a> Analysis<'a> {
             let mut state = self.nodes[number].state.clone();
             self.nodes[number].length = instruction.len() as u8;
             self.nodes[number].leave = self.leave(&instruction);
+            let before = state.rsp();
             self.execute(&instruction, &mut state);
+            state.forget_below();
             let next = instruction.next_ip();
             let target = || Some(instruction.near_branch_target());
             let (next, target) = match instruction.flow_control() {
-                FlowControl::Next | FlowControl::Call | FlowControl::IndirectCall => {
+                FlowControl::Call => {
+                    // A call of a place inside it pushes an address and goes there (retpolines).
+                    let inside = instruction.near_branch_target().wrapping_sub(start);
+                    if inside > 0 && inside < bytes.len() as u64 {
+                        let mut pushed = state.clone();
+                        pushed.set(Register::RSP, moved(before, -8));
+                        waiting.extend(self.reach(inside as usize, &pushed));
+                    }
                     (Some(next), None)
                 }
+                FlowControl::Next | FlowControl::IndirectCall => (Some(next), None),
                 FlowControl::ConditionalBranch => (Some(next), target()),
                 FlowControl::UnconditionalBranch => (None, target()),
                 _ => (None, None),
@@ -389,6 +437,7 @@ impl<'a> Analysis<'a> {
             FlowControl::Return if instruction.code() == Code::Retnq => return Leave::Return,
             FlowControl::Next => {}
             FlowControl::Call | FlowControl::IndirectCall => return Leave::Next(0),
+            FlowControl::IndirectBranch => return Leave::Table,
             _ => return Leave::Other,
         }
         let popped = instruction.stack_pointer_increment();
@@ -639,6 +688,23 @@ mod tests {
         // Nor is anything when there was no time to follow every path.
         let function = Function { start: 0, bytes: &[0x90, 0x90, 0x90], keeps_all: None };
         assert_eq!(rules(&function, None, &mut 2), []);
+    }
+
+    #[test]
+    fn of_a_function_with_a_jump_table_nothing_is_known() {
+        // push %rax; jmp *%rcx; pop %rax; ret: who jumps to the third is not seen.
+        assert_eq!(of(&[0x50, 0xff, 0xe1, 0x58, 0xc3], None), []);
+        // Called on at its end, and filled up: mov %rdi,%rax; jmp *%rax; nopl 0(%rax)
+        let found = of(&[0x48, 0x89, 0xf8, 0xff, 0xe0, 0x0f, 0x1f, 0x40, 0x00], None);
+        assert_eq!(found, [(0, at_rsp(8)), (3, at_rsp(8))]);
+    }
+
+    #[test]
+    fn a_call_of_a_place_inside_pushes_an_address() {
+        // As runtime.retpolineAX: call 1f; 0: pause; jmp 0b; 1: mov %rax,(%rsp); ret
+        let code = [0xe8, 4, 0, 0, 0, 0xf3, 0x90, 0xeb, 0xfc, 0x48, 0x89, 0x04, 0x24, 0xc3];
+        let found = of(&code, None);
+        assert_eq!(found.last(), Some(&(13, at_rsp(16))));
     }
 
     proptest! {

@@ -41,8 +41,11 @@ const SYSTEMSTACK: &[u8] = b"runtime.systemstack";
 const MAX_FOLLOWED: u64 = 64 << 10;
 /// Instructions followed, of all functions: ten times those of a program with the race detector.
 const MAX_INSTRUCTIONS: usize = 1 << 20;
-/// Bytes of code read at once.
+/// Bytes of code read at once, and how often: in order, those of the largest programs are 100 MB.
 const WINDOW: u64 = 256 << 10;
+const MAX_WINDOWS: u32 = 4096;
+/// Places where a function moves the stack pointer.
+const MAX_MOVES: usize = 1 << 16;
 
 /// What is known of the program.
 struct Known {
@@ -57,6 +60,8 @@ struct Window<'e, 'f> {
     elf: &'e Elf<'f>,
     start: u64,
     bytes: Vec<u8>,
+    /// How often more may be read.
+    left: u32,
 }
 
 impl Window<'_, '_> {
@@ -64,6 +69,10 @@ impl Window<'_, '_> {
     fn at(&mut self, address: u64, length: u64) -> &[u8] {
         let end = self.start.saturating_add(self.bytes.len() as u64);
         if address < self.start || address.saturating_add(length) > end {
+            if self.left == 0 {
+                return &[];
+            }
+            self.left -= 1;
             let wanted = WINDOW.max(length);
             (self.start, self.bytes) = (address, self.elf.code_until(address, wanted));
         }
@@ -133,7 +142,7 @@ impl Table {
 
     /// Adds the functions. `covered`: offsets that have rules; `kept`: one more register to follow.
     pub fn add(&self, elf: &Elf<'_>, covered: &[(u64, u64)], kept: Option<u32>, spans: &mut Spans) {
-        let mut code = Window { elf, start: 0, bytes: Vec::new() };
+        let mut code = Window { elf, start: 0, bytes: Vec::new(), left: MAX_WINDOWS };
         let functions = || (0..self.functions).filter_map(|index| self.function(index));
         let mut known = Known { keeps_all: None, runtime: None, left: MAX_INSTRUCTIONS };
         for function in functions() {
@@ -228,6 +237,9 @@ impl Table {
             let change = (change >> 1) as i32 ^ -((change & 1) as i32);
             value = value.checked_add(change)?;
             let next = pc.checked_add(u64::from(varint(&mut bytes)?))?;
+            if moves.len() == MAX_MOVES {
+                return None;
+            }
             moves.push((pc, next, value));
             pc = next;
         }
@@ -325,10 +337,14 @@ impl Function<'_> {
         // Parts of C functions that are kept elsewhere begin with a frame.
         let is_part = self.moves.is_empty() && name.windows(5).any(|part| part == b".cold");
         let mut found = Vec::new();
-        if length <= MAX_FOLLOWED && !is_part {
+        if length <= MAX_FOLLOWED && !is_part && known.left > 0 {
             let bytes = code.at(entry, length);
             let function = code::Function { start: entry, bytes, keeps_all: known.keeps_all };
             found = code::rules(&function, kept, &mut known.left);
+        }
+        if found.is_empty() {
+            self.add_else(entry, end, flags, add);
+            return;
         }
         let head = code.at(entry, length.min(MAX_CODE)).to_vec();
         let head = Code { start: entry, bytes: &head };
@@ -352,6 +368,10 @@ impl Function<'_> {
         if flags & SPWRITE != 0 || go_stacks::changes(self.name) {
             add(from, to, unknown());
             return;
+        }
+        if self.moves.is_empty() {
+            // So that it is not taken for what fills functions up.
+            add(from, to, Rule::default());
         }
         for &(start, end, moved) in &self.moves {
             let Some(offset) = moved.checked_add(8).filter(|_| moved >= 0) else { continue };

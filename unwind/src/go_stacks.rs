@@ -106,7 +106,8 @@ impl<'a> Code<'a> {
 
 /// Whether a function changes stacks: up to Go 1.16 the table does not say.
 pub fn changes(name: &[u8]) -> bool {
-    const THESE: [&[u8]; 6] = [
+    const THESE: [&[u8]; 7] = [
+        b"runtime.clone",
         b"runtime.mcall",
         b"runtime.morestack",
         b"runtime.systemstack",
@@ -126,15 +127,15 @@ pub fn rule(name: &[u8], code: Code<'_>, found: &Found, runtime: Option<&Runtime
     let whole = |rule| Some((found.from, found.to, rule));
     let in_code = (found.from - code.start) as usize;
     let through = |cfa, fp| {
-        let runtime = runtime?;
+        let Some(runtime) = runtime else { return whole(unknown()) };
         let rule = Rule { fp, ..runtime.rule(cfa, found) };
         match runtime.slot {
-            Slot::Offset(_) => Some((found.from, found.to, rule)),
+            Slot::Offset(_) => whole(rule),
             // The word is found from where a call returns to, whose last byte is looked up.
-            Slot::In(_) => {
-                let is_call = matches!(code.bytes.get(in_code), Some(0xe8 | 0xff));
-                is_call.then_some((found.to - 1, found.to, rule))
+            Slot::In(_) if matches!(code.bytes.get(in_code), Some(0xe8 | 0xff)) => {
+                Some((found.to - 1, found.to, rule))
             }
+            Slot::In(_) => whole(unknown()),
         }
     };
     let framed = if code.bytes.starts_with(&PUSHED) { fp::AT_CFA } else { fp::SAME };
@@ -144,7 +145,7 @@ pub fn rule(name: &[u8], code: Code<'_>, found: &Found, runtime: Option<&Runtime
         // Its function goes on where it was, or is begun anew.
         b"runtime.morestack" if found.left => {
             let (from, to, rule) = through(cfa::GO_MORE_STACK, fp::LOST)?;
-            Some((from, to, Rule { ra: ra::EXACT, ..rule }))
+            Some((from, to, Rule { ra: rule.ra | ra::EXACT, ..rule }))
         }
         // rbp may say where the frame was before others moved the goroutine's stack meanwhile. Before it returns it is on
         // that stack again.
@@ -153,12 +154,18 @@ pub fn rule(name: &[u8], code: Code<'_>, found: &Found, runtime: Option<&Runtime
         {
             through(cfa::GO_SYSTEM_STACK, framed)
         }
-        b"runtime.asmcgocall" => {
-            let depth = saved_depth(code, framed)?;
-            depth.holds.contains(&in_code).then(|| whole(depth.rule))?
+        b"runtime.asmcgocall" => match saved_depth(code, framed) {
+            Some(depth) => depth.holds.contains(&in_code).then(|| whole(depth.rule))?,
+            None if found.left => whole(unknown()),
+            None => None,
+        },
+        // The kernel gives the child another stack pointer before it returns, and who is there cannot be told.
+        b"runtime.clone" => {
+            let after = code.find(0, &[0x0f, 0x05]).is_some_and(|syscall| in_code > syscall); // syscall
+            after.then(|| whole(if found.left { root() } else { unknown() }))?
         }
         b"gogo" | b"runtime.gogo" if found.left => {
-            let (load, pc) = resumes_at(code)?;
+            let Some((load, pc)) = resumes_at(code) else { return whole(unknown()) };
             let rule = Rule { cfa: cfa::REGISTER, register: RSP as u8, ..Rule::default() };
             let frame = code.find(0, &[0x48, 0x8b, 0x6b]); // mov BP(%rbx),%rbp
             let fp = if frame.is_some_and(|frame| in_code > frame) { fp::SAME } else { fp::LOST };

@@ -225,7 +225,7 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
 
 /// The pid in the innermost namespace: the last of `NSpid` in `/proc/PID/status`.
 fn namespace_pid(pid: u32) -> Option<u32> {
-    innermost(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+    innermost(&crate::process::text::read(format!("/proc/{pid}/status")).ok()?)
 }
 
 fn innermost(status: &str) -> Option<u32> {

@@ -8,6 +8,7 @@ pub mod cgroup;
 pub mod executable;
 mod image;
 pub mod maps;
+pub mod text;
 
 use std::collections::HashMap;
 use std::io;
@@ -384,7 +385,7 @@ impl Processes {
 
 /// Whether the process has a thread left: its main thread may have ended before the others.
 fn is_running(pid: u32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !has_ended(&stat))
+    text::read(format!("/proc/{pid}/stat")).is_ok_and(|stat| !has_ended(&stat))
 }
 
 /// Whether `/proc/PID/stat` is of a process without a thread that runs: a zombie (or dead) and alone.

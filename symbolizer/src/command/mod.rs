@@ -9,6 +9,7 @@ mod resolve;
 mod serve;
 mod symbolize;
 mod symbols;
+mod target;
 
 use crate::cli::Command;
 

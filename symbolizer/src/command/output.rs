@@ -1,14 +1,14 @@
 //! Output files: opened before the work starts, in place only when it is done.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Seek, Write};
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use stackwire::export::{self, PerfDataOptions, PprofOptions};
 use stackwire::{Profile, profile, say};
-use tempfile::NamedTempFile;
 
+use super::target::{Target, is_stdout};
 use crate::cli;
 
 /// A file that will hold an output.
@@ -18,28 +18,17 @@ pub struct Output {
     file: Target,
 }
 
-#[derive(Debug)]
-enum Target {
-    /// Renamed to the path at the end: who reads there finds the old file or the whole new one.
-    New(NamedTempFile),
-    /// Something that is not a regular file, as `/dev/stdout`.
-    Special(File),
-}
-
 impl Output {
-    /// Makes sure that `path` can be written.
+    /// Makes sure that `path` can be written; `-` is standard output.
     pub fn prepare(path: &Path) -> anyhow::Result<Self> {
-        let path = if path == "-" { Path::new("/dev/stdout") } else { path };
-        let cannot = || format!("cannot write {}", path.display());
-        let special = std::fs::metadata(path).is_ok_and(|found| !found.is_file());
-        let file = if special {
-            Target::Special(OpenOptions::new().write(true).open(path).with_context(cannot)?)
-        } else {
-            let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-            let directory = directory.unwrap_or(Path::new("."));
-            Target::New(NamedTempFile::new_in(directory).with_context(cannot)?)
-        };
+        let file =
+            Target::open(path).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// It is on standard output.
+    pub fn is_stdout(&self) -> bool {
+        is_stdout(&self.path)
     }
 
     /// Writes it.
@@ -58,21 +47,8 @@ impl Output {
         self,
         write: impl FnOnce(&mut File) -> std::io::Result<()>,
     ) -> anyhow::Result<()> {
-        let cannot = || format!("cannot write {}", self.path.display());
-        match self.file {
-            Target::New(mut file) => {
-                write(file.as_file_mut()).with_context(cannot)?;
-                file.persist(&self.path).with_context(cannot)?;
-            }
-            // A pipe has no beginning to go back to.
-            Target::Special(mut special) => {
-                let mut file = tempfile::tempfile().with_context(cannot)?;
-                write(&mut file).with_context(cannot)?;
-                file.rewind().with_context(cannot)?;
-                std::io::copy(&mut file, &mut special).with_context(cannot)?;
-            }
-        }
-        Ok(())
+        let Self { path, file } = self;
+        file.fill(&path, write).with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
@@ -136,7 +112,8 @@ impl Outputs {
 pub fn check_distinct(paths: &[&Path]) -> Result<(), String> {
     for (index, one) in paths.iter().enumerate() {
         for other in &paths[index + 1..] {
-            if place(one) == place(other) && is_plain(one) {
+            let same = place(one) == place(other) || is_stdout(one) && is_stdout(other);
+            if same && (is_plain(one) || is_stdout(one)) {
                 return Err(format!(
                     "{} and {} are the same file: name another output",
                     one.display(),

@@ -271,8 +271,10 @@ fn comm(arguments: &Record) -> Option<String> {
         return Some(name.to_string_lossy().into_owned());
     }
     let pid = arguments.pid?;
-    let comm = std::fs::read_to_string(format!("/proc/{pid}/comm"));
-    Some(comm.map_or(format!("pid{pid}"), |comm| comm.trim().to_owned()))
+    // A name may be any bytes.
+    let comm = std::fs::read(format!("/proc/{pid}/comm"));
+    let text = |comm: Vec<u8>| String::from_utf8_lossy(&comm).trim().to_owned();
+    Some(comm.map_or(format!("pid{pid}"), text))
 }
 
 /// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, without a name when everything is sampled.

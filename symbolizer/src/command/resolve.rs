@@ -35,6 +35,8 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     check_inputs(&arguments.captures, drawn.into_iter().flatten())?;
     let prepare = |path: &Option<PathBuf>| path.as_deref().map(Output::prepare).transpose();
     let (flamegraph, folded) = (prepare(&arguments.flamegraph)?, prepare(&arguments.folded)?);
+    // Who asks for one of them there wants nothing else.
+    let asked_for = [&flamegraph, &folded].into_iter().flatten().any(Output::is_stdout);
     let sources = arguments.symbols.sources()?;
     let profiles = match (arguments.diff, arguments.captures.as_slice()) {
         (false, captures) => vec![load(captures, &sources, slice, false)?.0],
@@ -69,7 +71,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
             if let Some(folded) = folded {
                 folded.finish(|out| export::folded_diff(before, after, by, out))?;
             }
-            print(|out| export::diff(before, after, by, out))
+            if asked_for { Ok(()) } else { print(|out| export::diff(before, after, by, out)) }
         }
         profiles => {
             let profile = &profiles[0];
@@ -79,7 +81,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
             if let Some(folded) = folded {
                 folded.finish(|out| export::folded(profile, by, out))?;
             }
-            print(|out| export::report(profile, by, out))
+            if asked_for { Ok(()) } else { print(|out| export::report(profile, by, out)) }
         }
     };
     match printed {

@@ -11,8 +11,8 @@ use stackwire_proto::v1;
 use self::tables::{Reader, end_reason, lost_reason};
 
 use crate::profile::{
-    Builder, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, Stack, StackId, Thread,
-    ThreadId, UnwindTables, labels, lookup_offset,
+    Builder, Executable, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, Stack,
+    StackId, Thread, ThreadId, UnwindTables, labels, lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
@@ -127,7 +127,7 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
 /// See [`IngestError`].
 pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result<(), IngestError> {
     let reader = Reader { epoch, context };
-    let executables: Vec<ExecutableId> = epoch
+    let mut executables: Vec<ExecutableId> = epoch
         .executables
         .iter()
         .map(|wire| into.executable(reader.executable(wire)?).map_err(|e| reader.invalid(e)))
@@ -163,7 +163,11 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
             into.thread(thread).map(|id| (id, process)).map_err(|e| reader.invalid(e))
         })
         .collect::<Result<_, _>>()?;
-    let nodes = reader.nodes(executables.len())?;
+    let nowhere = executables.len() as u32;
+    let nodes = reader.nodes(executables.len(), nowhere)?;
+    if nodes.iter().any(|node| node.executable == nowhere) {
+        executables.push(into.executable(Executable::Unmapped).map_err(|e| reader.invalid(e))?);
+    }
     for stack in &epoch.stacks {
         if stack.node as usize > nodes.len() {
             return Err(reader.undefined("node", stack.node));
@@ -184,9 +188,10 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         while let Some(at) = node.checked_sub(1) {
             let found = &nodes[at as usize];
             let executable = executables[found.executable as usize];
+            let kind = epoch.executables.get(found.executable as usize).map(v1::Executable::kind);
             let private = matches!(
-                epoch.executables[found.executable as usize].kind(),
-                v1::ExecutableKind::Anonymous | v1::ExecutableKind::Unmapped
+                kind,
+                Some(v1::ExecutableKind::Anonymous | v1::ExecutableKind::Unmapped) | None
             );
             let offset = lookup_offset(found.offset, found.kind);
             let process = private.then_some(process);
@@ -320,6 +325,17 @@ mod tests {
             .collect();
         assert_eq!(offsets, [0xf0, 0xff], "leaf first and exact, then the caller less one");
         assert_eq!((profile.start_ns, profile.duration_ns), (9000, 4000));
+    }
+
+    #[test]
+    fn an_offset_that_is_none_costs_its_own_frame() {
+        let mut wire = sample();
+        // The caller's; the leaf's counts on from it.
+        wire.nodes.as_mut().unwrap().offset_delta = vec![-0x1000, 0x10f0];
+        let profile = build(&wire).unwrap();
+        let frames = profile.frames(profile.samples[0].key);
+        let offsets: Vec<u64> = frames.map(|id| profile.locations[id.index()].offset).collect();
+        assert_eq!((offsets, profile.samples[0].count), (vec![0xf0, 0], 4));
     }
 
     #[test]

@@ -108,8 +108,9 @@ impl Reader<'_> {
         })
     }
 
-    /// The nodes with absolute offsets; parents come before their children, so there is no cycle.
-    pub(super) fn nodes(&self, executables: usize) -> Result<Vec<Node>, IngestError> {
+    /// The nodes with absolute offsets; parents come before their children, so there is no cycle. An offset that no file and
+    /// no process has is one of `nowhere`, an executable: it costs its own frame.
+    pub(super) fn nodes(&self, executables: usize, nowhere: u32) -> Result<Vec<Node>, IngestError> {
         let empty = v1::StackNodes::default();
         let wire = self.epoch.nodes.as_ref().unwrap_or(&empty);
         let count = wire.parent.len();
@@ -130,12 +131,9 @@ impl Reader<'_> {
                     return Err(self.undefined("executable", executable));
                 }
                 offset = offset.wrapping_add(wire.offset_delta[index] as u64);
-                if offset >= MAX_OFFSET {
-                    return Err(
-                        self.invalid(format!("offset {offset:#x} is none of any file or process"))
-                    );
-                }
-                let caller = wire.kind[index] == v1::FrameKind::Caller as u32;
+                let inside = offset < MAX_OFFSET;
+                let (executable, offset) = if inside { (executable, offset) } else { (nowhere, 0) };
+                let caller = inside && wire.kind[index] == v1::FrameKind::Caller as u32;
                 let kind = if caller { FrameKind::Caller } else { FrameKind::Exact };
                 Ok(Node { parent, executable, offset, kind })
             })

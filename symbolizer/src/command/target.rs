@@ -1,0 +1,101 @@
+//! Where an output goes: a file that is replaced whole, or whatever else a path leads to, which is written and never replaced.
+//!
+//! Called by `output.rs`; knows no format.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Seek};
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+use tempfile::NamedTempFile;
+
+/// Where an output goes.
+#[derive(Debug)]
+pub enum Target {
+    /// Renamed to the path at the end: who reads there finds the old file or the whole new one.
+    New(NamedTempFile),
+    /// A descriptor, a pipe, a device, or what a link leads to: written when all is there. A regular file is cut first, if this
+    /// is not a descriptor that somebody else has written to.
+    Written { file: File, cut: bool },
+}
+
+impl Target {
+    /// Opens it. `-` is standard output.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        if let Some(file) = descriptor(path)? {
+            return Ok(Self::Written { file, cut: false });
+        }
+        match std::fs::symlink_metadata(path) {
+            Ok(found) if !found.is_file() => {
+                // A link may lead to nothing yet.
+                let options = &mut OpenOptions::new();
+                let file =
+                    options.write(true).create(found.is_symlink()).truncate(false).open(path)?;
+                let cut = file.metadata()?.is_file();
+                Ok(Self::Written { file, cut })
+            }
+            _ => {
+                let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+                NamedTempFile::new_in(directory.unwrap_or(Path::new("."))).map(Self::New)
+            }
+        }
+    }
+
+    /// Lets `write` fill it, then puts it in its place.
+    ///
+    /// # Errors
+    /// Those of `write`, or when it cannot be put there.
+    pub fn fill(
+        self,
+        path: &Path,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> io::Result<()> {
+        match self {
+            Self::New(mut file) => {
+                write(file.as_file_mut())?;
+                file.persist(path)?;
+                Ok(())
+            }
+            // A pipe has no beginning to go back to.
+            Self::Written { file: mut to, cut } => {
+                let mut file = tempfile::tempfile()?;
+                write(&mut file)?;
+                file.rewind()?;
+                if cut {
+                    to.set_len(0)?;
+                }
+                match io::copy(&mut file, &mut to) {
+                    // `… | head` has seen enough.
+                    Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+                    copied => copied.map(drop),
+                }
+            }
+        }
+    }
+}
+
+/// Whether a path names standard output.
+#[must_use]
+pub fn is_stdout(path: &Path) -> bool {
+    ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|name| path == Path::new(name))
+}
+
+/// What a path is that names a descriptor of this process. It is gone on with: opened anew, a file would be written from its
+/// first byte again, over what is there already.
+fn descriptor(path: &Path) -> io::Result<Option<File>> {
+    if is_stdout(path) {
+        return Ok(Some(io::stdout().as_fd().try_clone_to_owned()?.into()));
+    }
+    if path == Path::new("/dev/stderr") {
+        return Ok(Some(io::stderr().as_fd().try_clone_to_owned()?.into()));
+    }
+    let number = ["/dev/fd", "/proc/self/fd"].iter().find_map(|of| path.strip_prefix(of).ok());
+    let number = number.and_then(|number| number.to_str()?.parse().ok());
+    let Some(number) = number else { return Ok(None) };
+    let own = pidfd_open(getpid(), PidfdFlags::empty())?;
+    Ok(Some(pidfd_getfd(own, number, PidfdGetfdFlags::empty())?.into()))
+}

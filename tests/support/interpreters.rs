@@ -1,0 +1,46 @@
+//! Every CPython and Java that is here: the host's, those of an interpreter manager, and another Debian's.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::{of_debian, run};
+
+/// A CPython of each version, by that.
+pub(crate) fn pythons() -> BTreeMap<String, Command> {
+    let version = |python: &mut Command| {
+        let ask = "import sys; print('%d.%d.%d' % sys.version_info[:3])";
+        run(python.args(["-c", ask])).0.trim().to_owned()
+    };
+    let managed = std::env::var_os("PYENV_ROOT").map(PathBuf::from);
+    let managed = managed.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".pyenv")));
+    let managed = managed.map(|root| programs(&root.join("versions"), "bin/python3"));
+    let mut programs = vec![PathBuf::from("python3"), PathBuf::from("/usr/bin/python3")];
+    programs.extend(managed.into_iter().flatten());
+    let mut found = BTreeMap::new();
+    for program in programs {
+        let version = version(&mut Command::new(&program));
+        found.entry(format!("python {version}")).or_insert_with(|| Command::new(program));
+    }
+    if let Some(python) = of_debian("trixie", "python3.13") {
+        found.insert("python of Debian 13".to_owned(), python);
+    }
+    found
+}
+
+/// The `java` of each JDK.
+pub(crate) fn javas() -> Vec<PathBuf> {
+    let found = programs(Path::new("/usr/lib/jvm"), "bin/jcmd");
+    assert!(!found.is_empty(), "no JDK in /usr/lib/jvm; tests/setup.sh installs one");
+    found.into_iter().map(|jcmd| jcmd.with_file_name("java")).collect()
+}
+
+/// Programs in subdirectories, each once.
+fn programs(directory: &Path, program: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let found = entries.filter_map(|entry| entry.path().join(program).canonicalize().ok());
+    let mut found: Vec<PathBuf> = found.collect();
+    found.sort();
+    found.dedup();
+    found
+}
