@@ -89,7 +89,8 @@ fn command_lines_that_cannot_be_meant() {
     for (arguments, said) in cases {
         record(arguments).failed(2, said);
     }
-    stackwire(["record", "--pid=1"]).failed(2, "add --profile");
+    // CPU time is what is sampled unless told otherwise, for 3 seconds where a number has no unit.
+    stackwire(["record", "--pid=4000001", "--duration", "3", "-F", "99"]).failed(1, "no process");
     stackwire(["recrod"]).failed(2, "recrod");
     collector(&["--pid=1", "--all", "--output=x"]).failed(2, "cannot be used with");
     collector(&["--all"]).failed(2, "required");

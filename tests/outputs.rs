@@ -97,3 +97,30 @@ fn a_reader_that_has_seen_enough_is_no_failure() {
     drop(report.stdout.take());
     assert!(report.wait().unwrap().success());
 }
+
+#[test]
+fn profiles_named_within_a_minute_are_both_kept() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let program = Running::start(Command::new(work()).args(["plain", "20"]));
+    for _ in 0..2 {
+        // CPU time for a second, as people type it.
+        let mut record = Command::new(binary("stackwire"));
+        record.args([
+            "record",
+            "-F",
+            "499",
+            "--duration",
+            "1",
+            "--pid",
+            &program.pid().to_string(),
+        ]);
+        Ran::of(record.current_dir(&directory)).succeeded();
+    }
+    let written = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
+    let written: Vec<Pprof> = written.map(|path| Pprof::read(&path)).collect();
+    assert_eq!(written.len(), 2);
+    assert!(written.iter().all(|profile| (200..1200).contains(&profile.count())));
+}

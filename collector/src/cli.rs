@@ -38,13 +38,13 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "cpu-clock")]
     event: EventName,
     /// Samples a second on each CPU.
-    #[arg(long, value_name = "HZ", default_value_t = 99)]
+    #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     sample_rate: u32,
     /// Record kernel stacks.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
     kernel_stacks: bool,
-    /// End the capture after this long, as "30s" or "5m". Without it, Ctrl-C ends it.
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    /// End the capture after this long, as "30s", "5m" or 30. Without it, Ctrl-C ends it.
+    #[arg(long, value_name = "TIME", value_parser = time)]
     duration: Option<Duration>,
     /// Send to a symbolizer: unix:/path/to/socket or http://host:port.
     #[arg(long, value_name = "ADDRESS")]
@@ -53,7 +53,7 @@ pub struct Args {
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Length of an epoch: what a crash can cost, and how often a symbolizer hears.
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "10s")]
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "10s")]
     epoch: Duration,
     /// Memory for epochs nobody has taken yet, in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 16)]
@@ -164,6 +164,11 @@ impl Args {
             verbose: self.verbose,
         }
     }
+}
+
+/// A stretch of time: a number alone is one of seconds, as perf's and `timeout`'s.
+fn time(text: &str) -> Result<Duration, humantime::DurationError> {
+    text.parse().map(Duration::from_secs).or_else(|_unit| humantime::parse_duration(text))
 }
 
 /// The user's cache directory, where there is one; a service's.

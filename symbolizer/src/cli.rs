@@ -39,7 +39,7 @@ pub enum Command {
 
 #[derive(Debug, ClapArgs)]
 pub struct Record {
-    /// Sample CPU time.
+    /// Sample CPU time, which is what is sampled unless told otherwise.
     #[arg(long)]
     pub profile: bool,
     /// Sample this process with all its threads.
@@ -51,12 +51,12 @@ pub struct Record {
     /// Sample children of the process as well. A command is always followed.
     #[arg(long)]
     pub follow: bool,
-    /// How long, as "10s" or "5m"; Ctrl-C ends it early and still writes everything.
+    /// How long, as "30s", "5m" or 30; 10s unless told. Ctrl-C ends it early and still writes everything.
     /// A command is sampled until it ends.
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", value_parser = time)]
     pub duration: Option<Duration>,
     /// Samples a second on each CPU.
-    #[arg(long, value_name = "HZ", default_value_t = 99)]
+    #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     pub sample_rate: u32,
     /// What makes the kernel take a sample.
     #[arg(long, value_enum, default_value = "cpu-clock")]
@@ -139,6 +139,11 @@ pub struct Outputs {
     pub tags: Vec<String>,
 }
 
+/// A stretch of time: a number alone is one of seconds, as perf's and `timeout`'s.
+fn time(text: &str) -> Result<Duration, humantime::DurationError> {
+    text.parse().map(Duration::from_secs).or_else(|_unit| humantime::parse_duration(text))
+}
+
 fn tag(text: &str) -> Result<String, String> {
     match text.split_once('=') {
         Some((key, _)) if !key.is_empty() => Ok(text.to_owned()),
@@ -162,7 +167,7 @@ pub struct SymbolOptions {
     #[arg(long = "debuginfod-url", value_name = "URL", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub debuginfod_urls: Vec<String>,
     /// How long servers are waited for, all together.
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "30s")]
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "30s")]
     pub symbol_fetch_timeout: Duration,
     /// Fail when a server was asked for symbols and did not give them.
     #[arg(long)]
@@ -270,7 +275,7 @@ pub struct Serve {
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     pub log_max: u64,
     /// Length of the window a profile covers.
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "5m")]
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "5m")]
     pub window: Duration,
     /// Put a comment into every pprof (repeatable).
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]

@@ -97,9 +97,6 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
 /// Combinations that cannot be meant, each with what to type instead.
 fn check(arguments: &Record) -> Result<(), Failure> {
     let usage = |message: &str| Err(Failure::Usage(message.to_owned()));
-    if !arguments.profile {
-        return usage("nothing to record: add --profile for CPU time");
-    }
     match (arguments.pid, arguments.all, arguments.command.is_empty()) {
         (Some(_), false, true) | (None, true, true) | (None, false, false) => {}
         (Some(_), true, _) => {
@@ -277,7 +274,7 @@ fn comm(arguments: &Record) -> Option<String> {
     Some(comm.map_or(format!("pid{pid}"), text))
 }
 
-/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, without a name when everything is sampled.
+/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, without a name when everything is sampled; the second within a minute ends in `-2`.
 fn auto_name(comm: Option<&str>) -> PathBuf {
     let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
     // A thread may call itself anything, `../../etc/x` included.
@@ -286,9 +283,15 @@ fn auto_name(comm: Option<&str>) -> PathBuf {
     let comm = comm.map(|comm| {
         if comm.is_empty() || comm.starts_with('-') { format!("_{comm}") } else { comm.to_owned() }
     });
-    match comm {
-        Some(comm) => format!("{}-{now}-on-cpu.pb.gz", comm.chars().map(safe).collect::<String>()),
-        None => format!("{now}-on-cpu.pb.gz"),
+    let name = match comm {
+        Some(comm) => format!("{}-{now}-on-cpu", comm.chars().map(safe).collect::<String>()),
+        None => format!("{now}-on-cpu"),
+    };
+    let mut path = PathBuf::from(format!("{name}.pb.gz"));
+    let mut number = 2;
+    while path.symlink_metadata().is_ok() {
+        path = format!("{name}-{number}.pb.gz").into();
+        number += 1;
     }
-    .into()
+    path
 }
