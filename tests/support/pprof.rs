@@ -53,6 +53,8 @@ pub(crate) fn go(arguments: &[&str], files: &[&Path]) -> String {
         .args(files)
         .env("HOME", home.path())
         .env("PPROF_TMPDIR", home.path())
+        // From Go 1.26 on it is built when it is asked for, and kept there.
+        .env("GOCACHE", super::test_cache().join("gocache/pprof"))
         .output()
         .expect("go is installed by tests/setup.sh");
     let stderr = String::from_utf8_lossy(&output.stderr);

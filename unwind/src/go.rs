@@ -2,7 +2,7 @@
 //! stripping leaves all; `.eh_frame` has only the C that was linked in, and not even that where Go's own linker did.
 //!
 //! Layouts are those of Go's `runtime/symtab.go`, Go 1.16 to 1.27 (the magic tells three families apart). Assembly, and C
-//! without call frame information, is followed instruction by instruction (`code.rs`); what the runtime does where it
+//! without call frame information, is followed instruction by instruction (`code/`); what the runtime does where it
 //! changes stacks is `go_stacks.rs`.
 
 use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp, ra};
