@@ -22,8 +22,8 @@ use stackwire_collector::{
 #[command(group(ArgGroup::new("destination").required(true).args(["to", "output"])))]
 #[command(after_help = "Exit codes: 0 done, 1 the capture failed, 2 the command line is wrong.")]
 pub struct Args {
-    /// Sample this process with all its threads (repeatable).
-    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Sample this process with all its threads (repeatable, or as "12,34").
+    #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     pid: Vec<u32>,
     /// Sample every process.
     #[arg(long, short)]
@@ -31,7 +31,7 @@ pub struct Args {
     /// Sample the tasks of this directory of the cgroup v2 hierarchy, and of those below it.
     #[arg(long, value_name = "DIRECTORY")]
     cgroup: Option<PathBuf>,
-    /// Sample children of the processes as well.
+    /// Sample children of the processes as well, those that run already and those to come.
     #[arg(long, requires = "pid")]
     follow: bool,
     /// What makes the kernel take a sample.

@@ -22,7 +22,7 @@ use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
 use crate::pipeline::{Pipeline, Summary};
 use crate::privilege;
-use crate::process::Processes;
+use crate::process::{Processes, family};
 use crate::sampler::{Filter, Sampler, SamplerError};
 use crate::sink::{self, SinkError};
 use crate::unwind::{Compiler, Sources, Unwind};
@@ -294,8 +294,10 @@ fn prepare(
     (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
     sources: Sources,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
-    let (filter, wanted, sampling) = describe(config)?;
+    let (filter, asked, sampling) = describe(config)?;
     let mut sampler = Sampler::start(&filter, config.event, config.frequency)?;
+    let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
+    let wanted = asked.as_deref().map(family);
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.scan();
     let unwind = match config.unwind {
@@ -307,7 +309,20 @@ fn prepare(
             Some(unwind.map_err(error)?)
         }
     };
-    sampler.admit(&filter.pids)?;
+    if let Some(mut admitted) = wanted {
+        sampler.admit(&admitted)?;
+        // Children of before the admission; from it on the kernel side takes them along by itself.
+        loop {
+            let late: Vec<u32> =
+                family(&admitted).into_iter().filter(|pid| !admitted.contains(pid)).collect();
+            if late.is_empty() {
+                break;
+            }
+            processes.want(&late);
+            sampler.admit(&late)?;
+            admitted.extend(late);
+        }
+    }
     let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
@@ -367,7 +382,6 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         Scope::All => filter.config.scope = abi::Scope::All as u32,
         Scope::Processes { pids, follow } => {
             filter.config.scope = abi::Scope::Processes as u32;
-            filter.pids.clone_from(pids);
             filter.follow = *follow;
             sampling.pids.clone_from(pids);
             sampling.follow = *follow;

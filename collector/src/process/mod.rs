@@ -6,6 +6,7 @@
 
 pub mod cgroup;
 pub mod executable;
+mod family;
 mod image;
 pub mod maps;
 pub mod text;
@@ -15,6 +16,7 @@ use std::io;
 use std::rc::Rc;
 
 use self::executable::{Executables, Kind};
+pub use self::family::family;
 pub use self::image::{Mapping, Mappings, Process};
 use crate::broker::Wanted;
 use crate::clock::now_ns;
@@ -56,6 +58,14 @@ impl Processes {
     pub fn new(wanted: Option<&[u32]>, follow: bool) -> Self {
         let wanted = wanted.map(|pids| pids.iter().copied().collect());
         Self { wanted, follow, ..Self::default() }
+    }
+
+    /// Observes these, too, and reads what is mapped in them.
+    pub fn want(&mut self, pids: &[u32]) {
+        if let Some(wanted) = &mut self.wanted {
+            wanted.extend(pids);
+        }
+        pids.iter().for_each(|&pid| self.load(pid));
     }
 
     /// Reads what is mapped in the processes that already run: all, or those wanted.

@@ -54,8 +54,6 @@ pub enum LoadError {
 pub struct Filter {
     /// Scope, cgroup, kernel stacks and unwinding; the offsets are filled in here.
     pub config: Config,
-    /// Processes to start with, for the process scope.
-    pub pids: Vec<u32>,
     /// Take children along.
     pub follow: bool,
 }
