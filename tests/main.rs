@@ -35,6 +35,8 @@ mod kernel_stacks;
 mod labels;
 /// Both crates as libraries.
 mod library;
+/// Whom `record` samples, what it says in the end and leaves behind, code without names.
+mod newcomers;
 /// Signal handlers, execve, io_uring workers: registers that are not where they usually are.
 mod odd_registers;
 /// The unwinder's walker against gimli and eu-stack, on stopped threads of real programs.

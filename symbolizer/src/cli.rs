@@ -42,13 +42,17 @@ pub struct Record {
     /// Sample CPU time, which is what is sampled unless told otherwise.
     #[arg(long)]
     pub profile: bool,
-    /// Sample this process with all its threads.
-    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
-    pub pid: Option<u32>,
+    /// Sample this process with all its threads (repeatable, or as "12,34").
+    #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Vec<u32>,
     /// Sample every process.
     #[arg(long, short)]
     pub all: bool,
-    /// Sample children of the process as well. A command is always followed.
+    /// Sample the tasks of this directory of the cgroup v2 hierarchy, and of those below it.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub cgroup: Option<PathBuf>,
+    /// Sample children of the processes as well, those that run already and those to come. A command is always
+    /// followed.
     #[arg(long)]
     pub follow: bool,
     /// How long, as "30s", "5m" or 30; 10s unless told. Ctrl-C ends it early and still writes everything.
@@ -70,9 +74,13 @@ pub struct Record {
     /// Where the pprof goes; without it, COMM-YYYYMMDDHHMM-on-cpu.pb.gz.
     #[arg(long, value_name = "FILE")]
     pub profile_output: Option<PathBuf>,
-    /// Keep the raw stream too, to resolve it again later.
+    /// Where the raw stream goes, for `report` and to resolve it again later; without it, beside the pprof with the
+    /// ending .stackwire.
     #[arg(long, value_name = "FILE")]
     pub capture: Option<PathBuf>,
+    /// Keep no raw stream.
+    #[arg(long, conflicts_with = "capture")]
+    pub no_capture: bool,
     #[command(flatten)]
     pub outputs: Outputs,
     #[command(flatten)]

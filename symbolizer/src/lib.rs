@@ -129,6 +129,7 @@ pub mod fuzz {
         for address in [0, 1, 0x1000, 0x1234, 0x40_0000, 0x40_1000, u64::MAX] {
             let _ = table.address_of(address);
             assert!(table.lookup(address).count() <= 1024);
+            assert!(table.bounds(address).is_none_or(|bounds| bounds.contains(&address)));
         }
     }
 

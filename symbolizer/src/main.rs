@@ -17,6 +17,7 @@ fn main() -> ExitCode {
             say(&format!("stackwire: {message}"));
             ExitCode::from(2)
         }
+        Err(command::Failure::Command(status)) => ExitCode::from(status),
         Err(command::Failure::Run(error)) => {
             say(&format!("stackwire: {error:#}"));
             ExitCode::FAILURE

@@ -223,3 +223,27 @@ pub(crate) fn hops() -> &'static [PathBuf; 2] {
         })
     })
 }
+
+/// A program of `fixtures/attacks`.
+pub(crate) fn attack(name: &str) -> PathBuf {
+    static BUILT: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _turn = BUILT.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let out = output(&format!("attack_{name}"));
+    run(Command::new("gcc")
+        .args(["-O2", "-g"])
+        .arg(source(&format!("attacks/{name}.c")))
+        .arg("-o")
+        .arg(&out)
+        .args(["-lpthread", "-ldl"]));
+    out
+}
+
+/// `work` without its symbols.
+pub(crate) fn stripped_work() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("stripped_work");
+        run(Command::new("strip").arg(work()).arg("-o").arg(&out));
+        out
+    })
+}

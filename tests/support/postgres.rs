@@ -81,11 +81,16 @@ pub(crate) struct Load<'a> {
 }
 
 impl Load<'_> {
+    /// The process the server was started as.
+    pub(crate) fn master(&self) -> u32 {
+        let server = std::fs::read_to_string(self.postgres.data().join("postmaster.pid")).unwrap();
+        server.lines().next().unwrap().parse().unwrap()
+    }
+
     /// Processes of the server.
     pub(crate) fn servers(&self) -> Vec<u32> {
-        let server = std::fs::read_to_string(self.postgres.data().join("postmaster.pid")).unwrap();
-        let server = server.lines().next().unwrap();
-        let output = Command::new("pgrep").args(["-P", server]).output().unwrap();
+        let master = self.master().to_string();
+        let output = Command::new("pgrep").args(["-P", &master]).output().unwrap();
         let pids = String::from_utf8(output.stdout).unwrap();
         pids.lines().map(|pid| pid.parse().unwrap()).collect()
     }

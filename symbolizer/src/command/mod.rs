@@ -1,5 +1,6 @@
 //! What each subcommand does.
 
+mod advice;
 mod cache;
 mod doctor;
 mod launch;
@@ -20,6 +21,8 @@ pub enum Failure {
     Usage(String),
     /// The run failed (1).
     Run(anyhow::Error),
+    /// All went well, and the command that was recorded failed: its own exit code, as a shell has it.
+    Command(u8),
 }
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use stackwire::export::{self, PerfDataOptions, PprofOptions};
-use stackwire::{Profile, profile, say};
+use stackwire::{Profile, say};
 
+use super::advice::advice;
 use super::target::{Target, is_stdout};
 use crate::cli;
 
@@ -80,10 +81,19 @@ impl Outputs {
         })
     }
 
-    /// Writes all, then tells what was written.
-    pub fn write(self, profile: &Profile, by: Option<&str>) -> anyhow::Result<()> {
+    /// Writes all, then tells what was written, and what is beside it (`kept`).
+    pub fn write(
+        self,
+        profile: &Profile,
+        by: Option<&str>,
+        kept: Option<String>,
+    ) -> anyhow::Result<()> {
         let options = PprofOptions { tags: self.tags, unsymbolized: self.unsymbolized };
         let mut written = summary(profile, self.unsymbolized, &self.pprof.path);
+        if let Some(kept) = kept {
+            written.push('\n');
+            written.push_str(&kept);
+        }
         self.pprof.finish(|out| export::pprof(profile, &options, out))?;
         if let Some(flamegraph) = self.flamegraph {
             let title = title(profile);
@@ -102,6 +112,10 @@ impl Outputs {
             perf_data.finish_seek(|file| {
                 export::perf_data(profile, &options, BufWriter::with_capacity(1 << 18, file))
             })?;
+        }
+        for line in advice(profile, self.unsymbolized) {
+            written.push('\n');
+            written.push_str(&line);
         }
         say(&written);
         Ok(())
@@ -140,31 +154,23 @@ fn is_plain(path: &Path) -> bool {
     std::fs::metadata(path).map_or(true, |found| found.is_file())
 }
 
-/// One line a run: how much there is, and how much is missing.
+/// One line a run: how much there is, how well it is named, how whole the stacks are, and how much is missing.
 fn summary(profile: &Profile, unsymbolized: bool, path: &Path) -> String {
-    let mut frames = 0u64;
-    let mut named = 0u64;
-    for sample in &profile.samples {
-        for location in profile.frames(sample.key) {
-            frames += sample.count;
-            if let Some(profile::Resolution::Found { .. }) =
-                profile.resolutions.get(location.index())
-            {
-                named += sample.count;
-            }
-        }
-    }
-    let share = if frames == 0 { 0.0 } else { named as f64 * 100.0 / frames as f64 };
     let amount = match profile.types {
         None => format!("{} samples", profile.sample_count()),
         Some(_) => profile.amount(),
     };
     let named = match unsymbolized {
         true => "without names".to_owned(),
-        false => format!("{share:.1} % of frames named"),
+        false => format!("{:.1} % of frames named", profile.named().percent()),
+    };
+    let whole = profile.whole();
+    let whole = match whole.of {
+        0 => String::new(),
+        _ => format!(", {:.1} % of stacks whole", whole.percent()),
     };
     let lost = profile.lost_samples();
-    let mut line = format!("{amount}, {lost} lost, {named}: {}", path.display());
+    let mut line = format!("{amount}, {lost} lost, {named}{whole}: {}", path.display());
     for note in &profile.notes {
         line.push_str("\nnote: ");
         line.push_str(note);

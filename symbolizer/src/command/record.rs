@@ -2,8 +2,9 @@
 
 use std::io::{IsTerminal, Write};
 use std::os::unix::net::UnixListener;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,6 +13,7 @@ use anyhow::{Context, anyhow};
 use stackwire::{Builder, Profile, Session, SessionError, Sources, say};
 
 use super::output::{Outputs, check_distinct};
+use super::target::is_stdout;
 use super::{Failure, launch};
 use crate::cli::{Event, Record, ShareExecutables, Unwind};
 
@@ -21,13 +23,18 @@ const DEFAULT_DURATION: Duration = Duration::from_secs(10);
 pub fn run(arguments: Record) -> Result<(), Failure> {
     check(&arguments)?;
     let comm = comm(&arguments);
-    let pprof = match &arguments.profile_output {
-        Some(path) => path.clone(),
-        None => auto_name(comm.as_deref()),
+    let (pprof, beside) = match &arguments.profile_output {
+        Some(path) => (path.clone(), beside(path)),
+        None => {
+            let (pprof, capture) = auto_names(comm.as_deref());
+            (pprof, Some(capture))
+        }
     };
+    let beside = beside.filter(|_| !arguments.no_capture && arguments.capture.is_none());
+    let capture = arguments.capture.as_ref().or(beside.as_ref());
     let paths = [
         Some(&pprof),
-        arguments.capture.as_ref(),
+        capture,
         arguments.outputs.flamegraph.as_ref(),
         arguments.outputs.folded.as_ref(),
         arguments.outputs.perf_data_output.as_ref(),
@@ -51,7 +58,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         false => Some(Launched::start(&arguments.command)?),
     };
     let child = launched.as_ref().map(|launched| launched.child.id());
-    let session = match start(&arguments, &sources, child) {
+    let session = match start(&arguments, capture, &sources, child) {
         Ok(session) => session,
         Err(error) => {
             if let Some(launched) = launched {
@@ -64,15 +71,34 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         }
     };
     let launched = launched.map(Launched::release).transpose()?;
-    let (profile, took) = wait(session, &arguments, &sources, &stop, launched)?;
+    let (profile, took, status) = wait(session, &arguments, &sources, &stop, launched)?;
     if profile.samples.is_empty() {
-        return Err(no_samples(&profile, comm.as_deref(), took).into());
+        // There is nothing in it; one that was asked for by name stays all the same.
+        beside.as_deref().map(std::fs::remove_file).transpose().ok();
+        let nothing = no_samples(&profile, comm.as_deref(), took);
+        return match status {
+            Some(status) if profile.taken == Some(0) => {
+                say(&format!("stackwire: {nothing}"));
+                exit(status)
+            }
+            _ => Err(nothing.into()),
+        };
     }
-    outputs.write(&profile, None)?;
+    let kept = beside.map(|path| format!("capture: {}", path.display()));
+    outputs.write(&profile, None, kept)?;
     arguments.symbols.check(&profile)?;
-    match profile.taken {
-        Some(_) => Ok(()),
-        None => Err(anyhow!("the capture was cut; what came until then is written").into()),
+    if profile.taken.is_none() {
+        return Err(anyhow!("the capture was cut; what came until then is written").into());
+    }
+    status.map_or(Ok(()), exit)
+}
+
+/// The exit of the command is ours: 128 and the number of the signal that ended it, as shells have it.
+fn exit(status: ExitStatus) -> Result<(), Failure> {
+    let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
+    match u8::try_from(code).unwrap_or(1) {
+        0 => Ok(()),
+        code => Err(Failure::Command(code)),
     }
 }
 
@@ -97,24 +123,30 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
 /// Combinations that cannot be meant, each with what to type instead.
 fn check(arguments: &Record) -> Result<(), Failure> {
     let usage = |message: &str| Err(Failure::Usage(message.to_owned()));
-    match (arguments.pid, arguments.all, arguments.command.is_empty()) {
-        (Some(_), false, true) | (None, true, true) | (None, false, false) => {}
-        (Some(_), true, _) => {
+    let scopes = [!arguments.pid.is_empty(), arguments.all, arguments.cgroup.is_some()];
+    match (scopes.into_iter().filter(|&it| it).count(), arguments.command.is_empty()) {
+        (1, true) | (0, false) => {}
+        (0, true) => {
             return usage(
-                "--pid and --all exclude each other: use --pid PID for one process, or -a for all",
+                "what to sample? use --pid PID, -a for every process, --cgroup DIRECTORY, or -- COMMAND",
             );
         }
-        (None, false, true) => {
-            return usage("what to sample? use --pid PID, -a for every process, or -- COMMAND");
+        (_, true) => {
+            return usage(
+                "--pid, --all and --cgroup exclude each other: use --pid PID for one process, or -a for all",
+            );
         }
         _ => {
             return usage(
-                "a command is sampled by itself: leave out --pid and --all, or the command",
+                "a command is sampled by itself: leave out --pid, --all and --cgroup, or the command",
             );
         }
     }
     if arguments.follow && arguments.all {
         return usage("--all samples children already: leave out --follow");
+    }
+    if arguments.follow && arguments.cgroup.is_some() {
+        return usage("children are in the cgroup of their parent: leave out --follow");
     }
     if arguments.duration.is_some_and(|duration| duration.is_zero()) {
         return usage("a duration of 0 takes no samples: use --duration 10s");
@@ -124,6 +156,7 @@ fn check(arguments: &Record) -> Result<(), Failure> {
 
 fn start(
     arguments: &Record,
+    capture: Option<&PathBuf>,
     sources: &Sources,
     command: Option<u32>,
 ) -> Result<Session, SessionError> {
@@ -149,8 +182,11 @@ fn start(
             ShareExecutables::Always => "always",
         })
         .follow(arguments.follow || command.is_some());
-    if let Some(pid) = arguments.pid.or(command) {
+    for &pid in arguments.pid.iter().chain(&command) {
         builder = builder.pid(pid);
+    }
+    if let Some(directory) = &arguments.cgroup {
+        builder = builder.cgroup(directory);
     }
     if let Some(duration) = duration(arguments) {
         builder = builder.duration(duration);
@@ -158,7 +194,7 @@ fn start(
     if let Some(collector) = &arguments.collector {
         builder = builder.collector(collector);
     }
-    if let Some(capture) = &arguments.capture {
+    if let Some(capture) = capture {
         builder = builder.capture(capture);
     }
     builder.start()
@@ -172,13 +208,14 @@ fn duration(arguments: &Record) -> Option<Duration> {
     }
 }
 
+/// Waits for the end of it; the profile, how long it was sampled, and how the command ended if it did.
 fn wait(
     mut session: Session,
     arguments: &Record,
     sources: &Sources,
     stop: &AtomicBool,
     mut command: Option<Child>,
-) -> Result<(Profile, Duration), Failure> {
+) -> Result<(Profile, Duration, Option<ExitStatus>), Failure> {
     let started = Instant::now();
     let terminal = std::io::stderr().is_terminal();
     if terminal {
@@ -204,21 +241,19 @@ fn wait(
         let _ = write!(std::io::stderr(), "\r");
     }
     let profile = session.stop_with(sources)?;
-    if let Some(child) = &mut command
-        && let Ok(Some(status)) = child.try_wait()
-        && status.code() == Some(launch::CANNOT_RUN)
-        && profile.samples.len() < 20
-    {
-        return Err(anyhow!("there is no profile of a command that did not run").into());
-    }
-    if let Some(mut child) = command
-        && child.try_wait().context("cannot wait for the command")?.is_none()
-        && !stop.load(Ordering::Relaxed)
-    {
+    let Some(mut child) = command else { return Ok((profile, took, None)) };
+    let status = child.try_wait().context("cannot wait for the command")?;
+    match status {
+        Some(status) if status.code() == Some(launch::CANNOT_RUN) && profile.samples.len() < 20 => {
+            return Err(anyhow!("there is no profile of a command that did not run").into());
+        }
         // Sampled for as long as asked; it goes on, as it would without us.
-        say(&format!("the command runs on as pid {}", child.id()));
+        None if !stop.load(Ordering::Relaxed) => {
+            say(&format!("the command runs on as pid {}", child.id()));
+        }
+        _ => {}
     }
-    Ok((profile, took))
+    Ok((profile, took, status))
 }
 
 /// A command that waits for a word before it starts.
@@ -267,15 +302,29 @@ fn comm(arguments: &Record) -> Option<String> {
         let name = std::path::Path::new(command).file_name()?;
         return Some(name.to_string_lossy().into_owned());
     }
-    let pid = arguments.pid?;
+    if let Some(directory) = &arguments.cgroup {
+        let name = directory.canonicalize().ok()?.file_name()?.to_string_lossy().into_owned();
+        return Some(name);
+    }
+    let [pid] = arguments.pid[..] else { return None };
     // A name may be any bytes.
     let comm = std::fs::read(format!("/proc/{pid}/comm"));
     let text = |comm: Vec<u8>| String::from_utf8_lossy(&comm).trim().to_owned();
     Some(comm.map_or(format!("pid{pid}"), text))
 }
 
-/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, without a name when everything is sampled; the second within a minute ends in `-2`.
-fn auto_name(comm: Option<&str>) -> PathBuf {
+/// The capture of a profile named by the user: beside it, if it is a file with a name.
+fn beside(pprof: &Path) -> Option<PathBuf> {
+    // Not through a link, as descriptors are.
+    let is_file = std::fs::symlink_metadata(pprof).map_or(true, |found| found.is_file());
+    let name = pprof.file_name().filter(|_| is_file && !is_stdout(pprof))?.to_str()?;
+    let stem = [".pb.gz", ".pprof", ".pb", ".gz"].iter().find_map(|end| name.strip_suffix(end));
+    Some(pprof.with_file_name(format!("{}.stackwire", stem.unwrap_or(name))))
+}
+
+/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz` and `….stackwire`, without a name when not one process is sampled; the second within a
+/// minute ends in `-2`.
+fn auto_names(comm: Option<&str>) -> (PathBuf, PathBuf) {
     let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
     // A thread may call itself anything, `../../etc/x` included.
     let safe = |c: char| if c.is_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
@@ -287,11 +336,13 @@ fn auto_name(comm: Option<&str>) -> PathBuf {
         Some(comm) => format!("{}-{now}-on-cpu", comm.chars().map(safe).collect::<String>()),
         None => format!("{now}-on-cpu"),
     };
-    let mut path = PathBuf::from(format!("{name}.pb.gz"));
+    let names = |name: &str| [format!("{name}.pb.gz"), format!("{name}.stackwire")];
+    let mut paths = names(&name);
     let mut number = 2;
-    while path.symlink_metadata().is_ok() {
-        path = format!("{name}-{number}.pb.gz").into();
+    while paths.iter().any(|path| Path::new(path).symlink_metadata().is_ok()) {
+        paths = names(&format!("{name}-{number}"));
         number += 1;
     }
-    path
+    let [pprof, capture] = paths.map(PathBuf::from);
+    (pprof, capture)
 }

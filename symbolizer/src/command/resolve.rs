@@ -21,7 +21,7 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let timeline = wanted.perf_data_output.is_some();
     let sources = arguments.symbols.sources()?;
     let (profile, artifacts) = load(&arguments.captures, &sources, &arguments.slice, timeline)?;
-    outputs.write(&profile, arguments.slice.by.as_deref())?;
+    outputs.write(&profile, arguments.slice.by.as_deref(), None)?;
     if let Some(directory) = &wanted.perf_buildid_dir {
         let laid = lay_out(&profile, &artifacts, &sources, directory);
         laid.with_context(|| format!("cannot write {}", directory.display()))?;

@@ -3,6 +3,7 @@
 //! Works on files it is handed; which files those are is `resolve/`'s to find out. Hostile input costs its own
 //! names: what does not parse is left out and said in [`Compiled::notes`].
 
+mod bounds;
 mod dwarf;
 mod gopclntab;
 mod lines;
@@ -92,6 +93,7 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
     }
     if let Some(elf) = files.executable {
         plt::write(elf, &mut writer);
+        bounds::write(elf, &mut writer);
     }
     symbols.write(&mut writer);
     Compiled { bytes: writer.finish(), notes }

@@ -12,7 +12,7 @@ use super::kernel_place;
 use super::plain::plain;
 use crate::pprof_proto as proto;
 use crate::profile::labels::LabelValue;
-use crate::profile::{Executable, Line, LocationId, Profile, Resolution};
+use crate::profile::{Executable, Line, LocationId, Missing, Profile, Resolution};
 
 /// What is written besides the profile.
 #[derive(Clone, Debug, Default)]
@@ -82,7 +82,7 @@ fn coverage(profile: &Profile) -> Vec<String> {
     for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
         let what = match resolution {
             Resolution::Found { quality, .. } => quality.text(),
-            Resolution::Missing(reason) => reason,
+            Resolution::Missing(missing) => &missing.reason,
         };
         *found[location.executable.index()].entry(what).or_default() += 1;
     }
@@ -221,11 +221,18 @@ impl<'a> Writer<'a> {
         }
         let (mapping, address) = self.mappings.place(self.profile, id);
         let resolution = self.profile.resolutions.get(id.index());
-        let lines = match resolution {
-            Some(Resolution::Found { lines, .. }) if !self.unsymbolized => &lines[..],
-            _ => &[],
+        let unnamed;
+        let (lines, named) = match resolution {
+            _ if self.unsymbolized => (&[][..], false),
+            Some(Resolution::Found { lines, .. }) => (&lines[..], true),
+            // One row a function, though nobody knows what it is called.
+            Some(Resolution::Missing(Missing { start: Some(_), .. })) => {
+                unnamed = self.profile.lines(id);
+                (&unnamed[..], false)
+            }
+            _ => (&[][..], false),
         };
-        if let Some(mapping) = mapping {
+        if let Some(mapping) = mapping.filter(|_| named) {
             let mapping = &mut self.mappings.list[mapping as usize - 1];
             mapping.has_functions |= !lines.is_empty();
             mapping.has_filenames |= lines.iter().any(|line| !line.file.is_empty());

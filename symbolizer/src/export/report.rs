@@ -171,8 +171,8 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
                     row.named += sample.count;
                     *row.qualities.entry(quality.text()).or_default() += sample.count;
                 }
-                Some(Resolution::Missing(reason)) => {
-                    *row.missing.entry(reason).or_default() += sample.count;
+                Some(Resolution::Missing(missing)) => {
+                    *row.missing.entry(&missing.reason).or_default() += sample.count;
                 }
                 None => {}
             }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 
 use super::plain::plain;
 use super::report::share;
-use crate::profile::{EndReason, ExecutableId, Profile, StackId, UnwindTables};
+use crate::profile::{EndReason, ExecutableId, Profile, UnwindTables};
 
 /// Executables listed.
 const TOP: usize = 25;
@@ -32,7 +32,7 @@ pub fn write(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
             without += sample.count;
             continue;
         };
-        let end = end(profile, stack);
+        let end = profile.end(stack);
         *ends.entry(end).or_default() += sample.count;
         total += sample.count;
         let frames = &profile.stacks[stack.index()].locations;
@@ -86,27 +86,4 @@ fn tables(tables: &UnwindTables, out: &mut impl Write) -> io::Result<()> {
         "\nunwind tables: {loaded} loaded, {compiled} of them compiled in {:.0} ms; {failed} could not be had, {evicted} evicted",
         compile_ns as f64 / 1e6
     )
-}
-
-/// Where threads begin in glibc and musl. glibc calls `main` without a frame pointer, so that a walk ends
-/// there for want of one, though nothing is missing.
-const FIRST_FUNCTIONS: [&str; 8] = [
-    "_start",
-    "__libc_start_call_main",
-    "__libc_start_main",
-    "__libc_start_main_impl",
-    "libc_start_main_stage2",
-    "start_thread",
-    "clone",
-    "clone3",
-];
-
-fn end(profile: &Profile, stack: StackId) -> EndReason {
-    let stack = &profile.stacks[stack.index()];
-    let first = stack.locations.last().and_then(|&location| profile.lines(location).pop());
-    let begun = first.is_some_and(|line| {
-        let name = line.function.trim_start_matches("__GI_");
-        FIRST_FUNCTIONS.contains(&name) || FIRST_FUNCTIONS.contains(&name.trim_start_matches('_'))
-    });
-    if begun { EndReason::Root } else { stack.end }
 }

@@ -16,7 +16,7 @@ use crate::pprof_proto as proto;
 use crate::profile::labels::{Label, LabelValue};
 use crate::profile::{
     Builder, EndReason, Executable, ExecutableId, Line, Location, LocationId, Mapping, Origin,
-    Process, ProcessId, SampleKey, Stack, Thread, ThreadId, Types,
+    Process, ProcessId, SampleKey, Stack, Thread, ThreadId, Types, is_place,
 };
 
 /// Bytes of a profile, opened: some bytes of it become thirty times as many in memory.
@@ -236,7 +236,10 @@ impl<'a> Reader<'a> {
                 line: u32::try_from(line.line).unwrap_or(0),
             });
         }
-        lines.retain(|line| !line.function.is_empty());
+        // Nor is a place in the file a name: there may be one to be found.
+        let path = mapping.map(|(executable, _)| self.into.executable_of(executable).name());
+        let is_place = |name: &str| path.as_deref().is_some_and(|path| is_place(path, name));
+        lines.retain(|line| !line.function.is_empty() && !is_place(&line.function));
         let lines: Arc<[Line]> = Arc::from(lines);
         let inside = mapping.and_then(|(executable, mapping)| {
             let offset = wire.address.checked_sub(mapping.memory_start)?;

@@ -9,6 +9,7 @@ pub mod labels;
 mod location;
 mod names;
 mod reasons;
+mod shares;
 mod slice;
 
 use std::collections::BTreeMap;
@@ -19,8 +20,9 @@ use rustc_hash::FxHashMap;
 pub use self::builder::{Builder, Full};
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::location::{FrameKind, Location, lookup_offset};
-pub use self::names::{Line, Quality, Resolution, Source};
+pub use self::names::{Line, Missing, Quality, Resolution, Source, is_place, place};
 pub use self::reasons::{EndReason, LostReason, UnwindTables};
+pub use self::shares::Share;
 
 /// A handle into a table of a [`Profile`].
 macro_rules! handle {
@@ -304,16 +306,20 @@ impl Profile {
         of(key.kernel).iter().chain(of(key.user)).copied()
     }
 
-    /// Names of a location, the innermost inlined function first; for lack of a better one its address.
+    /// Names of a location, the innermost inlined function first; for lack of a better one where its function begins,
+    /// or its own address.
     #[must_use]
     pub fn lines(&self, location: LocationId) -> Vec<Line> {
         match self.resolutions.get(location.index()) {
             Some(Resolution::Found { lines, .. }) => lines.to_vec(),
-            _ => {
+            missing => {
                 let found = &self.locations[location.index()];
-                let name = self.executables[found.executable.index()].name();
-                let base = name.rsplit('/').next().unwrap_or(&name);
-                let function = format!("{base}+0x{:x}", found.offset);
+                let start = match missing {
+                    Some(Resolution::Missing(missing)) => missing.start,
+                    _ => None,
+                };
+                let path = self.executables[found.executable.index()].name();
+                let function = place(&path, start.unwrap_or(found.offset));
                 vec![Line { function, ..Line::default() }]
             }
         }

@@ -12,8 +12,42 @@ pub enum Resolution {
         /// Where they came from.
         quality: Quality,
     },
-    /// There is no name, and this is why.
-    Missing(String),
+    /// There is no name.
+    Missing(Missing),
+}
+
+/// A place without a name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    /// Why.
+    pub reason: String,
+    /// Where the function begins, or for want of anything smaller the mapping: an offset as that of a location.
+    pub start: Option<u64>,
+}
+
+impl Missing {
+    /// Of a place of which nothing is known.
+    #[must_use]
+    pub fn because(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), start: None }
+    }
+}
+
+/// What outputs show of code without a name: the file and an offset in it, as `nginx+0x4a00`.
+#[must_use]
+pub fn place(path: &str, offset: u64) -> String {
+    format!("{}+0x{offset:x}", base(path))
+}
+
+/// Whether a name is none but such a [`place`] in this file.
+#[must_use]
+pub fn is_place(path: &str, name: &str) -> bool {
+    let offset = name.strip_prefix(base(path)).and_then(|rest| rest.strip_prefix("+0x"));
+    offset.is_some_and(|hex| u64::from_str_radix(hex, 16).is_ok())
+}
+
+fn base(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
 }
 
 /// How good an answer is, best last.
@@ -76,4 +110,19 @@ pub struct Source {
     pub fetch_failed: bool,
     /// How good the names were that the symbol cache had before (`Some(None)`: it had none).
     pub upgraded_from: Option<Option<Quality>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_is_not_taken_for_a_name() {
+        assert_eq!(place("/usr/sbin/nginx", 0x4a00), "nginx+0x4a00");
+        assert!(is_place("/opt/nginx", &place("/usr/sbin/nginx", u64::MAX)));
+        assert!(is_place("[jit]", "[jit]+0x7f00"));
+        for name in ["nginx", "nginx+0x", "nginx+0xg", "other+0x10", "nginx+16"] {
+            assert!(!is_place("/usr/sbin/nginx", name), "{name}");
+        }
+    }
 }

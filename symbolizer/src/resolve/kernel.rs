@@ -11,7 +11,9 @@ use std::time::Instant;
 use super::kallsyms::Symbols;
 use super::ladder::{self, Kernel, Wanted};
 use super::{Snapshots, Sources, resolution, source, without};
-use crate::profile::{Executable, ExecutableId, LocationId, Profile, Quality, Resolution, Source};
+use crate::profile::{
+    Executable, ExecutableId, LocationId, Missing, Profile, Quality, Resolution, Source,
+};
 use crate::table::Table;
 
 /// Names in the kernel or a module of it.
@@ -52,8 +54,8 @@ pub(super) fn job(
                 let address = |offset| layout.address(offset);
                 match resolution(&found.table, address, offset, sources) {
                     // What is patched in at run time is in no file.
-                    Resolution::Missing(reason) => {
-                        by_kallsyms(offset).unwrap_or(Resolution::Missing(reason))
+                    Resolution::Missing(missing) => {
+                        by_kallsyms(offset).unwrap_or(Resolution::Missing(missing))
                     }
                     named => named,
                 }
@@ -91,7 +93,7 @@ pub(super) fn job(
 fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
     match symbols.find(module, offset) {
         Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Kallsyms },
-        None => Resolution::Missing("not in kallsyms".to_owned()),
+        None => Resolution::Missing(Missing::because("not in kallsyms")),
     }
 }
 

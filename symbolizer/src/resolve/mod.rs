@@ -36,7 +36,8 @@ use crate::capture::Artifacts;
 use crate::elf::Scratch;
 use crate::metrics::Metrics;
 use crate::profile::{
-    ArtifactHash, Executable, ExecutableId, LocationId, Profile, Quality, Resolution, Source,
+    ArtifactHash, Executable, ExecutableId, LocationId, Missing, Profile, Quality, Resolution,
+    Source,
 };
 use crate::table::{Kind, Table};
 
@@ -107,7 +108,7 @@ const MAX_FETCHES: usize = 8;
 
 /// Names every location of the profile, or says why not.
 pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) {
-    let unresolved = Resolution::Missing("not looked up".to_owned());
+    let unresolved = Resolution::Missing(Missing::because("not looked up"));
     profile.resolutions = vec![unresolved; profile.locations.len()];
     profile.sources = vec![Source::default(); profile.executables.len()];
 
@@ -281,7 +282,7 @@ fn resolution(
         address_of(offset).map(|address| sources.recent.named(table, address, sources.demangle))
     };
     let Some(mut named) = at(offset) else {
-        return Resolution::Missing("not in a loaded segment of the file".to_owned());
+        return Resolution::Missing(Missing::because("not in a loaded segment of the file"));
     };
     if named.is_none() {
         // A signal handler returns to the first byte of a function nobody called. Less one, as return
@@ -290,13 +291,16 @@ fn resolution(
     }
     match named {
         Some((lines, quality)) => Resolution::Found { lines, quality },
-        None => Resolution::Missing(
-            match table.best() {
+        None => {
+            let reason = match table.best() {
                 Some(_) => "no symbol covers it",
                 None => "no symbol covers it, and the file is stripped",
-            }
-            .to_owned(),
-        ),
+            };
+            let begins = address_of(offset)
+                .and_then(|address| Some(address - table.bounds(address)?.start))
+                .and_then(|inside| offset.checked_sub(inside));
+            Resolution::Missing(Missing { start: begins, ..Missing::because(reason) })
+        }
     }
 }
 
@@ -354,7 +358,7 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
 
 fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: &str) {
     for location in locations {
-        profile.resolutions[location.index()] = Resolution::Missing(reason.to_owned());
+        profile.resolutions[location.index()] = Resolution::Missing(Missing::because(reason));
     }
     profile.sources[id.index()] = without(reason);
 }

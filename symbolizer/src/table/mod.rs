@@ -13,6 +13,7 @@
 //! | leaves | 1 | node of each range, 0 for none |
 //! | buckets | 1 | first range at or after each multiple of 2^shift: what a search starts from |
 //! | nodes | 6 | function (place, length and kind), file (place, length), line, node of the frame it is inlined into |
+//! | bounds | 3 | first address and length of each function that has addresses no name covers, ascending |
 //! | text | – | names, raw (mangled), UTF-8 |
 //!
 //! A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same way. An address costs
@@ -41,21 +42,26 @@
 //!
 //! # Versions
 //!
-//! - 1: the first.
+//! - 2: the first.
+//! - 3: bounds.
 
 pub mod bytes;
 mod write;
+
+use std::ops::Range;
 
 pub use self::bytes::Bytes;
 use self::bytes::Text;
 pub use self::write::{NodeKey, Writer};
 
 /// Magic with the version in its last byte.
-const MAGIC: [u8; 8] = *b"SWTABLE\x02";
+const MAGIC: [u8; 8] = *b"SWTABLE\x03";
 /// Bytes of the header.
 const HEADER: usize = 64;
 /// Words of a node.
 const NODE: usize = 6;
+/// Words of the bounds of a function.
+const BOUND: usize = 3;
 /// Bits of the kind, below the length of a function's name.
 const KIND_BITS: u32 = 3;
 /// Longest chain followed; a table that is damaged in a way its checksum does not show must not loop.
@@ -136,6 +142,7 @@ pub struct Table {
     leaves: Part,
     buckets: Part,
     nodes: Part,
+    bounds: Part,
     text: Text,
     best: Option<Kind>,
 }
@@ -172,6 +179,7 @@ impl Table {
         };
         let (segments, starts, leaves) = (part(word(24), 6), part(word(28), 1), part(word(28), 1));
         let (buckets, nodes) = (part(word(32), 1), part(word(36), NODE));
+        let bounds = part(word(48), BOUND);
         let (shift, best) = (word(40), Kind::ALL.get(word(44) as usize).copied());
         if shift >= 32 {
             return Err(TableError::Cut);
@@ -189,6 +197,7 @@ impl Table {
             leaves,
             buckets,
             nodes,
+            bounds,
             text,
             best,
         })
@@ -238,6 +247,25 @@ impl Table {
             let start = self.word(self.starts, index)?;
             new.then_some((self.base + u64::from(start), name))
         })
+    }
+
+    /// Bounds of the function that covers an address, for one that has no name there.
+    #[must_use]
+    pub fn bounds(&self, address: u64) -> Option<Range<u64>> {
+        let word = |at| u64::from(self.word(self.bounds, at).unwrap_or(0));
+        let start = |index: usize| word(index * BOUND) | word(index * BOUND + 1) << 32;
+        let (mut low, mut high) = (0, self.bounds.words / BOUND);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if start(middle) <= address {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        let index = low.checked_sub(1)?;
+        let bounds = start(index)..start(index).saturating_add(word(index * BOUND + 2));
+        bounds.contains(&address).then_some(bounds)
     }
 
     /// The best kind of names in it; `None` when there are none.

@@ -2,7 +2,7 @@
 
 use rustc_hash::FxHashMap;
 
-use super::{HEADER, KIND_BITS, Kind, MAGIC, NODE, Segment};
+use super::{BOUND, HEADER, KIND_BITS, Kind, MAGIC, NODE, Segment};
 
 /// A frame in a table being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +38,7 @@ pub struct Writer {
     node_words: Vec<NodeKey>,
     ranges: Vec<Range>,
     fallback: [Vec<Range>; 2],
+    bounds: Vec<Range>,
     segments: Vec<Segment>,
 }
 
@@ -95,6 +96,13 @@ impl Writer {
         }
     }
 
+    /// Bounds of a function that may have no name. Of functions that overlap, the one that starts first keeps what it has.
+    pub fn bounds(&mut self, start: u64, end: u64) {
+        if start < end && end - start <= u64::from(u32::MAX) && self.bounds.len() < MAX {
+            self.bounds.push(Range { start, end, leaf: 0 });
+        }
+    }
+
     /// A segment of the executable.
     pub fn segment(&mut self, segment: Segment) {
         self.segments.push(segment);
@@ -110,6 +118,7 @@ impl Writer {
             .fallback
             .into_iter()
             .fold(ranges, |ranges, level| filled(&ranges, &without_overlaps(level)));
+        let bounds = not_covered(&ranges, without_overlaps(self.bounds));
         let (base, starts) = starts(&ranges);
 
         let span = starts.last().map_or(0, |&(start, _)| start);
@@ -130,6 +139,7 @@ impl Writer {
                 + starts.len() * 8
                 + buckets.len() * 4
                 + self.node_words.len() * NODE * 4
+                + bounds.len() * BOUND * 4
                 + self.text.len(),
         );
         out.extend(MAGIC);
@@ -143,6 +153,7 @@ impl Writer {
             shift as usize,
             // Beyond all kinds when there is none.
             self.functions.keys().map(|&(_, kind)| kind as usize).min().unwrap_or(usize::MAX),
+            bounds.len(),
         ];
         out.extend(counts.iter().flat_map(|&count| (count as u32).to_le_bytes()));
         out.resize(HEADER, 0);
@@ -158,6 +169,10 @@ impl Writer {
             let [file, file_length] =
                 node.file.map_or([0, 0], |file| self.file_words[file as usize]);
             let words: [u32; NODE] = [name, name_length, file, file_length, node.line, node.parent];
+            out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        }
+        for Range { start, end, .. } in bounds {
+            let words = [start as u32, (start >> 32) as u32, (end - start) as u32];
             out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
         }
         out.extend(&self.text);
@@ -216,6 +231,26 @@ fn filled(ranges: &[Range], fallback: &[Range]) -> Vec<Range> {
         gap = range.end;
     }
     out
+}
+
+/// Those of `bounds` with an address that is in none of `ranges`; both without overlaps.
+fn not_covered(ranges: &[Range], mut bounds: Vec<Range>) -> Vec<Range> {
+    let mut next = 0;
+    bounds.retain(|bound| {
+        while ranges.get(next).is_some_and(|range| range.end <= bound.start) {
+            next += 1;
+        }
+        // A range may reach into the next bound as well: looked at from here, not taken.
+        let mut at = bound.start;
+        for range in &ranges[next..] {
+            if range.start > at || at >= bound.end {
+                break;
+            }
+            at = range.end;
+        }
+        at < bound.end
+    });
+    bounds
 }
 
 /// Base, and where each range starts with its node: equal neighbours as one, gaps with node 0. Of addresses
@@ -345,6 +380,36 @@ mod tests {
         let text = 0xffff_ffff_8100_0000;
         let table = table(&[(0, 8, 1), (text, text + 8, 2), (text + 8, text + 16, 3)], &[]);
         assert_eq!((line(&table, 0), line(&table, text + 9)), (None, Some(3)));
+    }
+
+    #[test]
+    fn bounds_are_kept_of_functions_with_an_address_without_a_name() {
+        let mut writer = Writer::default();
+        let function = writer.function("f", Kind::Dynsym);
+        let leaf = writer.node(NodeKey { function, file: None, line: 0, parent: 0 });
+        let far = 0x7_0000_0000;
+        for (start, end) in [(0x10, 0x20), (0x20, 0x38), (far, far + 8)] {
+            writer.range(start, end, leaf);
+        }
+        for (start, end) in
+            [(0x8, 0x10), (0x10, 0x30), (0x30, 0x40), (far, far + 8), (far + 8, far + 9)]
+        {
+            writer.bounds(start, end);
+        }
+        let table = Table::open(Bytes::from(writer.finish())).unwrap();
+        for (address, bounds) in [
+            (0x7, None),
+            (0x8, Some(0x8..0x10)),
+            (0xf, Some(0x8..0x10)),
+            // Covered by two ranges.
+            (0x10, None),
+            (0x3f, Some(0x30..0x40)),
+            (0x40, None),
+            (far, None),
+            (far + 8, Some(far + 8..far + 9)),
+        ] {
+            assert_eq!(table.bounds(address), bounds, "{address:#x}");
+        }
     }
 
     proptest! {

@@ -1,10 +1,12 @@
 //! Places in anonymous memory → names, by what their processes wrote. Called by `resolve/mod.rs`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::{Functions, parse_jitdump, parse_perf_map};
 use crate::capture::Artifacts;
-use crate::profile::{ArtifactHash, ExecutableId, LocationId, Profile, Quality, Resolution};
+use crate::profile::{
+    ArtifactHash, ExecutableId, LocationId, Missing, ProcessId, Profile, Quality, Resolution,
+};
 
 /// Names every place in anonymous memory, or says why not.
 pub fn name(
@@ -15,6 +17,7 @@ pub fn name(
 ) {
     // By content, since many processes may have inherited one map.
     let mut known: HashMap<&[ArtifactHash], Functions> = HashMap::new();
+    let mappings = Mappings::of(profile, id);
     let mut resolutions = Vec::with_capacity(locations.len());
     for location in locations {
         let at = profile.locations[location.index()];
@@ -49,7 +52,9 @@ pub fn name(
         });
         let missing = missing.or_else(|| process.jit_missing.clone());
         let missing = missing.unwrap_or_else(|| "the process wrote no perf-map".to_owned());
-        resolutions.push((*location, found.unwrap_or(Resolution::Missing(missing))));
+        let start = at.process.and_then(|process| mappings.start(process, at.offset));
+        let missing = Resolution::Missing(Missing { reason: missing, start });
+        resolutions.push((*location, found.unwrap_or(missing)));
     }
     for (location, resolution) in resolutions {
         profile.resolutions[location.index()] = resolution;
@@ -70,3 +75,21 @@ pub fn name(
 const MAX_NOTES: usize = 20;
 
 type Parse = fn(&[u8]) -> Functions;
+
+/// Where anonymous memory is mapped: end by process and start.
+struct Mappings(BTreeMap<(ProcessId, u64), u64>);
+
+impl Mappings {
+    fn of(profile: &Profile, id: ExecutableId) -> Self {
+        let anonymous = profile.mappings.iter().filter(|mapping| mapping.executable == id);
+        let end = |start: u64, length| start.saturating_add(length);
+        let entry = anonymous.map(|it| ((it.process, it.start), end(it.start, it.length)));
+        Self(entry.collect())
+    }
+
+    /// First address of the mapping around an address.
+    fn start(&self, process: ProcessId, address: u64) -> Option<u64> {
+        let (&(of, start), &end) = self.0.range(..=(process, address)).next_back()?;
+        (of == process && address < end).then_some(start)
+    }
+}

@@ -1,0 +1,217 @@
+//! What to do where few frames have names or few stacks are whole: one sentence each, for the worst of them.
+//!
+//! Said under the last line of `record` and `resolve`. Knows run-times by the names of their files.
+
+use std::collections::HashMap;
+use std::io::BufRead;
+use std::path::Path;
+
+use stackwire::Profile;
+use stackwire::profile::{EndReason, Executable, ExecutableId, ProcessId, Resolution, Share};
+
+/// Below this much there is something to say, in percent.
+const ENOUGH: f64 = 90.0;
+
+/// The sentences.
+pub fn advice(profile: &Profile, unsymbolized: bool) -> Vec<String> {
+    let enough = |share: Share| share.of == 0 || share.percent() >= ENOUGH;
+    let names = (!unsymbolized && !enough(profile.named())).then(|| unnamed(profile)).flatten();
+    let stacks = (!enough(profile.whole())).then(|| cut(profile)).flatten();
+    names.into_iter().chain(stacks).collect()
+}
+
+/// The heaviest of what is counted, with its share of all.
+fn heaviest<K: Copy + Eq + std::hash::Hash + Ord>(counts: &HashMap<K, u64>) -> Option<(K, f64)> {
+    let total: u64 = counts.values().sum();
+    let (&key, &most) = counts.iter().max_by_key(|(key, count)| (**count, **key))?;
+    Some((key, most as f64 * 100.0 / total as f64))
+}
+
+/// Where most frames without a name are, and how they get names.
+fn unnamed(profile: &Profile) -> Option<String> {
+    let mut counts: HashMap<(ExecutableId, ProcessId), u64> = HashMap::new();
+    for sample in &profile.samples {
+        let process = profile.threads[sample.key.thread.index()].process;
+        for at in profile.frames(sample.key) {
+            if !matches!(profile.resolutions.get(at.index()), Some(Resolution::Found { .. })) {
+                let executable = profile.locations[at.index()].executable;
+                *counts.entry((executable, process)).or_default() += sample.count;
+            }
+        }
+    }
+    let ((id, process), share) = heaviest(&counts)?;
+    let executable = &profile.executables[id.index()];
+    let (pid, comm) =
+        (profile.processes[process.index()].pid, &profile.processes[process.index()].comm);
+    let name = executable.name();
+    let what = match executable {
+        Executable::Anonymous => {
+            let how = match runtime(profile, process).and_then(Runtime::names) {
+                Some(how) => how.replace("PID", &pid.to_string()),
+                None => "let its run-time write a perf-map or a jitdump".to_owned(),
+            };
+            format!("code that {comm} (pid {pid}) made at run time: {how}")
+        }
+        Executable::Kernel { .. } => {
+            let why = profile.sources.get(id.index()).map(|source| source.notes.join("; "));
+            format!("the kernel: {}", why.unwrap_or_default())
+        }
+        Executable::Unmapped | Executable::Names { .. } => {
+            "code of processes that ended before their mappings could be read".to_owned()
+        }
+        Executable::File { path, .. } => {
+            let package = match debug_package(Path::new(path)) {
+                Some(package) => format!("install {package}, or "),
+                None => String::new(),
+            };
+            format!("{name}: {package}name a server that has its symbols with --debuginfod-url")
+        }
+        Executable::Vdso { .. } => name,
+    };
+    Some(format!("{share:.0} % of the frames without a name are in {what}"))
+}
+
+/// Why most stacks that are not whole end, and what helps.
+fn cut(profile: &Profile) -> Option<String> {
+    let mut counts: HashMap<(EndReason, Option<ExecutableId>, ProcessId), u64> = HashMap::new();
+    for sample in &profile.samples {
+        let Some(stack) = sample.key.user else { continue };
+        let end = profile.end(stack);
+        if matches!(end, EndReason::Root | EndReason::NotSaid) {
+            continue;
+        }
+        let last = profile.stacks[stack.index()].locations.last();
+        let executable = last.map(|at| profile.locations[at.index()].executable);
+        let process = profile.threads[sample.key.thread.index()].process;
+        *counts.entry((end, executable, process)).or_default() += sample.count;
+    }
+    let ((end, executable, process), share) = heaviest(&counts)?;
+    let executable = executable.map(|id| &profile.executables[id.index()]);
+    let name = executable.map(Executable::name).unwrap_or_default();
+    let how = match (end, executable) {
+        (EndReason::NoMappingsYet | EndReason::NoTableYet, _) => {
+            "their processes are young: the next capture has the tables"
+        }
+        (EndReason::NoMappings, _) => {
+            "run the collector with CAP_PERFMON (kernel 6.15 or later) or as root"
+        }
+        (_, Some(Executable::Anonymous)) => match runtime(profile, process) {
+            Some(Runtime::Java) => "start java with -XX:+PreserveFramePointer",
+            _ => "code made at run time has no unwind tables; let its compiler keep frame pointers",
+        },
+        (EndReason::NoFramePointer, _) => "walk stacks by unwind tables: --unwind auto",
+        (EndReason::NoTable | EndReason::NoUnwindRule, Some(Executable::File { .. })) => {
+            "build it with -fasynchronous-unwind-tables, or with -fno-omit-frame-pointer for --unwind fp"
+        }
+        (EndReason::DepthLimit, _) => "1,024 frames are kept of a stack",
+        (EndReason::Compat, _) => "stacks of 32-bit processes are not walked by tables",
+        _ => "`stackwire report` of the capture lists them all",
+    };
+    let place = if name.is_empty() { String::new() } else { format!(" in {name}") };
+    Some(format!("{share:.0} % of the stacks that are not whole end{place}: {}; {how}", end.text()))
+}
+
+/// Who makes code at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Runtime {
+    Java,
+    Node,
+    Python,
+    DotNet,
+    Ruby,
+    Php,
+    Beam,
+    Wasmtime,
+}
+
+impl Runtime {
+    /// Parts of file names.
+    const FILES: [(&str, Self); 11] = [
+        ("libjvm.so", Self::Java),
+        ("libnode.so", Self::Node),
+        ("node", Self::Node),
+        ("libpython3", Self::Python),
+        ("python3", Self::Python),
+        ("libcoreclr.so", Self::DotNet),
+        ("libruby", Self::Ruby),
+        ("ruby", Self::Ruby),
+        ("php", Self::Php),
+        ("beam.", Self::Beam),
+        ("wasmtime", Self::Wasmtime),
+    ];
+
+    /// How it names its code, with PID for the process.
+    fn names(self) -> Option<&'static str> {
+        Some(match self {
+            Self::Java => "run `jcmd PID Compiler.perfmap` before the capture ends",
+            Self::Node => "start node with --perf-basic-prof",
+            Self::Python => "start python with -X perf (3.12 or later)",
+            Self::DotNet => "start it with DOTNET_PerfMapEnabled=1",
+            Self::Ruby => "start ruby with --yjit-perf",
+            Self::Php => "start php with -d opcache.jit_debug=16",
+            Self::Beam => "start erl with +JPperf true",
+            Self::Wasmtime => "start wasmtime with --profile perfmap",
+        })
+    }
+}
+
+/// The run-time of a process, by the files that ran in it.
+fn runtime(profile: &Profile, process: ProcessId) -> Option<Runtime> {
+    let ran: Vec<String> = profile
+        .mappings
+        .iter()
+        .filter(|mapping| mapping.process == process)
+        .map(|mapping| profile.executables[mapping.executable.index()].name())
+        .collect();
+    let base = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
+    let of = |start: &str| ran.iter().any(|path| base(path).starts_with(start));
+    Runtime::FILES.into_iter().find(|(start, _)| of(start)).map(|(_, runtime)| runtime)
+}
+
+/// Where dpkg keeps which file is of which package.
+const DPKG: &str = "/var/lib/dpkg/info";
+
+/// The Debian package with the debug information of a file of this host.
+fn debug_package(path: &Path) -> Option<String> {
+    // On systems with a merged /usr packages may have either path; and packages hold files, not links to them.
+    let whole = path.canonicalize().ok()?;
+    let short = whole.strip_prefix("/usr").ok().map(|rest| Path::new("/").join(rest));
+    let names: Vec<&str> = [Some(&whole), short.as_ref()]
+        .into_iter()
+        .flatten()
+        .filter_map(|path| path.to_str())
+        .collect();
+    for entry in std::fs::read_dir(DPKG).ok()?.flatten() {
+        let name = entry.file_name();
+        let Some(package) = name.to_str().and_then(|name| name.strip_suffix(".list")) else {
+            continue;
+        };
+        let Ok(list) = std::fs::File::open(entry.path()) else { continue };
+        let mut lines = std::io::BufReader::new(list).lines().map_while(Result::ok);
+        if lines.any(|line| names.contains(&line.as_str())) {
+            let package = package.split(':').next().unwrap_or(package);
+            // Debian's C library and kernel have packages of the old kind.
+            return Some(match package {
+                "libc6" => "libc6-dbg".to_owned(),
+                _ => format!("{package}-dbgsym (of the debian-debug archive)"),
+            });
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_debug_package_of_an_installed_file_is_named() {
+        if !Path::new(DPKG).exists() {
+            assert_eq!(debug_package(Path::new("/bin/sh")), None);
+            return;
+        }
+        let dash = debug_package(Path::new("/bin/dash"));
+        assert!(dash.as_deref().is_none_or(|it| it.starts_with("dash-dbgsym")), "{dash:?}");
+        assert_eq!(debug_package(Path::new("/proc/self/exe")), None);
+    }
+}
