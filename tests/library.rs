@@ -49,7 +49,7 @@ fn a_session_of_the_collector_writes_a_capture_to_any_writer() {
     assert_eq!(profile.sample_count(), summary.delivered);
     assert_eq!(profile.taken, Some(summary.taken));
     let mut text = Vec::new();
-    export::report(&profile, None, &mut text).unwrap();
+    export::report(&profile, &export::ReportOptions::default(), &mut text).unwrap();
     assert!(String::from_utf8(text).unwrap().contains("alpha [work]"));
 }
 

@@ -294,6 +294,24 @@ pub struct Serve {
     pub metrics: MetricsOption,
 }
 
+/// Labels a sample must have, as `comm=postgres,thread=worker`. A comma without a `=` behind it belongs to the value.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Labels(pub Vec<(String, String)>);
+
+fn labels(text: &str) -> Result<Labels, String> {
+    let mut labels: Vec<(String, String)> = Vec::new();
+    for piece in text.split(',') {
+        match (piece.split_once('='), labels.last_mut()) {
+            (Some(("", _)), _) | (None, None) => {
+                return Err("a label is LABEL=VALUE, as comm=postgres".to_owned());
+            }
+            (Some((key, value)), _) => labels.push((key.to_owned(), value.to_owned())),
+            (None, Some((_, value))) => *value = format!("{value},{piece}"),
+        }
+    }
+    Ok(Labels(labels))
+}
+
 /// Which part of a profile, and how it is divided.
 #[derive(Clone, Debug, Default, ClapArgs)]
 pub struct Slice {
@@ -301,6 +319,10 @@ pub struct Slice {
     /// The report shows their shares; flame graphs and folded stacks begin with it.
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,
+    /// Keep samples with these labels, as "comm=postgres,thread=worker"; of one label several values may be given
+    /// (repeatable).
+    #[arg(long = "where", value_name = "LABEL=VALUE,…", value_parser = labels)]
+    pub wanted: Vec<Labels>,
     /// Keep stacks that have a function this regular expression matches.
     #[arg(long, value_name = "REGEX")]
     pub focus: Option<regex::Regex>,
@@ -347,6 +369,15 @@ pub struct Report {
     pub captures: Vec<PathBuf>,
     #[command(flatten)]
     pub slice: Slice,
+    /// Functions listed; without it 20, and on a terminal no more than its window has room for.
+    #[arg(long, value_name = "N")]
+    pub top: Option<usize>,
+    /// Which functions come first: those that take most themselves, or with all they call.
+    #[arg(long, value_enum, value_name = "BY", default_value = "self")]
+    pub sort: Sort,
+    /// On a terminal, too, print everything: what each executable's names are from, where stacks end.
+    #[arg(long)]
+    pub full: bool,
     /// Compare two: which functions take more of the time in the second than in the first.
     #[arg(long)]
     pub diff: bool,
@@ -358,6 +389,13 @@ pub struct Report {
     pub folded: Option<PathBuf>,
     #[command(flatten)]
     pub symbols: SymbolOptions,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Sort {
+    #[value(name = "self")]
+    Own,
+    Total,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -372,4 +410,18 @@ pub struct Launch {
     pub socket: PathBuf,
     #[arg(last = true, required = true)]
     pub command: Vec<std::ffi::OsString>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_taken_apart() {
+        let label = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        assert_eq!(labels("comm=a"), Ok(Labels(vec![label("comm", "a")])));
+        let several = Labels(vec![label("comm", "a,b"), label("thread", "x=y"), label("cpu", "")]);
+        assert_eq!(labels("comm=a,b,thread=x=y,cpu="), Ok(several));
+        assert!(labels("comm").is_err() && labels("=a").is_err() && labels("").is_err());
+    }
 }

@@ -21,7 +21,7 @@
 //!
 //! let (mut profile, artifacts) = read_capture(std::fs::File::open("host7.stackwire")?)?;
 //! resolve(&mut profile, &artifacts, &Sources::default());
-//! export::report(&profile, None, std::io::stdout())?;
+//! export::report(&profile, &export::ReportOptions::default(), std::io::stdout())?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -48,7 +48,8 @@ pub use elf::Scratch;
 pub use input::{InputError, Inputs};
 pub use profile::Profile;
 pub use resolve::{
-    Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, lay_out, resolve,
+    Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, build_ids, lay_out,
+    resolve,
 };
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
@@ -66,7 +67,7 @@ pub mod fuzz {
         if let Ok((profile, _)) = crate::read_capture(bytes) {
             // What was accepted must be exportable.
             let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
-            let _ = crate::export::report(&profile, None, std::io::sink());
+            let _ = crate::export::report(&profile, &Default::default(), std::io::sink());
         }
     }
 
@@ -101,7 +102,7 @@ pub mod fuzz {
         if crate::ingest::epoch(&epoch, &Default::default(), &mut builder).is_ok() {
             let profile = builder.build();
             let _ = crate::export::pprof(&profile, &Default::default(), std::io::sink());
-            let _ = crate::export::report(&profile, None, std::io::sink());
+            let _ = crate::export::report(&profile, &Default::default(), std::io::sink());
         }
     }
 

@@ -1,5 +1,6 @@
 //! `stackwire cache`: what is in the symbol cache, and changes to it.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::Write;
 
@@ -89,6 +90,23 @@ fn verify(cache: &Cache) -> Result<(), Failure> {
 fn remove(cache: &Cache, id: &str) -> Result<(), Failure> {
     let id: Id = id.parse().map_err(|error| Failure::Usage(format!("{id:?}: {error}")))?;
     let rows = cache.rows()?;
+    let alike: BTreeSet<&Id> = rows
+        .iter()
+        .map(|row| &row.key.id)
+        .filter(|it| it.as_str().starts_with(id.as_str()))
+        .collect();
+    // As a report prints it: the first digits.
+    let id = match alike.len() {
+        1 => alike.first().map_or(id.clone(), |&whole| whole.clone()),
+        0 => id,
+        _ if alike.contains(&id) => id,
+        _ => {
+            let alike: Vec<_> = alike.iter().map(ToString::to_string).collect();
+            let message =
+                format!("{id} is the beginning of several build-ids: {}", alike.join(", "));
+            return Err(Failure::Usage(message));
+        }
+    };
     let mut found = cache.forget_negatives(&id)?;
     for row in rows.iter().filter(|row| row.key.id == id) {
         found |= cache.remove(&row.key)?;

@@ -5,11 +5,12 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Artifacts, Inputs, Profile, Sources, export, lay_out, resolve};
+use stackwire::export::{self, ReportOptions, Window};
+use stackwire::{Artifacts, Inputs, Profile, Sources, lay_out, resolve};
 
 use super::Failure;
 use super::output::{Output, Outputs, check_distinct, title};
-use crate::cli::{Report, Resolve, Slice};
+use crate::cli::{Report, Resolve, Slice, Sort};
 
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
@@ -71,7 +72,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
             if let Some(folded) = folded {
                 folded.finish(|out| export::folded_diff(before, after, by, out))?;
             }
-            if asked_for { Ok(()) } else { print(|out| export::diff(before, after, by, out)) }
+            if asked_for { Ok(()) } else { print(|out, _| export::diff(before, after, by, out)) }
         }
         profiles => {
             let profile = &profiles[0];
@@ -81,7 +82,16 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
             if let Some(folded) = folded {
                 folded.finish(|out| export::folded(profile, by, out))?;
             }
-            if asked_for { Ok(()) } else { print(|out| export::report(profile, by, out)) }
+            let shown = |out: &mut dyn Write, window| {
+                let window = if arguments.full { None } else { window };
+                let sort = match arguments.sort {
+                    Sort::Own => export::Sort::Own,
+                    Sort::Total => export::Sort::Total,
+                };
+                let options = ReportOptions { by, top: arguments.top, sort, window };
+                export::report(profile, &options, out)
+            };
+            if asked_for { Ok(()) } else { print(shown) }
         }
     };
     match printed {
@@ -92,14 +102,17 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
 }
 
 /// To standard output, as the terminal wants it if it is one.
-fn print(write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> std::io::Result<()> {
+fn print(
+    write: impl FnOnce(&mut dyn Write, Option<Window>) -> std::io::Result<()>,
+) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     let plain = std::env::var_os("NO_COLOR").is_some_and(|it| !it.is_empty());
     match rustix::termios::tcgetwinsize(&out) {
         Ok(size) if size.ws_col > 0 && out.is_terminal() => {
-            write(&mut export::Terminal::new(out, size.ws_col.into(), !plain))
+            let (rows, columns) = (size.ws_row.into(), size.ws_col.into());
+            write(&mut export::Terminal::new(out, columns, !plain), Some(Window { rows, columns }))
         }
-        _ => write(&mut out),
+        _ => write(&mut out, None),
     }
 }
 
@@ -123,7 +136,10 @@ fn load(
     timeline: bool,
 ) -> anyhow::Result<(Profile, Artifacts)> {
     let mut inputs = Inputs::new(timeline || slice.time.is_some());
-    if slice.by.as_deref() == Some("cpu") {
+    let wanted: Vec<_> = slice.wanted.iter().flat_map(|labels| &labels.0).cloned().collect();
+    let asked: Vec<&str> =
+        slice.by.as_deref().into_iter().chain(wanted.iter().map(|(key, _)| key.as_str())).collect();
+    if asked.contains(&"cpu") {
         inputs.label_cpus();
     }
     for path in captures {
@@ -139,6 +155,17 @@ fn load(
             ));
         }
         profile.keep_time(time);
+    }
+    if !profile.samples.is_empty() {
+        let known = profile.label_keys();
+        if let Some(unknown) = asked.iter().find(|&&key| !known.contains(key)) {
+            let known: Vec<_> = known.into_iter().collect();
+            return Err(anyhow!(
+                "no sample has a label {unknown:?}; those there are: {}",
+                known.join(", ")
+            ));
+        }
+        profile.keep_labels(&wanted);
     }
     if !profile.samples.is_empty() {
         resolve(&mut profile, &artifacts, sources);

@@ -7,7 +7,9 @@ mod kernel_place;
 mod perf_data;
 pub(crate) mod plain;
 mod pprof;
+mod problems;
 mod report;
+mod short;
 mod terminal;
 mod unwinding;
 
@@ -18,5 +20,5 @@ pub(crate) use self::kernel_place::places as kernel_places;
 pub(crate) use self::perf_data::jitted::{images as jitted_images, stand_in};
 pub use self::perf_data::{Options as PerfDataOptions, write as perf_data};
 pub use self::pprof::{Options as PprofOptions, write as pprof};
-pub use self::report::write as report;
+pub use self::report::{Options as ReportOptions, Sort, Window, write as report};
 pub use self::terminal::Terminal;

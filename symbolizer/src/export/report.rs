@@ -5,25 +5,65 @@ use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use super::plain::plain;
-use super::unwinding;
+use super::short::short;
+use super::{problems, unwinding};
 use crate::profile::{LocationId, Process, Profile, Quality, Resolution, ThreadId};
 
-/// Functions listed.
-const TOP: usize = 25;
+/// What a report shows.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options<'a> {
+    /// The label whose values get their shares.
+    pub by: Option<&'a str>,
+    /// Functions listed; 20 unless told, and no more than the window has room for.
+    pub top: Option<usize>,
+    /// Which functions come first.
+    pub sort: Sort,
+    /// To fit into a window: no more functions than it has room for, and of all else what is wrong.
+    pub window: Option<Window>,
+}
 
-/// Writes the report; with the shares of a label's values, if one is asked for (`by`).
+/// Which functions come first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sort {
+    /// Those that take most themselves.
+    #[default]
+    Own,
+    /// Those that take most with all they call.
+    Total,
+}
+
+/// The size of a terminal, in characters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Lines.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
+}
+
+/// Functions listed.
+const TOP: usize = 20;
+/// Lines of a window that are not for functions: what was captured, the heads of columns, what is wrong.
+const OTHER_ROWS: usize = 12;
+
+/// Writes the report.
 ///
 /// # Errors
 /// Those of the writer.
-pub fn write(profile: &Profile, by: Option<&str>, mut out: impl Write) -> io::Result<()> {
+pub fn write(profile: &Profile, options: &Options<'_>, mut out: impl Write) -> io::Result<()> {
     head(profile, &mut out)?;
-    if let Some(key) = by {
+    if let Some(key) = options.by {
         values(profile, key, &mut out)?;
     }
-    top(profile, &mut out)?;
-    coverage(profile, &mut out)?;
-    unwinding::write(profile, &mut out)?;
-    losses(profile, &mut out)?;
+    top(profile, options, &mut out)?;
+    match options.window {
+        Some(_) => problems::write(profile, &mut out)?,
+        None => {
+            coverage(profile, &mut out)?;
+            unwinding::write(profile, &mut out)?;
+            losses(profile, &mut out)?;
+        }
+    }
     out.flush()
 }
 
@@ -123,30 +163,41 @@ pub(super) fn functions(profile: &Profile) -> BTreeMap<(String, String), Counts>
     numbers.into_iter().map(|(name, number)| (name, counts[number])).collect()
 }
 
-fn top(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+/// Columns before the name of a function.
+const BEFORE_NAMES: usize = 37;
+
+fn top(profile: &Profile, options: &Options<'_>, out: &mut impl Write) -> io::Result<()> {
     let total = profile.sample_count();
+    let room =
+        options.window.map_or(TOP, |window| window.rows.saturating_sub(OTHER_ROWS).clamp(5, TOP));
+    let most = options.top.unwrap_or(room);
+    let weight = |counts: &Counts| match options.sort {
+        Sort::Own => counts.own,
+        Sort::Total => counts.all,
+    };
     let mut rows: Vec<_> =
-        functions(profile).into_iter().filter(|(_, counts)| counts.own > 0).collect();
-    rows.sort_by(|a, b| b.1.own.cmp(&a.1.own).then_with(|| a.0.cmp(&b.0)));
+        functions(profile).into_iter().filter(|(_, counts)| weight(counts) > 0).collect();
+    rows.sort_by(|a, b| weight(&b.1).cmp(&weight(&a.1)).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n    self           total          function")?;
-    for ((function, module), Counts { own, all }) in rows.iter().take(TOP) {
+    for ((function, module), Counts { own, all }) in rows.iter().take(most) {
+        let (function, module) = (plain(function), plain(module.trim_matches(['[', ']'])));
+        let function = match options.window {
+            Some(Window { columns, .. }) => {
+                let taken = BEFORE_NAMES + module.chars().count() + " []".len();
+                short(&function, columns.saturating_sub(taken).max(12))
+            }
+            None => function,
+        };
         writeln!(
             out,
-            "{:>6.2} % {own:>7} {:>6.2} % {all:>7}  {} [{}]",
+            "{:>6.2} % {own:>7} {:>6.2} % {all:>7}  {function} [{module}]",
             share(*own, total),
             share(*all, total),
-            plain(function),
-            plain(module.trim_matches(['[', ']']))
         )?;
     }
-    if rows.len() > TOP {
-        let rest: u64 = rows[TOP..].iter().map(|(_, counts)| counts.own).sum();
-        writeln!(
-            out,
-            "{:>6.2} % {rest:>7}                   {} more",
-            share(rest, total),
-            rows.len() - TOP
-        )?;
+    if let Some(more) = rows.len().checked_sub(most).filter(|&more| more > 0) {
+        let rest: u64 = rows[most..].iter().map(|(_, counts)| counts.own).sum();
+        writeln!(out, "{:>6.2} % {rest:>7}                   {more} more", share(rest, total),)?;
     }
     Ok(())
 }

@@ -184,7 +184,8 @@ pub(crate) fn fuzz_folded(bytes: &[u8]) {
 
 fn fuzz_outputs(profile: &Profile) {
     let _ = crate::export::pprof(profile, &Default::default(), std::io::sink());
-    let _ = crate::export::report(profile, Some("comm"), std::io::sink());
+    let options = crate::export::ReportOptions { by: Some("comm"), ..Default::default() };
+    let _ = crate::export::report(profile, &options, std::io::sink());
     let _ = crate::export::folded(profile, None, std::io::sink());
     let out = std::io::Cursor::new(Vec::new());
     let _ = crate::export::perf_data(profile, &Default::default(), out);

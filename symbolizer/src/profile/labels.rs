@@ -4,6 +4,7 @@
 //! those of containerd, CRI-O, Docker, Podman and nerdctl under either cgroup driver, and of systemd.
 
 use std::borrow::Cow;
+use std::collections::{BTreeSet, HashSet};
 
 use super::{Profile, SampleKey};
 
@@ -133,6 +134,24 @@ impl Profile {
             (label.key.as_str(), value)
         });
         own.chain(of_process).chain(given)
+    }
+
+    /// Keys of all labels some sample has.
+    #[must_use]
+    pub fn label_keys(&self) -> BTreeSet<String> {
+        let mut keys = BTreeSet::new();
+        let mut seen = HashSet::new();
+        for sample in &self.samples {
+            // What labels a sample has is the matter of its thread, and of what came with it.
+            if seen.insert((sample.key.thread, sample.key.labels)) {
+                for (key, _) in self.labels(sample.key) {
+                    if !keys.contains(key) {
+                        keys.insert(key.to_owned());
+                    }
+                }
+            }
+        }
+        keys
     }
 
     /// The value of one label.

@@ -28,6 +28,24 @@ impl Profile {
         self.duration_ns = end.saturating_sub(self.start_ns);
     }
 
+    /// Keeps the samples that have, of each label named, one of the values given for it.
+    pub fn keep_labels(&mut self, wanted: &[(String, String)]) {
+        if wanted.is_empty() {
+            return;
+        }
+        let has = |sample: &Sample| {
+            let is = |(key, value): &(String, String)| {
+                self.label(sample.key, key).is_some_and(|found| found == value.as_str())
+            };
+            let any = |(key, _): &(String, String)| wanted.iter().any(|it| it.0 == *key && is(it));
+            wanted.iter().all(any)
+        };
+        let keep: Vec<bool> = self.samples.iter().map(has).collect();
+        let before = self.sample_count();
+        self.retain(|index, _| keep[index]);
+        self.left_out += before - self.sample_count();
+    }
+
     /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore` does. For resolved profiles.
     pub fn keep_functions(&mut self, focus: Option<&Regex>, ignore: Option<&Regex>) {
         let matches = |regex: &Regex| -> Vec<bool> {

@@ -30,7 +30,7 @@ pub(crate) use self::file::open_regular;
 pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
 pub use self::lay_out::lay_out;
-pub use self::one::{Answer, Symbols};
+pub use self::one::{Answer, Symbols, build_ids};
 use self::recent::Recent;
 use crate::capture::Artifacts;
 use crate::elf::Scratch;

@@ -1,8 +1,11 @@
 //! The symbols of one executable, asked for by path or build-id: what `stackwire symbolize` and embedders use.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use stackwire_cache::Id;
 
 use super::ladder::{self, Found, Wanted};
 use super::recent::Recent;
@@ -86,6 +89,26 @@ impl Symbols {
     pub fn notes(&self) -> &[String] {
         &self.found.notes
     }
+}
+
+/// Build-ids that begin with these digits, of what is in the cache and in directories of debug files: reports print the
+/// first twelve.
+#[must_use]
+pub fn build_ids(beginning: &str, sources: &Sources) -> BTreeSet<Id> {
+    let beginning = beginning.to_ascii_lowercase();
+    let rows = sources.cache.as_ref().and_then(|cache| cache.rows().ok()).unwrap_or_default();
+    let mut found: BTreeSet<Id> = rows.into_iter().map(|row| row.key.id).collect();
+    if let Some((first, _)) = beginning.split_at_checked(2) {
+        for directory in &sources.debug_dirs {
+            let entries = std::fs::read_dir(directory.join(".build-id").join(first));
+            let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
+            found.extend(names.filter_map(|name| {
+                format!("{first}{}", name.to_str()?.strip_suffix(".debug")?).parse().ok()
+            }));
+        }
+    }
+    found.retain(|id| id.as_str().starts_with(&beginning));
+    found
 }
 
 fn deadline(sources: &Sources) -> Instant {

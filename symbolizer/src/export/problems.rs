@@ -1,0 +1,85 @@
+//! The report's part for a terminal on what is wrong: frames without names, stacks that are not whole, losses; the worst
+//! first, a line each.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use super::plain::plain;
+use super::report::share;
+use crate::profile::{EndReason, ExecutableId, Profile, Resolution};
+
+/// Lines of each kind.
+const MOST: usize = 4;
+/// Less is not worth a line, in percent.
+const LEAST: f64 = 0.5;
+
+/// Writes it.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let name = |id: ExecutableId| {
+        let name = profile.executables[id.index()].name();
+        plain(name.rsplit('/').next().unwrap_or(&name))
+    };
+    let unnamed = unnamed(profile).into_iter().map(|((id, why), count)| {
+        (count, profile.named().of, format!("of frames: {}: {}", name(id), plain(&why)))
+    });
+    let cut = cut(profile).into_iter().map(|((end, id), count)| {
+        let place = id.map_or(String::new(), |id| format!(" in {}", name(id)));
+        (count, profile.whole().of, format!("of stacks end{place}: {}", end.text()))
+    });
+    let mut lines = worst(unnamed);
+    lines.extend(worst(cut));
+    lines.extend(
+        profile.lost.iter().map(|(reason, (count, _))| format!("lost {count} {}", reason.text())),
+    );
+    writeln!(out)?;
+    let (named, whole) = (profile.named().percent(), profile.whole());
+    write!(out, "{named:.1} % of frames named")?;
+    if whole.of > 0 {
+        write!(out, ", {:.1} % of stacks whole", whole.percent())?;
+    }
+    match profile.taken {
+        Some(_) => writeln!(out, ", {} samples lost", profile.lost_samples())?,
+        None => writeln!(out, ", the capture was cut")?,
+    }
+    lines.iter().try_for_each(|line| writeln!(out, "  {line}"))?;
+    writeln!(out, "\nEvery executable, and where stacks end: --full")
+}
+
+/// Lines for the largest.
+fn worst(rows: impl Iterator<Item = (u64, u64, String)>) -> Vec<String> {
+    let shares = rows.map(|(count, of, text)| (share(count, of), text));
+    let mut rows: Vec<_> = shares.filter(|(share, _)| *share >= LEAST).collect();
+    rows.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
+    rows.truncate(MOST);
+    rows.into_iter().map(|(share, text)| format!("{share:.1} % {text}")).collect()
+}
+
+fn unnamed(profile: &Profile) -> BTreeMap<(ExecutableId, String), u64> {
+    let mut counts: BTreeMap<(ExecutableId, &str), u64> = BTreeMap::new();
+    for sample in &profile.samples {
+        for at in profile.frames(sample.key) {
+            if let Some(Resolution::Missing(missing)) = profile.resolutions.get(at.index()) {
+                let executable = profile.locations[at.index()].executable;
+                *counts.entry((executable, &missing.reason)).or_default() += sample.count;
+            }
+        }
+    }
+    counts.into_iter().map(|((id, why), count)| ((id, why.to_owned()), count)).collect()
+}
+
+fn cut(profile: &Profile) -> BTreeMap<(EndReason, Option<ExecutableId>), u64> {
+    let mut counts = BTreeMap::new();
+    for sample in &profile.samples {
+        let Some(stack) = sample.key.user else { continue };
+        let end = profile.end(stack);
+        if !matches!(end, EndReason::Root | EndReason::NotSaid) {
+            let last = profile.stacks[stack.index()].locations.last();
+            let executable = last.map(|at| profile.locations[at.index()].executable);
+            *counts.entry((end, executable)).or_default() += sample.count;
+        }
+    }
+    counts
+}
