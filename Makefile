@@ -54,16 +54,26 @@ ebpf:
 fuzz:
 	fuzz/run.sh
 
-# Who may execute the collector may profile every process of the host: only the group may.
+# Programs without symbols, and their debug files where debuggers look for them. On this system the collector is for its group
+# only: who may execute it may profile every process. In a DESTDIR, which needs no root, that is left to the package.
+# Not for cargo: another PATH makes it build anew.
+SBIN := PATH="$$PATH:/usr/sbin:/sbin"
+DEBUG := $(DESTDIR)$(PREFIX)/lib/debug/.build-id
 install: build
-	getent group $(GROUP) >/dev/null || groupadd --system $(GROUP)
-	install -D -m 0755 $(OUT)/stackwire $(DESTDIR)$(PREFIX)/bin/stackwire
-	install -D -o root -g $(GROUP) -m 0750 $(OUT)/stackwire-collector $(DESTDIR)$(PREFIX)/bin/stackwire-collector
+	$(if $(DESTDIR),,getent group $(GROUP) >/dev/null || $(SBIN) groupadd --system $(GROUP))
+	install -D -m 0755 -s $(OUT)/stackwire $(DESTDIR)$(PREFIX)/bin/stackwire
+	install -D $(if $(DESTDIR),,-o root -g $(GROUP)) -m 0750 -s $(OUT)/stackwire-collector $(DESTDIR)$(PREFIX)/bin/stackwire-collector
+	@for program in stackwire stackwire-collector; do \
+	  id=$$(readelf -n $(OUT)/$$program | sed -n 's/.*Build ID: //p'); \
+	  directory=$(DEBUG)/$$(printf %.2s $$id); \
+	  install -d $$directory && objcopy --only-keep-debug $(OUT)/$$program $$directory/$${id#??}.debug || exit 1; \
+	  chmod 0644 $$directory/$${id#??}.debug; \
+	done
 	$(CARGO) run --release --locked -q -p stackwire --example manual-symbolizer -- target/manual
 	$(CARGO) run --release --locked -q -p stackwire-collector --example manual-collector -- target/manual
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/man/man1 target/manual/*.1
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/bash-completion/completions target/manual/*.bash
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/zsh/site-functions target/manual/_*
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d target/manual/*.fish
-	setcap $(CAPS)=ep $(DESTDIR)$(PREFIX)/bin/stackwire-collector
-	@echo "members of group $(GROUP) may profile: usermod -aG $(GROUP) NAME"
+	$(if $(DESTDIR),,$(SBIN) setcap $(CAPS)=ep $(PREFIX)/bin/stackwire-collector)
+	@echo "$(if $(DESTDIR),give $(PREFIX)/bin/stackwire-collector to a group and run: setcap $(CAPS)=ep on it,members of group $(GROUP) may profile: usermod -aG $(GROUP) NAME)"

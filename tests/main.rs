@@ -25,6 +25,8 @@ mod identical;
 mod inlined;
 /// Profiles of perf, Go, gperftools and our own read back in, divided and compared.
 mod inputs;
+/// Hosts as they are: packages, no certificates, collectors for everyone, odd compilers.
+mod installed;
 /// Code made at run time: Node, Java, containers, maps that grow.
 mod jit;
 /// The kernel's own debug information.

@@ -185,11 +185,22 @@ fn privilege(path: &Path, metadata: &fs::Metadata) -> Finding {
                 .map(|(_, name)| *name)
                 .collect();
             match missing.as_slice() {
-                [] => works(format!(
-                    "collector privileges: file capabilities, mode {:o}, group {}",
-                    metadata.permissions().mode() & 0o7777,
-                    metadata.gid()
-                )),
+                [] => {
+                    let mode = metadata.permissions().mode() & 0o7777;
+                    let what = format!(
+                        "collector privileges: file capabilities, mode {mode:o}, group {}",
+                        metadata.gid()
+                    );
+                    match mode & 0o001 {
+                        0 => works(what),
+                        _ => limits(
+                            format!(
+                                "{what}: everyone may execute it, and so profile every process"
+                            ),
+                            format!("chgrp stackwire {0} && chmod 0750 {0}", path.display()),
+                        ),
+                    }
+                }
                 ["CAP_SYSLOG"] => limits(
                     "collector privileges: no CAP_SYSLOG",
                     "kernel functions stay unnamed; run `make install`",

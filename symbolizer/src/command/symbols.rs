@@ -68,6 +68,11 @@ impl SymbolOptions {
             }
             let servers =
                 Debuginfod::new(&urls, self.symbol_fetch_timeout).map_err(Failure::Usage)?;
+            if let Some(warning) = servers.warning() {
+                say(&format!(
+                    "stackwire: servers with https cannot be asked: {warning}; install ca-certificates, or name a file of certificates in SSL_CERT_FILE"
+                ));
+            }
             sources.debuginfod = sources.cache.as_ref().map(|_| Arc::new(servers));
         }
         Ok(sources)

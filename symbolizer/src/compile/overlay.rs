@@ -128,6 +128,11 @@ impl Overlay<'_, '_> {
             let symbol = self.symbols.at(from);
             let to = symbol.map_or_else(|| self.symbols.next(from), |(_, to)| to).min(end);
             let symbol = symbol.map(|(number, _)| number);
+            if symbol.is_none() && scope.is_some_and(|scope| !self.is_named(scope)) {
+                // Where it begins, which `.eh_frame` says, tells more than a frame without a name.
+                from = to;
+                continue;
+            }
             let (function, parent) = match scope {
                 Some(scope) => (self.function_of(scope, symbol), self.caller(scope, symbol)),
                 None => (self.function(symbol.map_or(Name::Unknown, Name::Symbol)), 0),
@@ -136,6 +141,14 @@ impl Overlay<'_, '_> {
             self.table.ranges.push((from, to, node));
             from = to;
         }
+    }
+
+    /// Whether the function that exists, into which all others here are inlined, has a name.
+    fn is_named(&self, mut scope: u32) -> bool {
+        while let Some(parent) = self.scopes.scopes[scope as usize].parent {
+            scope = parent;
+        }
+        !self.scopes.names[self.scopes.scopes[scope as usize].function as usize].is_empty()
     }
 
     /// The node a scope is called from, 0 for one that is not inlined.

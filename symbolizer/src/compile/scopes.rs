@@ -187,7 +187,9 @@ fn names<'a>(
 ) -> Names<'a> {
     let text = |name| {
         let value = entry.attr_value(name)?;
-        Some(place.dwarf.attr_string(&place.unit, value).ok()?.slice())
+        let text = place.dwarf.attr_string(&place.unit, value).ok()?.slice();
+        // GHC writes empty ones: those are none.
+        (!text.is_empty()).then_some(text)
     };
     let mut names = Names {
         linkage: text(gimli::DW_AT_linkage_name).or_else(|| text(gimli::DW_AT_MIPS_linkage_name)),

@@ -99,6 +99,7 @@ struct Asked {
 pub struct Debuginfod {
     servers: Vec<Server>,
     client: Client,
+    warning: Option<String>,
     timeout: Duration,
     /// Taken when dropped.
     runtime: Option<Runtime>,
@@ -149,21 +150,37 @@ impl Debuginfod {
                 };
             Ok(Server { url, shown, breaker: Mutex::default() })
         });
-        let servers = servers.collect::<Result<_, _>>()?;
+        let servers = servers.collect::<Result<Vec<_>, _>>()?;
         // Fails when it was done before, which is as good.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let client = Client::builder()
-            .user_agent(concat!("stackwire/", env!("CARGO_PKG_VERSION")))
-            .connect_timeout(timeout / 3)
-            .build()
-            .map_err(|error| chain(&error))?;
+        let builder = || {
+            Client::builder()
+                .user_agent(concat!("stackwire/", env!("CARGO_PKG_VERSION")))
+                .connect_timeout(timeout / 3)
+        };
+        // A host without certificates of authorities trusts no server with TLS; those without need none.
+        let (client, warning) = match builder().build() {
+            Ok(client) => (client, None),
+            Err(error) => {
+                let client = builder().tls_certs_only([]).build();
+                (client.map_err(|_same| chain(&error))?, Some(chain(&error)))
+            }
+        };
+        let with_tls = |server: &Server| server.url.starts_with("https:");
+        let warning = warning.filter(|_| servers.iter().any(with_tls));
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("fetch")
             .enable_all()
             .build()
             .map_err(|error| error.to_string())?;
-        Ok(Self { servers, client, timeout, runtime: Some(runtime) })
+        Ok(Self { servers, client, warning, timeout, runtime: Some(runtime) })
+    }
+
+    /// Why servers with TLS will give nothing, if it is known already.
+    #[must_use]
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
     }
 
     /// How long all files of a profile may take together.

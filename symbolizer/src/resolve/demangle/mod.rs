@@ -31,17 +31,9 @@ pub fn demangle(name: &str) -> String {
         return format!("{readable:#}");
     }
     if is(&["_Z", "__Z"])
-        && let Ok(symbol) = cpp_demangle::Symbol::new(name)
+        && let Some(readable) = cpp(name).or_else(|| cpp_without_parameters(name))
     {
-        let mut readable = Bounded(String::new());
-        // Substitutions let a kilobyte stand for gigabytes; what is beyond the bound stays mangled.
-        if symbol.structured_demangle(&mut readable, &DemangleOptions::default()).is_ok() {
-            // An empty pack of parameters leaves its comma behind.
-            return match readable.0.contains("operator,") {
-                true => readable.0,
-                false => readable.0.replace(", >", ">").replace(", )", ")"),
-            };
-        }
+        return readable;
     }
     // Names of Swift stay as they are: nothing but Swift's own library reads all of them.
     if is(&["_D"])
@@ -50,6 +42,31 @@ pub fn demangle(name: &str) -> String {
         return readable;
     }
     name.to_owned()
+}
+
+fn cpp(name: &str) -> Option<String> {
+    let symbol = cpp_demangle::Symbol::new(name).ok()?;
+    let mut readable = Bounded(String::new());
+    // Substitutions let a kilobyte stand for gigabytes; what is beyond the bound stays mangled.
+    symbol.structured_demangle(&mut readable, &DemangleOptions::default()).ok()?;
+    // An empty pack of parameters leaves its comma behind.
+    Some(match readable.0.contains("operator,") {
+        true => readable.0,
+        false => readable.0.replace(", >", ">").replace(", )", ")"),
+    })
+}
+
+/// Ends of names tried, and the longest mangled name they are tried in.
+const MAX_ENDS: usize = 64;
+const MAX_MANGLED: usize = 4096;
+
+/// The name alone of what has types that cannot be read: GCC mangles `enable_if<…::value>` in a way of its own
+/// (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
+fn cpp_without_parameters(name: &str) -> Option<String> {
+    let name = name.get(..name.len().min(MAX_MANGLED))?;
+    // Names with parameters of a template, which alone have such types, end in E.
+    let ends = name.bytes().enumerate().filter(|(_, byte)| *byte == b'E').take(MAX_ENDS);
+    ends.map(|(at, _)| &name[..=at]).find_map(cpp)
 }
 
 /// Longest readable name made of a mangled one.
@@ -78,6 +95,11 @@ mod tests {
         assert_eq!(demangle("_ZN4core3fmt5write17h0123456789abcdefE"), "core::fmt::write");
         assert_eq!(demangle("_RNvC6_123foo3bar"), "123foo::bar");
         assert_eq!(demangle("_ZN2AMI2FnJEE2goEPS1_"), "AM<Fn>::go(AM<Fn>*)");
+        // GCC 12's, of `nm` on `template void std::swap<int>(int&, int&)` and the same of strings.
+        let of_gcc = "NSt9enable_ifIXsrSt6__and_IJSt6__not_ISt15__is_tuple_likeIT_EESt21is_move_constructibleIS4_ESt18is_move_assignableIS4_EEE5valueEvE4typeERS4_SE_";
+        assert_eq!(demangle(&format!("_ZSt4swapIiE{of_gcc}")), "std::swap<int>");
+        assert_eq!(demangle(&format!("_ZN1a4swapIPKcEE{of_gcc}")), "a::swap<char const*>");
+        assert_eq!(demangle("_ZSt4swapE!"), "_ZSt4swapE!");
     }
 
     #[test]
