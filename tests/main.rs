@@ -15,6 +15,8 @@ mod checkout;
 mod debuginfod;
 /// Shares of time in programs whose answer is known.
 mod ground_truth;
+/// Frame pointers that are data, return addresses made up, threads that are gone: nothing guessed.
+mod guesses;
 /// Executables the symbolizer cannot see, handed over by the collector and its broker.
 mod handover;
 /// Processes that lie with all they have, beside an honest one.

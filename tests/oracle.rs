@@ -189,10 +189,23 @@ fn ours_with_kinds(stopped: &Stopped, modules: &mut Modules) -> (Vec<Frame>, Str
             let Some(table) = table else { break "no table".to_owned() };
             match table.rule(offset) {
                 Some(rule) => *rule,
+                None if cursor.exact == 0
+                    && !unwind::follows_call(&mut memory, cursor.ip, false) =>
+                {
+                    cursor.exact = 1;
+                    continue;
+                }
                 None => break format!("no rule for {offset:#x} of {}", mapping.path.display()),
             }
         };
-        match unwind::step(&mut memory, &mut signal, &mut cursor, &found) {
+        let in_file = !mapping.path.as_os_str().is_empty();
+        if in_file && !unwind::may_be_called(&mut memory, &cursor, Some(&found)) {
+            frames.pop();
+            break "not called".to_owned();
+        }
+        let end = unwind::step(&mut memory, &mut signal, &mut cursor, &found);
+        cursor.guessed <<= u64::from(!in_file);
+        match end {
             GO_ON => frames.push((cursor.ip, cursor.exact != 0)),
             end if end == UserEnd::Root as u64 => break "root".to_owned(),
             end => break format!("end {end} in {}", mapping.path.display()),

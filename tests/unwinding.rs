@@ -18,13 +18,13 @@ fn ended(report: &str, how: &str) -> f64 {
 }
 
 /// Share of those that reached their thread's root.
-fn complete(report: &str) -> f64 {
+pub(crate) fn complete(report: &str) -> f64 {
     ended(report, "reached the thread's root")
 }
 
 /// Records at 997 Hz; the report, and the profile.
 #[track_caller]
-fn recorded(what: &[&str], cache: &Path) -> (String, Pprof) {
+pub(crate) fn recorded(what: &[&str], cache: &Path) -> (String, Pprof) {
     let mut record = Command::new(binary("stackwire"));
     record.args(["record", "--profile"]);
     read(&mut record, "--capture", what, cache)

@@ -7,7 +7,7 @@ use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
 use stackwire_collector_ebpf::tables::{self, CHUNK, state};
 use stackwire_collector_ebpf::unwind::{
-    self, GO_ON, Memory, RBP, RSP, Rule, SignalFrame, cfa, masked,
+    self, GO_ON, Memory, RBP, RSP, Rule, SignalFrame, cfa, guessed, masked,
 };
 use stackwire_collector_ebpf::{INTERRUPTED, MAX_USER_FRAMES, Unwind, UserEnd};
 
@@ -70,6 +70,7 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     cursor.known = 0xffff;
     cursor.exact = 1;
     cursor.thread = thread;
+    cursor.guessed = guessed::NOT;
     mapping.start = 1;
     mapping.end = 0;
     scratch.tables.first = 0;
@@ -133,16 +134,34 @@ fn frame(scratch: &mut Scratch) -> u64 {
             return UserEnd::NoTable as u64;
         }
         let rule = Rule { cfa: cfa::FRAME_POINTER, ..Rule::default() };
-        unwind::step(&mut User, &mut scratch.tables.signal, &mut scratch.tables.cursor, &rule)
+        let cursor = &mut scratch.tables.cursor;
+        let end = unwind::step(&mut User, &mut scratch.tables.signal, cursor, &rule);
+        // From one to two.
+        cursor.guessed <<= 1;
+        end
     } else {
         let offset = ip - scratch.tables.mapping.start + file_offset;
-        match find_rule(executable, offset) {
+        let rule = find_rule(executable, offset);
+        if !unwind::may_be_called(&mut User, &scratch.tables.cursor, rule.ok()) {
+            scratch.walk.depth = depth - 1;
+            return UserEnd::NoFramePointer as u64;
+        }
+        match rule {
             Ok(rule) => unwind::step(
                 &mut User,
                 &mut scratch.tables.signal,
                 &mut scratch.tables.cursor,
                 rule,
             ),
+            // A stack may be made up to return to the beginning of a function, in front of which nothing is: now by what is
+            // there (`makecontext` does so).
+            Err(UserEnd::NoRule)
+                if scratch.tables.cursor.exact == 0
+                    && !unwind::follows_call(&mut User, scratch.tables.cursor.ip, false) =>
+            {
+                scratch.tables.cursor.exact = 1;
+                return GO_ON;
+            }
             Err(end) => end as u64,
         }
     };

@@ -56,7 +56,7 @@ pub mod cfa {
     pub const SIGNAL: u8 = 4;
     /// There is no caller: a thread begins here.
     pub const ROOT: u8 = 5;
-    /// rbp points to the caller's rbp and the return address, but where a function begins or ends.
+    /// rbp points to the caller's rbp and the return address, but where the next instructions say better.
     pub const FRAME_POINTER: u8 = 6;
     /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer + offset (or, where `kept` is
     /// not 0, thread pointer + the word in memory at this instruction + kept), its m at + ra_offset in it, curg at +
@@ -117,6 +117,18 @@ pub struct Cursor {
     pub exact: u64,
     /// Thread pointer (fs base).
     pub thread: u64,
+    /// Non-zero: the code before was taken to keep a frame pointer, which nothing proves. One of [`guessed`].
+    pub guessed: u64,
+}
+
+/// Where the code was that was taken to keep a frame pointer.
+pub mod guessed {
+    /// What is known of the frame is certain.
+    pub const NOT: u64 = 0;
+    /// In a file that says so.
+    pub const IN_FILE: u64 = 1;
+    /// In memory a process filled itself.
+    pub const IN_JIT: u64 = 2;
 }
 
 impl Cursor {
@@ -183,6 +195,7 @@ pub fn step(
     let (mut fp, mut fp_offset, mut ra_offset) = (rule.fp, rule.fp_offset, rule.ra_offset);
     let place = rule.ra & !ra::EXACT;
     let (mut lowest, mut ra_at) = (sp, 0);
+    let mut proven = true;
     match rule.cfa {
         cfa::REGISTER => {}
         cfa::OTHER_STACK => lowest = 0,
@@ -193,15 +206,15 @@ pub fn step(
         cfa::PLT => frame += u64::from(at.ip & 15 >= rule.offset2 as u64) << 3,
         cfa::FRAME_POINTER => {
             ra_offset = -8;
-            match if at.exact != 0 { edge(memory, at.ip) } else { Edge::None } {
-                Edge::Bare => (frame, fp) = (sp.wrapping_add(8), fp::SAME),
+            match edge(memory, at.ip, at.exact != 0) {
+                Edge::Bare(depth) => (frame, fp) = (sp.wrapping_add(depth + 8), fp::SAME),
                 Edge::Pushed => (frame, fp, fp_offset) = (sp.wrapping_add(16), fp::AT_CFA, -16),
-                Edge::None if base == 0 => {
-                    return if at.exact == 0 { UserEnd::Root } else { UserEnd::NoFramePointer }
-                        as u64;
-                }
+                // No thread begins in such code: 0 is something else's.
                 Edge::None if base < sp || base & 7 != 0 => return UserEnd::NoFramePointer as u64,
-                Edge::None => (frame, fp, fp_offset) = (base.wrapping_add(16), fp::AT_CFA, -16),
+                Edge::None => {
+                    proven = false;
+                    (frame, fp, fp_offset) = (base.wrapping_add(16), fp::AT_CFA, -16);
+                }
             }
         }
         cfa::GO_SAVED_DEPTH => {
@@ -268,8 +281,9 @@ pub fn step(
         return UserEnd::Unreadable as u64;
     };
     if return_address == 0 {
-        return UserEnd::Root as u64;
+        return if proven { UserEnd::Root } else { UserEnd::NoFramePointer } as u64;
     }
+    at.guessed = u64::from(!proven);
     let kept = u64::from(rule.register >> 4);
     if ra_at != 0 {
         // There it is for the way to the goroutine.
@@ -300,25 +314,71 @@ fn plus(address: u64, offset: i32) -> u64 {
     address.wrapping_add(offset as i64 as u64)
 }
 
-/// Whether a function that keeps a frame pointer has its frame where it was interrupted.
+/// What the next instructions say of a frame.
 enum Edge {
-    /// It has.
+    /// Nothing.
     None,
-    /// rbp is the caller's, the return address on top of the stack.
-    Bare,
-    /// Likewise, with rbp pushed onto it.
+    /// rbp is the caller's, the return address this many bytes above the top of the stack.
+    Bare(u64),
+    /// The return address is behind the caller's rbp on top of the stack.
     Pushed,
 }
 
-/// From the next instruction: `push %rbp` and `ret` come before and after the frame, `mov %rsp,%rbp` makes it.
+/// From the next instructions. Where a function was interrupted `push %rbp` and `ret` come before and after its frame, `mov
+/// %rsp,%rbp` makes it. Where it goes on after a call, it may go on to return: `add $N,%rsp; ret` and `pop %rbp; ret` are how
+/// the trampolines of CPython end (Python/asm_trampoline.S), which make nothing of rbp.
 #[inline(always)]
-fn edge(memory: &mut impl Memory, ip: u64) -> Edge {
+fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
     let code = memory.word(ip).unwrap_or(0);
-    match (code as u8, code & 0xff_ffff) {
-        (0x55 | 0xc2 | 0xc3, _) => Edge::Bare,
-        (_, 0xe5_8948 | 0xec_8b48) => Edge::Pushed,
+    // Before that end they call what they were given, `call *%rcx`; before that they make room.
+    let rest = if exact && code as u16 == 0xd1ff { code >> 16 } else { code };
+    if rest & 0xff_80ff_ffff == 0xc3_00c4_8348 {
+        return Edge::Bare(rest >> 24 & 0x7f);
+    }
+    if rest as u16 == 0xc35d {
+        return Edge::Pushed;
+    }
+    match code as u8 {
+        0xc2 | 0xc3 => Edge::Bare(0),
+        0x55 if exact => Edge::Bare(0),
+        // `endbr64`, where a function begins.
+        _ if exact && code as u32 == 0xfa1e_0ff3 => Edge::Bare(0),
+        _ if exact && code & 0xffff_ffff_ffff == 0xd1ff_08ec_8348 => Edge::Bare(0),
+        _ if exact && matches!(code & 0xff_ffff, 0xe5_8948 | 0xec_8b48) => Edge::Pushed,
         _ => Edge::None,
     }
+}
+
+/// Whether the frame that was found may be one, in code of a file with this rule, if it has one: what was guessed must follow
+/// a call, and an indirect one where the code it was guessed from was made at run time. V8's builtins, which keep frame
+/// pointers as well, call others of them that go on to what was compiled.
+#[inline(always)]
+pub fn may_be_called(memory: &mut impl Memory, at: &Cursor, rule: Option<&Rule>) -> bool {
+    let keeps_frame_pointer = rule.is_some_and(|rule| rule.cfa == cfa::FRAME_POINTER);
+    let indirect = at.guessed == guessed::IN_JIT && !keeps_frame_pointer;
+    at.guessed == guessed::NOT || follows_call(memory, at.ip, indirect)
+}
+
+/// Whether a call comes before an address (Intel's manual, CALL): of what lies in a register or memory, or any. A word on the
+/// stack that is taken for a return address and is none rarely points behind one.
+#[inline(always)]
+pub fn follows_call(memory: &mut impl Memory, ip: u64, indirect: bool) -> bool {
+    let Some(before) = memory.word(ip.wrapping_sub(8)) else { return false };
+    // The last N bytes: opcode and ModRM, and the next byte of those.
+    let tail = |bytes: u32| (before >> (64 - 8 * bytes)) as u16;
+    let is = |bytes: u32, mask: u16, word: u16| tail(bytes) & mask == word;
+    if !indirect && tail(5) as u8 == 0xe8 {
+        return true;
+    }
+    // ModRM in the high byte: bits 5 to 3 are 2; the mode and whether there is a SIB byte say how long it is.
+    let register = is(2, 0xf8ff, 0xd0ff);
+    let plain = is(2, 0xf8ff, 0x10ff) && !is(2, 0xfeff, 0x14ff);
+    let with_byte = is(3, 0xf8ff, 0x50ff) || is(3, 0xffff, 0x14ff) || is(4, 0xffff, 0x54ff);
+    let with_word = is(6, 0xf8ff, 0x90ff)
+        || is(6, 0xffff, 0x15ff)
+        || is(7, 0xffff, 0x94ff)
+        || is(7, 0xffff, 0x14ff);
+    register || plain || with_byte || with_word
 }
 
 /// Where a goroutine's stack was left to call C on the scheduler's.

@@ -7,9 +7,6 @@ use stackwire_collector_ebpf::unwind::{NO_RULE, Rule};
 
 use crate::table::{MAX_PAGES, Table, none};
 
-/// Functions are filled up to the next multiple of 16, with what never runs: not worth two rows.
-const MAX_FILL: u64 = 15;
-
 /// Offsets beyond it have no pages.
 const MAX_OFFSET: u64 = (MAX_PAGES as u64) << 16;
 
@@ -79,7 +76,9 @@ impl Spans {
         let mut pages = Pages::default();
         let mut end = 0u64;
         for span in &self.spans {
-            if span.start > end.saturating_add(MAX_FILL) {
+            // What lies between functions has none: a return address made up, as that of `makecontext`, is the first byte of a
+            // function, and looked up in front of it.
+            if span.start > end {
                 pages.row(end, NO_RULE);
             }
             pages.row(span.start, span.rule);
@@ -161,10 +160,12 @@ mod tests {
     }
 
     #[test]
-    fn small_gaps_are_filled_and_large_ones_are_not() {
-        let table = table(&[(0x100, 0x109, 8), (0x110, 0x120, 8), (0x140, 0x150, 16)]);
-        assert_eq!(table.rows.len(), 4);
-        assert!(table.rule(0x10a).is_some() && table.rule(0x125).is_none());
+    fn gaps_have_no_rule() {
+        let table =
+            table(&[(0x100, 0x10f, 8), (0x110, 0x120, 8), (0x120, 0x130, 8), (0x140, 0x150, 16)]);
+        assert_eq!(table.rows.len(), 6);
+        assert!(table.rule(0x10e).is_some() && table.rule(0x110).is_some());
+        assert!(table.rule(0x10f).is_none() && table.rule(0x130).is_none());
         assert_eq!(table.rule(0x140).map(|rule| rule.offset), Some(16));
     }
 
@@ -173,7 +174,6 @@ mod tests {
         fn every_offset_has_the_rule_of_its_span(
             spans in proptest::collection::btree_map(0u64..4000, 0i32..6, 1..60)
         ) {
-            // Each 64 bytes apart at least, so that no gap is filled.
             let spans: Vec<_> =
                 spans.into_iter().map(|(at, offset)| (at * 128, at * 128 + 64, offset)).collect();
             let table = table(&spans);
@@ -183,7 +183,7 @@ mod tests {
                 for at in [start, start + 1, end - 1] {
                     prop_assert_eq!(table.rule(at).map(|rule| rule.offset), Some(offset));
                 }
-                prop_assert!(table.rule(end + 16).is_none());
+                prop_assert!(table.rule(end).is_none());
                 prop_assert!(start == 0 || table.rule(start - 1).is_none());
             }
         }

@@ -8,7 +8,7 @@ use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one: tables are kept on disk.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
 const HEADER: usize = 36;

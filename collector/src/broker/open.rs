@@ -12,6 +12,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat,
 use rustix::io::Errno;
 
 use super::{NONE, UNREACHABLE, Wanted};
+use crate::process::living_task;
 
 /// Opens what is wanted, with the privileges of the caller.
 ///
@@ -21,7 +22,8 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
     match wanted {
         Wanted::Mapped { pid, start, end, .. } => {
             // The file itself, deleted, replaced or hidden as it may be; proc_pid_map_files(5).
-            let linked = format!("/proc/{pid}/map_files/{start:x}-{end:x}");
+            let task = living_task(*pid).unwrap_or(*pid);
+            let linked = format!("/proc/{task}/map_files/{start:x}-{end:x}");
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let found = openat(CWD, linked, flags, Mode::empty()).map_err(why)?;
             let user = user(*pid);
@@ -31,7 +33,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
         Wanted::Own { pid, path, .. } => {
             let root = openat(
                 CWD,
-                format!("/proc/{pid}/root"),
+                format!("/proc/{}/root", living_task(*pid).unwrap_or(*pid)),
                 OFlags::PATH | OFlags::CLOEXEC,
                 Mode::empty(),
             )

@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 
+use super::living_task;
 use crate::event::Mapped;
 
 /// Executable mappings of `pid`, by address.
@@ -15,6 +16,14 @@ use crate::event::Mapped;
 /// Those of opening and reading `/proc/PID/maps`: `NotFound` when the process is gone,
 /// `PermissionDenied` without `CAP_PERFMON` (kernel 6.15 and newer) or `CAP_SYS_PTRACE`.
 pub fn read(pid: u32) -> io::Result<Vec<Mapped>> {
+    let found = of_task(pid)?;
+    match found.is_empty() {
+        true => living_task(pid).map_or(Ok(found), of_task),
+        false => Ok(found),
+    }
+}
+
+fn of_task(pid: u32) -> io::Result<Vec<Mapped>> {
     let mut file = File::open(format!("/proc/{pid}/maps"))?;
     match query_all(&file) {
         Ok(mappings) => Ok(mappings),

@@ -95,12 +95,7 @@ impl Processes {
             // What was read from /proc after the event has it in it.
             _ if self.by_pid.get(&pid).is_some_and(|process| event.time_ns < process.read_ns) => {}
             Change::Fork { parent } => {
-                if let Some(wanted) = &mut self.wanted
-                    && self.follow
-                    && wanted.contains(parent)
-                {
-                    wanted.insert(pid);
-                }
+                self.follow(*parent, pid);
                 if self.is_wanted(pid) {
                     self.fork(*parent, pid, event.time_ns);
                 }
@@ -218,6 +213,8 @@ impl Processes {
         let mut ahead: HashMap<u32, Process> = HashMap::new();
         for Event { time_ns, pid, change } in events {
             match change {
+                // Its next word may be of an exec, and be here already.
+                Change::Fork { parent } => self.follow(*parent, *pid),
                 _ if !self.is_wanted(*pid) => {}
                 Change::Comm { exec: true, .. } => {
                     let mappings = Mappings::Known(Rc::default());
@@ -293,6 +290,16 @@ impl Processes {
         gone.clear();
         gone.extend(wanted.iter().copied().filter(|&pid| !is_running(pid)));
         wanted.is_empty()
+    }
+
+    /// Takes a child along, if that is asked for.
+    fn follow(&mut self, parent: u32, pid: u32) {
+        if let Some(wanted) = &mut self.wanted
+            && self.follow
+            && wanted.contains(&parent)
+        {
+            wanted.insert(pid);
+        }
     }
 
     fn is_wanted(&self, pid: u32) -> bool {
@@ -391,6 +398,23 @@ impl Processes {
             }
         }
     }
+}
+
+/// A thread that lives on in a process whose main thread has ended; `/proc` has its memory under its own number. None where
+/// the main thread lives.
+#[must_use]
+pub fn living_task(pid: u32) -> Option<u32> {
+    let state = |task: u32| {
+        let stat = text::read(format!("/proc/{task}/stat")).ok()?;
+        stat.rsplit_once(") ")?.1.chars().next()
+    };
+    let ended = |task| matches!(state(task), Some('Z' | 'X') | None);
+    if !ended(pid) {
+        return None;
+    }
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
+    let mut tasks = tasks.filter_map(|task| task.file_name().to_str()?.parse::<u32>().ok());
+    tasks.find(|&task| task != pid && !ended(task))
 }
 
 /// Whether the process has a thread left: its main thread may have ended before the others.

@@ -89,9 +89,9 @@ mod tests {
                 "…ymous namespace)::f",
             ),
             ("<Apple as Eat>::eat", "<Apple as Eat>::eat", "<Apple as Eat>::eat"),
-            ("runtime.(*mcache).refill", "runtime.(*mcache).refill", "…ime.(*mcache).refill"),
-            ("py::f:/a directory/x.py", "py::f:/a directory/x.py", "…:/a directory/x.py"),
-            ("LazyCompile:*f /x y.js:3:1", "LazyCompile:*f /x y.js:3:1", "…ile:*f /x y.js:3:1"),
+            ("runtime.(*mcache).refill", "runtime.(*mcache).refill", "…me.(*mcache).refill"),
+            ("py::f:/a directory/x.py", "py::f:/a directory/x.py", "…f:/a directory/x.py"),
+            ("LazyCompile:*f /x y.js:3:1", "LazyCompile:*f /x y.js:3:1", "…pile:*f /x y.js:3:1"),
         ] {
             assert_eq!(short(name, 200), whole, "{name}");
             assert_eq!(short(name, 20), small, "{name}");

@@ -117,11 +117,22 @@ impl<'s> Walker<'s> {
                 Rule { cfa: cfa::FRAME_POINTER, ..Rule::default() }
             } else {
                 self.load(map.executable, into, artifacts);
-                let Some(Some(module)) = self.modules.get(&map.executable) else {
+                let modules = &self.modules;
+                let Some(Some(module)) = modules.get(&map.executable) else {
                     return EndReason::NoTable;
                 };
-                match module.table.rule(offset(&map, address)) {
-                    Some(rule) => *rule,
+                let rule = |address| module.table.rule(offset(&map, address)).copied();
+                let mut code = Copy { stack: &[], stack_start, popped: None, pid, tasks, modules };
+                let found = rule(address);
+                if found.is_none()
+                    && cursor.exact == 0
+                    && !unwind::follows_call(&mut code, cursor.ip, false)
+                {
+                    // A stack made up to return to the beginning of a function.
+                    cursor.exact = 1;
+                }
+                match found.or_else(|| rule(cursor.lookup_ip())) {
+                    Some(rule) => rule,
                     None => return EndReason::NoUnwindRule,
                 }
             };
@@ -131,7 +142,15 @@ impl<'s> Walker<'s> {
             let popped = (cursor.exact != 0 && rule.kept == 0)
                 .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
             let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };
-            match unwind::step(&mut memory, &mut signal, &mut cursor, &rule) {
+            if !map.private && !unwind::may_be_called(&mut memory, &cursor, Some(&rule)) {
+                frames.pop();
+                return EndReason::NoFramePointer;
+            }
+            let end = unwind::step(&mut memory, &mut signal, &mut cursor, &rule);
+            if map.private {
+                cursor.guessed <<= 1;
+            }
+            match end {
                 GO_ON => {}
                 end => return end_reason(end),
             }

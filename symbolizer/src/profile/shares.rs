@@ -19,9 +19,9 @@ impl Share {
     }
 }
 
-/// Where threads begin in glibc and musl. glibc calls `main` without a frame pointer, so that a walk ends
+/// Where threads begin in glibc and musl, and fibers (`makecontext`). glibc calls `main` without a frame pointer, so that a walk ends
 /// there for want of one, though nothing is missing.
-const FIRST_FUNCTIONS: [&str; 8] = [
+const FIRST_FUNCTIONS: [&str; 9] = [
     "_start",
     "__libc_start_call_main",
     "__libc_start_main",
@@ -30,6 +30,7 @@ const FIRST_FUNCTIONS: [&str; 8] = [
     "start_thread",
     "clone",
     "clone3",
+    "__start_context",
 ];
 
 impl Profile {
