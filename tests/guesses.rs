@@ -38,9 +38,8 @@ impl Drop for Quiet {
 
 /// Samples whose stack has this function.
 fn with(profile: &Pprof, function: &str) -> u64 {
-    let has = |sample: &&crate::support::pprof::Sample| {
-        profile.functions(sample).contains(&function)
-    };
+    let has =
+        |sample: &&crate::support::pprof::Sample| profile.functions(sample).contains(&function);
     profile.samples.iter().filter(has).map(|sample| sample.count).sum()
 }
 

@@ -404,3 +404,33 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
         );
     }
 }
+
+/// `perf annotate` asks for the CPU before it shows a line.
+#[test]
+fn perf_annotates_functions_with_lines_of_source() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("perf.data");
+    let program = Running::start(Command::new(build::work()).args(["plain", "20"]));
+    let output = format!("--perf-data-output={}", file.display());
+    crate::support::record(program.pid(), 1, &[&output]);
+    drop(program);
+    for (version, mut perf) in perfs() {
+        let (text, _) = run(perf.args(["annotate", "--stdio", "-s", "alpha", "-i"]).arg(&file));
+        let hot = text.lines().filter_map(|line| {
+            let (percent, rest) = line.trim_start().split_once(' ')?;
+            Some((percent.parse::<f64>().ok()?, rest))
+        });
+        let total: f64 = hot.map(|(percent, _)| percent).sum();
+        assert!(total > 90.0, "perf {version}: {total} % of alpha are shown:\n{text}");
+        assert!(text.contains("burn(6)"), "perf {version} shows no source:\n{text}");
+    }
+    for (version, mut perf) in perfs() {
+        let fields = ["report", "--stdio", "--no-children", "-g", "none", "--sort", "sym,srcline"];
+        let (text, _) = run(perf.args(fields).arg("-i").arg(&file));
+        let alpha = text.lines().find(|line| line.contains("alpha")).unwrap();
+        assert!(alpha.contains("work.c:24"), "perf {version}: {alpha}");
+    }
+}

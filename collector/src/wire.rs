@@ -121,6 +121,8 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
         }),
         cpus: identity.cpus.0,
         cpus_online: identity.cpus.1,
+        cpu_id: identity.cpu.id.clone(),
+        cpu_description: identity.cpu.description.clone(),
     }))
 }
 

@@ -1,5 +1,6 @@
 //! What the symbolizer cannot see from where it runs: identity of the host, kallsyms, vDSO, what JITs write.
 
+pub mod cpu;
 pub mod jit;
 pub mod kallsyms;
 pub mod vdso;
@@ -25,6 +26,8 @@ pub struct Identity {
     pub container: Container,
     /// CPUs that can be, and are, online.
     pub cpus: (u32, u32),
+    /// What they are.
+    pub cpu: cpu::Cpu,
 }
 
 /// What the collector's environment says of the container it runs in; what it does not say is empty.
@@ -72,6 +75,7 @@ impl Identity {
                 cpu_count(&text("/sys/devices/system/cpu/possible")),
                 cpu_count(&text("/sys/devices/system/cpu/online")),
             ),
+            cpu: cpu::parse(&text("/proc/cpuinfo")),
         }
     }
 }

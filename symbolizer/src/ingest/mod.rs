@@ -111,6 +111,8 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
         kernel_stacks: sampling.kernel_stacks,
         collector: hello.collector_version.clone(),
         cpus: (hello.cpus, hello.cpus_online),
+        cpu_id: hello.cpu_id.clone(),
+        cpu_description: hello.cpu_description.clone(),
     };
     let context = Context {
         monotonic_ns: hello.clock_monotonic_ns,

@@ -195,6 +195,8 @@ impl<'a> Reader<'a> {
             kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
             collector: String::new(),
             cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
+            cpu_id: text(self.file.cpu_id()),
+            cpu_description: text(self.file.cpu_desc()),
         }
     }
 

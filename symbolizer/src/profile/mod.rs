@@ -182,6 +182,10 @@ pub struct Origin {
     pub collector: String,
     /// CPUs of the host, and those of them that were online; 0: unknown.
     pub cpus: (u32, u32),
+    /// What CPU it is, as perf tells it: vendor, family, model, stepping; empty: unknown.
+    pub cpu_id: String,
+    /// Likewise, for people.
+    pub cpu_description: String,
 }
 
 /// What the values of samples are, where they are no samples of CPU time.

@@ -115,8 +115,9 @@ fn section(head: &Head<'_>, feature: Feature, out: &mut Vec<u8>) {
             out.extend(head.cpus.0.to_le_bytes());
             out.extend(head.cpus.1.to_le_bytes());
         }
-        // perf 6.1 takes for granted that they are there (`perf data convert`).
-        Feature::CpuDescription | Feature::CpuId => string(out, "unknown"),
+        // perf 6.1 takes for granted that they are there (`perf data convert`), `perf annotate` that it has these parts.
+        Feature::CpuDescription => string(out, known(&origin.cpu_description, "unknown")),
+        Feature::CpuId => string(out, known(&origin.cpu_id, "unknown,0,0,0")),
         Feature::CommandLine => {
             out.extend((head.command_line.len() as u32).to_le_bytes());
             head.command_line.iter().for_each(|argument| string(out, argument));
@@ -139,6 +140,10 @@ fn section(head: &Head<'_>, feature: Feature, out: &mut Vec<u8>) {
             words(out, [head.clock_zero_ns, 0]);
         }
     }
+}
+
+fn known<'a>(text: &'a str, otherwise: &'a str) -> &'a str {
+    if text.is_empty() { otherwise } else { text }
 }
 
 /// `struct perf_event_attr`.
