@@ -42,7 +42,8 @@ fn parts(name: &str) -> (usize, Option<usize>) {
             ')' | '>' | ']' | '}' => {
                 depth = depth.saturating_sub(1);
                 // Only ` const` and the like come behind: `(anonymous namespace)::f` and `main.(*T).f` go on.
-                if c == ')' && depth == 0 && matches!(rest[1..].chars().next(), None | Some(' ')) {
+                let ends = matches!(rest[1..].chars().next(), None | Some(' '));
+                if c == ')' && depth == 0 && ends && opened > space {
                     parameters = parameters.or(Some(opened));
                 }
             }
