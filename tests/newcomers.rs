@@ -389,3 +389,62 @@ fn a_build_id_is_found_by_its_beginning() {
     assert!(removed.success());
     ran(&["symbolize", id, address]).failed(1, "cannot read symbols of");
 }
+
+/// Colour of a frame of a flame graph.
+fn colour(svg: &str, function: &str) -> [u32; 3] {
+    let (_, rest) =
+        svg.split_once(&format!("<title>{function}")).unwrap_or_else(|| panic!("{function}"));
+    let (_, rest) = rest.split_once("fill=\"rgb(").unwrap();
+    let numbers = rest.split(')').next().unwrap().split(',').map(|it| it.trim().parse().unwrap());
+    numbers.collect::<Vec<u32>>().try_into().unwrap()
+}
+
+#[test]
+fn a_flame_graph_tells_by_colour_what_frames_are() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let inlined = Running::start(Command::new(build::inlined_cc_release()).arg("20"));
+    let mut jit = Command::new(build::attack("jit")).arg("fp").spawn().unwrap();
+    let pids = format!("{},{}", inlined.pid(), jit.id());
+    let arguments = ["--pid", &pids, "--duration=2", "-F", "997", "--profile-output=x.pb.gz"];
+    let ran = recorded(directory.path(), &[&arguments[..], &["--flamegraph=live.svg"]].concat());
+    jit.kill().unwrap();
+    jit.wait().unwrap();
+    ran.succeeded();
+    let drawn = |output: &str, more: &[&str]| {
+        let mut command = Command::new(binary("stackwire"));
+        command.args(["report", "x.stackwire", "--flamegraph", output]).args(more);
+        let report = Ran::of(command.current_dir(&directory)).succeeded().stdout;
+        (report, std::fs::read_to_string(at(output)).unwrap())
+    };
+    let (report, svg) = drawn("again.svg", &[]);
+    assert_eq!(
+        svg,
+        std::fs::read_to_string(at("live.svg")).unwrap(),
+        "equal profiles, equal pictures"
+    );
+    // Blue, green, red.
+    let [red, green, blue] = colour(&svg, "inner (");
+    assert!(red < green && green == blue, "{red} {green} {blue}");
+    let [red, green, blue] = colour(&svg, "[jit]+0x");
+    assert!(green > red && green > blue, "{red} {green} {blue}");
+    let [red, green, blue] = colour(&svg, "with_ops (");
+    assert!(red > green && green == blue, "{red} {green} {blue}");
+    // The title says what the report says.
+    let samples = report.split(" samples of cpu-clock").next().unwrap();
+    assert!(svg.contains(&format!(": {samples} samples of cpu-clock")), "{samples}");
+    let (_, without) = drawn("without.svg", &["--no-inlines"]);
+    assert!(without.contains("<title>work(unsigned long)") && !without.contains("<title>inner"));
+    // The root on top.
+    let height = |svg: &str, function: &str| {
+        let (_, rest) = svg.split_once(&format!("<title>{function}")).unwrap();
+        let (_, rest) = rest.split_once(" y=\"").unwrap();
+        rest.split('"').next().unwrap().parse::<f64>().unwrap()
+    };
+    let (_, icicle) = drawn("icicle.svg", &["--icicle"]);
+    assert!(height(&icicle, "main (") < height(&icicle, "with_ops ("));
+    assert!(height(&svg, "main (") > height(&svg, "with_ops ("));
+}

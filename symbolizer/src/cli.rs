@@ -124,12 +124,33 @@ pub enum Event {
     Cycles,
 }
 
+/// How flame graphs are drawn.
+#[derive(Clone, Copy, Debug, Default, ClapArgs)]
+pub struct Flames {
+    /// Draw the root on top.
+    #[arg(long, requires = "flamegraph")]
+    pub icicle: bool,
+    /// Draw inlined functions as part of what they are inlined into.
+    #[arg(long, requires = "flamegraph")]
+    pub no_inlines: bool,
+}
+
+impl Flames {
+    /// Of these stacks, under this title.
+    pub fn of<'a>(self, by: Option<&'a str>, title: &'a str) -> stackwire::export::Flames<'a> {
+        let Self { icicle, no_inlines } = self;
+        stackwire::export::Flames { by, title, icicle, inlined: !no_inlines }
+    }
+}
+
 /// Outputs every profile can have.
 #[derive(Clone, Debug, Default, ClapArgs)]
 pub struct Outputs {
     /// Draw a flame graph (SVG).
     #[arg(long, value_name = "FILE")]
     pub flamegraph: Option<PathBuf>,
+    #[command(flatten)]
+    pub flames: Flames,
     /// Write folded stacks.
     #[arg(long, value_name = "FILE")]
     pub folded: Option<PathBuf>,
@@ -384,6 +405,8 @@ pub struct Report {
     /// Draw a flame graph (SVG); with --diff one of the second, red what grew and blue what shrank.
     #[arg(long, value_name = "FILE")]
     pub flamegraph: Option<PathBuf>,
+    #[command(flatten)]
+    pub flames: Flames,
     /// Write folded stacks; with --diff with both counts.
     #[arg(long, value_name = "FILE")]
     pub folded: Option<PathBuf>,

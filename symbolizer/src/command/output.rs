@@ -58,6 +58,7 @@ impl Output {
 pub struct Outputs {
     pprof: Output,
     flamegraph: Option<Output>,
+    flames: cli::Flames,
     folded: Option<Output>,
     perf_data: Option<Output>,
     tags: Vec<String>,
@@ -73,6 +74,7 @@ impl Outputs {
         Ok(Self {
             pprof: Output::prepare(pprof)?,
             flamegraph: optional(&outputs.flamegraph)?,
+            flames: outputs.flames,
             folded: optional(&outputs.folded)?,
             perf_data: optional(&outputs.perf_data_output)?,
             tags: outputs.tags.clone(),
@@ -98,7 +100,8 @@ impl Outputs {
         if let Some(flamegraph) = self.flamegraph {
             let title = title(profile);
             written.push_str(&format!("\nflame graph: {}", flamegraph.path.display()));
-            flamegraph.finish(|out| export::flamegraph(profile, by, &title, out))?;
+            let flames = self.flames.of(by, &title);
+            flamegraph.finish(|out| export::flamegraph(profile, &flames, out))?;
         }
         if let Some(folded) = self.folded {
             written.push_str(&format!("\nfolded stacks: {}", folded.path.display()));

@@ -77,7 +77,9 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
         profiles => {
             let profile = &profiles[0];
             if let Some(flamegraph) = flamegraph {
-                flamegraph.finish(|out| export::flamegraph(profile, by, &title(profile), out))?;
+                let title = title(profile);
+                let flames = arguments.flames.of(by, &title);
+                flamegraph.finish(|out| export::flamegraph(profile, &flames, out))?;
             }
             if let Some(folded) = folded {
                 folded.finish(|out| export::folded(profile, by, out))?;

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 
 use super::folded as stacks;
 use super::plain::plain;
-use super::report::{self, share};
+use super::report::{self, Counts, share};
 use crate::profile::Profile;
 
 /// Functions listed.
@@ -26,43 +26,73 @@ pub fn write(
     writeln!(out, "{} samples before, {} after", totals.0, totals.1)?;
     if let Some(key) = by {
         let rows = both(report::by_value(before, key), report::by_value(after, key));
-        table(key, rows, totals, &mut out)?;
+        table(key, &rows, None, totals, &mut out)?;
     }
-    let own = |profile| {
+    let functions = [before, after].map(|profile| {
         let functions = report::functions(profile).into_iter();
-        functions.filter(|(_, counts)| counts.own > 0).map(|((function, module), counts)| {
-            (format!("{function} [{}]", module.trim_matches(['[', ']'])), counts.own)
-        })
+        let named = functions.map(|((function, module), counts)| {
+            (format!("{function} [{}]", module.trim_matches(['[', ']'])), counts)
+        });
+        named.collect::<Vec<_>>()
+    });
+    let of = |count: fn(&Counts) -> u64| {
+        let [before, after] = &functions;
+        let counts = |of: &[(String, Counts)]| {
+            let counts = of.iter().map(|(name, counts)| (name.clone(), count(counts)));
+            counts.filter(|(_, count)| *count > 0).collect::<Vec<_>>()
+        };
+        both(counts(before), counts(after))
     };
-    table("function", both(own(before), own(after)), totals, &mut out)?;
+    let with_callees = of(|counts| counts.all);
+    table("function", &of(|counts| counts.own), Some(&with_callees), totals, &mut out)?;
     out.flush()
 }
 
-/// What has changed most comes first.
+/// Samples of the same thing before and after.
+type Both = BTreeMap<String, (u64, u64)>;
+
+/// Whether two shares may be one that was sampled twice: a two-proportion z-test at 5 %.
+fn is_noise((one, two): (u64, u64), totals: (u64, u64)) -> bool {
+    let [one, two, of_one, of_two] = [one, two, totals.0, totals.1].map(|count| count as f64);
+    let pooled = (one + two) / (of_one + of_two);
+    let deviation = (pooled * (1.0 - pooled) * (1.0 / of_one + 1.0 / of_two)).sqrt();
+    // NaN of nothing: that is noise, too.
+    !((two / of_two - one / of_one).abs() > 1.96 * deviation)
+}
+
+/// What has changed most comes first, what may be noise (`~`) behind it. With what functions call, if that is given.
 fn table(
     what: &str,
-    rows: BTreeMap<String, (u64, u64)>,
+    rows: &Both,
+    with_callees: Option<&Both>,
     totals: (u64, u64),
     out: &mut impl Write,
 ) -> io::Result<()> {
+    let change = |(one, two): (u64, u64)| share(two, totals.1) - share(one, totals.0);
     let mut rows: Vec<_> = rows
-        .into_iter()
-        .map(|(name, (one, two))| (share(two, totals.1) - share(one, totals.0), name, one, two))
+        .iter()
+        .map(|(name, &counts)| (is_noise(counts, totals), change(counts), name, counts))
         .collect();
-    rows.sort_by(|a, b| b.0.abs().total_cmp(&a.0.abs()).then_with(|| a.1.cmp(&b.1)));
-    writeln!(out, "\n   before       after      change  {what}")?;
-    for (change, name, one, two) in rows.iter().take(TOP) {
-        writeln!(
-            out,
-            "{:>7.2} %   {:>7.2} %   {:>+7.2} %  {}",
-            share(*one, totals.0),
-            share(*two, totals.1),
-            change,
-            plain(name)
-        )?;
+    rows.sort_by(|a, b| {
+        a.0.cmp(&b.0).then(b.1.abs().total_cmp(&a.1.abs())).then_with(|| a.2.cmp(b.2))
+    });
+    let callees = if with_callees.is_some() { "   with callees" } else { "" };
+    writeln!(out, "\n   before       after      change  {callees:<20}{what}")?;
+    for (noise, change, name, (one, two)) in rows.iter().take(TOP) {
+        let (one, two) = (share(*one, totals.0), share(*two, totals.1));
+        let mark = if *noise { '~' } else { ' ' };
+        write!(out, "{one:>7.2} %   {two:>7.2} %   {change:>+7.2} %{mark} ")?;
+        if let Some((one, two)) = with_callees.and_then(|counts| counts.get(*name)) {
+            let (one, two) = (share(*one, totals.0), share(*two, totals.1));
+            write!(out, "{one:>7.2} {two:>7.2} %  ")?;
+        }
+        writeln!(out, "{}", plain(name))?;
     }
-    if rows.len() > TOP {
-        writeln!(out, "                                   {} more", rows.len() - TOP)?;
+    if let Some(more) = rows.len().checked_sub(TOP).filter(|&more| more > 0) {
+        writeln!(out, "                                   {more} more")?;
+    }
+    if rows.iter().take(TOP).any(|row| row.0) {
+        writeln!(out, "~ within what sampling alone makes of equal shares")?;
     }
     Ok(())
 }
@@ -71,8 +101,8 @@ fn table(
 fn both(
     before: impl IntoIterator<Item = (String, u64)>,
     after: impl IntoIterator<Item = (String, u64)>,
-) -> BTreeMap<String, (u64, u64)> {
-    let mut both: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+) -> Both {
+    let mut both = Both::new();
     for (name, count) in before {
         both.entry(name).or_default().0 += count;
     }
@@ -84,8 +114,9 @@ fn both(
 
 /// Stacks with both counts: `comm;root;…;leaf before after`, as tools for differential flame graphs read them.
 #[must_use]
-pub fn lines(before: &Profile, after: &Profile, by: Option<&str>) -> BTreeMap<String, (u64, u64)> {
-    both(stacks::lines(before, by), stacks::lines(after, by))
+pub fn lines(before: &Profile, after: &Profile, by: Option<&str>) -> Both {
+    let marks = stacks::Marks::KERNEL;
+    both(stacks::lines(before, by, marks), stacks::lines(after, by, marks))
 }
 
 /// Writes stacks with both counts, a line each.
@@ -102,4 +133,19 @@ pub fn folded(
         writeln!(out, "{stack} {one} {two}")?;
     }
     out.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_two_samplings_of_one_share_may_differ_by_is_noise() {
+        // Of 1,000 samples each: the standard deviation of a difference at 50 % is 2.2 points.
+        assert!(is_noise((500, 540), (1000, 1000)) && !is_noise((500, 550), (1000, 1000)));
+        // Longer captures tell more.
+        assert!(is_noise((50, 60), (1000, 1000)) && !is_noise((500, 600), (10_000, 10_000)));
+        assert!(is_noise((0, 0), (10, 10)) && is_noise((0, 0), (0, 0)));
+        assert!(is_noise((0, 2), (1000, 1000)) && !is_noise((0, 30), (1000, 1000)));
+    }
 }

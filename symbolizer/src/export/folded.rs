@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use rustc_hash::FxHashMap;
 
 use super::plain::plain;
-use crate::profile::{LocationId, Profile};
+use crate::profile::{Executable, LocationId, Profile};
 
 /// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`. Stacks begin with the
 /// command, or with the label asked for (`by`).
@@ -15,14 +15,28 @@ use crate::profile::{LocationId, Profile};
 /// # Errors
 /// Those of the writer.
 pub fn write(profile: &Profile, by: Option<&str>, mut out: impl Write) -> io::Result<()> {
-    for (stack, count) in lines(profile, by) {
+    for (stack, count) in lines(profile, by, Marks::KERNEL) {
         writeln!(out, "{stack} {count}")?;
     }
     out.flush()
 }
 
+/// Which frames there are, and which say what they are, as stackcollapse-perf.pl has it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Marks {
+    /// `_[j]` after functions made at run time, `_[i]` after inlined ones; those of the kernel always end in `_[k]`.
+    pub all: bool,
+    /// Inlined functions are frames of their own.
+    pub inlined: bool,
+}
+
+impl Marks {
+    /// Folded stacks as most tools write them.
+    pub const KERNEL: Self = Self { all: false, inlined: true };
+}
+
 /// Stacks with their sample counts, in order of their text.
-pub(super) fn lines(profile: &Profile, by: Option<&str>) -> BTreeMap<String, u64> {
+pub(super) fn lines(profile: &Profile, by: Option<&str>, marks: Marks) -> BTreeMap<String, u64> {
     // Threads of one name share stacks: each is put into words once.
     let mut counts = FxHashMap::default();
     for sample in &profile.samples {
@@ -35,7 +49,7 @@ pub(super) fn lines(profile: &Profile, by: Option<&str>) -> BTreeMap<String, u64
         counts.entry(stack).or_insert((sample.key, 0)).1 += sample.count;
     }
     let frames: Vec<String> = (0..profile.locations.len() as u32)
-        .map(|index| frames(profile, LocationId(index)))
+        .map(|index| frames(profile, LocationId(index), marks))
         .collect();
     let mut folded = BTreeMap::new();
     for ((first, ..), (key, count)) in counts {
@@ -51,11 +65,20 @@ pub(super) fn lines(profile: &Profile, by: Option<&str>) -> BTreeMap<String, u64
 }
 
 /// The functions at a location, the outermost first, each after a semicolon.
-fn frames(profile: &Profile, location: LocationId) -> String {
-    let executable = profile.locations[location.index()].executable;
-    let mark = if profile.executables[executable.index()].is_kernel() { "_[k]" } else { "" };
-    let functions = profile.lines(location).into_iter().rev();
-    functions.map(|line| format!(";{}{mark}", clean(&line.function))).collect()
+fn frames(profile: &Profile, location: LocationId, marks: Marks) -> String {
+    let executable = &profile.executables[profile.locations[location.index()].executable.index()];
+    let functions = profile.lines(location).into_iter().rev().enumerate();
+    let shown = functions.take_while(|(depth, _)| *depth == 0 || marks.inlined);
+    let marked = shown.map(|(depth, line)| {
+        let mark = match executable {
+            kernel if kernel.is_kernel() => "_[k]",
+            _ if marks.all && depth > 0 => "_[i]",
+            Executable::Anonymous if marks.all => "_[j]",
+            _ => "",
+        };
+        format!(";{}{mark}", clean(&line.function))
+    });
+    marked.collect()
 }
 
 /// Semicolons separate frames and newlines stacks.

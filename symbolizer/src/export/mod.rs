@@ -14,7 +14,7 @@ mod terminal;
 mod unwinding;
 
 pub use self::compare::{folded as folded_diff, write as diff};
-pub use self::flamegraph::{diff as flamegraph_diff, write as flamegraph};
+pub use self::flamegraph::{Flames, diff as flamegraph_diff, write as flamegraph};
 pub use self::folded::write as folded;
 pub(crate) use self::kernel_place::places as kernel_places;
 pub(crate) use self::perf_data::jitted::{images as jitted_images, stand_in};
