@@ -54,7 +54,7 @@ ebpf:
 fuzz:
 	fuzz/run.sh
 
-# Programs without symbols, and their debug files where debuggers look for them. On this system the collector is for its group
+# Programs without symbols, and their debug files by build-id (debuggers look there with PREFIX=/usr). On this system the collector is for its group
 # only: who may execute it may profile every process. In a DESTDIR, which needs no root, that is left to the package.
 # Not for cargo: another PATH makes it build anew.
 SBIN := PATH="$$PATH:/usr/sbin:/sbin"

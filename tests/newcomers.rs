@@ -146,10 +146,15 @@ fn the_exit_status_is_that_of_the_command() {
         assert_eq!(ran.code, Some(code), "{script}: {}", ran.stderr);
         assert!(ran.stderr.contains("stacks whole"), "{}", ran.stderr);
         assert_eq!(files(at), ["x.pb.gz", "x.stackwire"], "{script}");
+        std::fs::remove_file(at.join("x.pb.gz")).unwrap();
+        std::fs::remove_file(at.join("x.stackwire")).unwrap();
     }
-    // Too short to be sampled: nothing is wrong.
+    // 127 is a status as any other, where the command ran.
+    let whole = format!("{busy}; exit 127");
+    let ran = recorded(at, &["--no-capture", "--profile-output=x.pb.gz", "--", "sh", "-c", &whole]);
+    assert_eq!(ran.code, Some(127), "{}", ran.stderr);
     std::fs::remove_file(at.join("x.pb.gz")).unwrap();
-    std::fs::remove_file(at.join("x.stackwire")).unwrap();
+    // Too short to be sampled: nothing is wrong.
     for (script, code) in [("exit 0", 0), ("exit 7", 7)] {
         let ran = recorded(at, &["-F", "1", "--", "sh", "-c", script]);
         assert_eq!(ran.code, Some(code), "{script}: {}", ran.stderr);
@@ -157,6 +162,7 @@ fn the_exit_status_is_that_of_the_command() {
         assert_eq!(files(at), [""; 0], "{script}");
     }
     recorded(at, &["--", "/no/such/program"]).failed(1, "cannot run /no/such/program");
+    assert_eq!(files(at), [""; 0]);
 }
 
 #[test]
@@ -177,6 +183,12 @@ fn the_capture_is_kept_beside_the_profile() {
     entries().for_each(|path| std::fs::remove_file(path).unwrap());
     recorded(at, &[&common[..], &["--no-capture"]].concat()).succeeded();
     assert_eq!(files(at), ["work--on-cpu.pb.gz"]);
+    entries().for_each(|path| std::fs::remove_file(path).unwrap());
+    // A capture that nobody named replaces none, and goes without it.
+    std::fs::write(at.join("host7.stackwire"), "precious").unwrap();
+    recorded(at, &[&common[..], &["--profile-output=host7.pb.gz"]].concat()).succeeded();
+    assert_eq!(std::fs::read_to_string(at.join("host7.stackwire")).unwrap(), "precious");
+    assert_eq!(files(at), ["host-.stackwire", "host.pb.gz", "host.stackwire"]);
     entries().for_each(|path| std::fs::remove_file(path).unwrap());
     // There is nothing beside what is no file.
     for output in ["/dev/null", "-", "/dev/stdout"] {

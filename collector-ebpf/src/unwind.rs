@@ -208,6 +208,10 @@ pub fn step(
             ra_offset = -8;
             match edge(memory, at.ip, at.exact != 0) {
                 Edge::Bare(depth) => (frame, fp) = (sp.wrapping_add(depth + 8), fp::SAME),
+                Edge::Target => {
+                    proven = false;
+                    (frame, fp) = (sp.wrapping_add(8), fp::SAME);
+                }
                 Edge::Pushed => (frame, fp, fp_offset) = (sp.wrapping_add(16), fp::AT_CFA, -16),
                 // No thread begins in such code: 0 is something else's.
                 Edge::None if base < sp || base & 7 != 0 => return UserEnd::NoFramePointer as u64,
@@ -322,6 +326,8 @@ enum Edge {
     Bare(u64),
     /// The return address is behind the caller's rbp on top of the stack.
     Pushed,
+    /// Something jumps or calls here: most likely a function begins.
+    Target,
 }
 
 /// From the next instructions. Where a function was interrupted `push %rbp` and `ret` come before and after its frame, `mov
@@ -341,8 +347,8 @@ fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
     match code as u8 {
         0xc2 | 0xc3 => Edge::Bare(0),
         0x55 if exact => Edge::Bare(0),
-        // `endbr64`, where a function begins.
-        _ if exact && code as u32 == 0xfa1e_0ff3 => Edge::Bare(0),
+        // `endbr64`
+        _ if exact && code as u32 == 0xfa1e_0ff3 => Edge::Target,
         _ if exact && code & 0xffff_ffff_ffff == 0xd1ff_08ec_8348 => Edge::Bare(0),
         _ if exact && matches!(code & 0xff_ffff, 0xe5_8948 | 0xec_8b48) => Edge::Pushed,
         _ => Edge::None,
@@ -354,9 +360,10 @@ fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
 /// pointers as well, call others of them that go on to what was compiled.
 #[inline(always)]
 pub fn may_be_called(memory: &mut impl Memory, at: &Cursor, rule: Option<&Rule>) -> bool {
-    let keeps_frame_pointer = rule.is_some_and(|rule| rule.cfa == cfa::FRAME_POINTER);
-    let indirect = at.guessed == guessed::IN_JIT && !keeps_frame_pointer;
-    at.guessed == guessed::NOT || follows_call(memory, at.ip, indirect)
+    let kind = rule.map_or(cfa::NONE, |rule| rule.cfa);
+    let indirect = at.guessed == guessed::IN_JIT && kind != cfa::FRAME_POINTER;
+    // The kernel makes the frame of a signal handler return there.
+    at.guessed == guessed::NOT || kind == cfa::SIGNAL || follows_call(memory, at.ip, indirect)
 }
 
 /// Whether a call comes before an address (Intel's manual, CALL): of what lies in a register or memory, or any. A word on the
@@ -421,6 +428,7 @@ fn signal_step(memory: &mut impl Memory, signal: &mut SignalFrame, at: &mut Curs
     at.ip = rip;
     at.known = 0xffff;
     at.exact = 1;
+    at.guessed = guessed::NOT;
     GO_ON
 }
 

@@ -288,6 +288,9 @@ fn deliver(
     result
 }
 
+/// Looks for children that are not followed yet. Who forks all the time is soon followed by the kernel side alone.
+const MAX_LOOKS: usize = 8;
+
 /// Everything that needs a capability, then the drop of those not needed any more.
 fn prepare(
     config: &Config,
@@ -312,7 +315,8 @@ fn prepare(
     if let Some(mut admitted) = wanted {
         sampler.admit(&admitted)?;
         // Children of before the admission; from it on the kernel side takes them along by itself.
-        loop {
+        // Each look finds those born between the one before and what was admitted by it: of ever fewer parents.
+        for _ in 0..MAX_LOOKS {
             let late: Vec<u32> =
                 family(&admitted).into_iter().filter(|pid| !admitted.contains(pid)).collect();
             if late.is_empty() {

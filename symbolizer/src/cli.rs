@@ -9,8 +9,11 @@ use stackwire::VERSION;
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
 #[command(name = "stackwire", version = VERSION, max_term_width = 100)]
-#[command(after_help = "Exit codes: 0 done, 1 the run failed, 2 the command line is wrong.\n\
-                        `stackwire doctor` tells what works on this host and what to do about the rest.")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 the run failed, 2 the command line is wrong; of `record -- COMMAND` that of\n\
+                        the command, 128 and more if a signal ended it.\n\
+                        `stackwire doctor` tells what works on this host and what to do about the rest."
+)]
 pub struct Args {
     #[command(subcommand)]
     pub command: Command,
@@ -75,7 +78,7 @@ pub struct Record {
     #[arg(long, value_name = "FILE")]
     pub profile_output: Option<PathBuf>,
     /// Where the raw stream goes, for `report` and to resolve it again later; without it, beside the pprof with the
-    /// ending .stackwire.
+    /// ending .stackwire; what is there stays, and it has a number.
     #[arg(long, value_name = "FILE")]
     pub capture: Option<PathBuf>,
     /// Keep no raw stream.
@@ -133,14 +136,6 @@ pub struct Flames {
     /// Draw inlined functions as part of what they are inlined into.
     #[arg(long, requires = "flamegraph")]
     pub no_inlines: bool,
-}
-
-impl Flames {
-    /// Of these stacks, under this title.
-    pub fn of<'a>(self, by: Option<&'a str>, title: &'a str) -> stackwire::export::Flames<'a> {
-        let Self { icicle, no_inlines } = self;
-        stackwire::export::Flames { by, title, icicle, inlined: !no_inlines }
-    }
 }
 
 /// Outputs every profile can have.

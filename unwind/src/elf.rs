@@ -3,7 +3,8 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use object::elf::{self, FileHeader64};
+use gimli::{BaseAddresses, EhFrameHdr, Pointer};
+use object::elf::{self, FileHeader64, ProgramHeader64};
 use object::read::ReadCache;
 use object::read::elf::{FileHeader, ProgramHeader as _, SectionHeader as _};
 use object::{LittleEndian, ReadRef};
@@ -39,6 +40,32 @@ pub struct Section {
     is_compressed: bool,
 }
 
+/// Address, bytes in the file, offset.
+type Place = (u64, u64, u64);
+
+/// `.eh_frame` as its index says where it begins (`.eh_frame_hdr`, Linux Standard Base Core 10.6.2); it may reach to the end of
+/// its segment, and has an end of its own.
+fn eh_frame(file: &File, (address, size, offset): Place, loads: &[Place]) -> Option<Section> {
+    let mut index = vec![0; usize::try_from(size.min(MAX_INDEX_HEAD)).ok()?];
+    file.read_exact_at(&mut index, offset).ok()?;
+    let bases = BaseAddresses::default().set_eh_frame_hdr(address);
+    let parsed = EhFrameHdr::new(&index, gimli::LittleEndian).parse(&bases, 8).ok()?;
+    let Pointer::Direct(address) = parsed.eh_frame_ptr() else { return None };
+    loads.iter().find_map(|&(start, bytes, offset)| {
+        let inside = address.checked_sub(start).filter(|&inside| inside < bytes)?;
+        Some(Section {
+            name: ".eh_frame".to_owned(),
+            address,
+            offset: offset.checked_add(inside)?,
+            size: bytes - inside,
+            is_compressed: false,
+        })
+    })
+}
+
+/// Where it begins stands before its table.
+const MAX_INDEX_HEAD: u64 = 64;
+
 impl<'f> Elf<'f> {
     /// Reads the headers.
     ///
@@ -61,25 +88,28 @@ impl<'f> Elf<'f> {
         }
         let segments = header.program_headers(endian, &cache).map_err(CompileError::broken)?;
         let loads = segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD);
-        let loads = loads
-            .map(|segment| {
-                (segment.p_vaddr(endian), segment.p_filesz(endian), segment.p_offset(endian))
-            })
-            .collect();
+        let place = |segment: &ProgramHeader64<LittleEndian>| {
+            (segment.p_vaddr(endian), segment.p_filesz(endian), segment.p_offset(endian))
+        };
+        let loads: Vec<_> = loads.map(place).collect();
         let table = header.sections(endian, &cache).map_err(CompileError::broken)?;
         let sections = table.iter().filter(|section| section.sh_type(endian) != elf::SHT_NOBITS);
-        let sections = sections
-            .filter_map(|section| {
-                let name = table.section_name(endian, section).ok()?;
-                Some(Section {
-                    name: String::from_utf8_lossy(name).into_owned(),
-                    address: section.sh_addr(endian),
-                    offset: section.sh_offset(endian),
-                    size: section.sh_size(endian),
-                    is_compressed: section.sh_flags(endian) & u64::from(elf::SHF_COMPRESSED) != 0,
-                })
+        let sections = sections.filter_map(|section| {
+            let name = table.section_name(endian, section).ok()?;
+            Some(Section {
+                name: String::from_utf8_lossy(name).into_owned(),
+                address: section.sh_addr(endian),
+                offset: section.sh_offset(endian),
+                size: section.sh_size(endian),
+                is_compressed: section.sh_flags(endian) & u64::from(elf::SHF_COMPRESSED) != 0,
             })
-            .collect();
+        });
+        let mut sections: Vec<Section> = sections.collect();
+        // Section headers may be stripped. What the loader needs stays, and leads to the call frame information.
+        if !sections.iter().any(|section| section.name == ".eh_frame") {
+            let index = segments.iter().find(|it| it.p_type(endian) == elf::PT_GNU_EH_FRAME);
+            sections.extend(index.and_then(|index| eh_frame(file, place(index), &loads)));
+        }
         let notes = segments.iter().filter_map(|segment| segment.notes(endian, &cache).ok()?);
         let build_id = notes
             .filter_map(|mut notes| {
@@ -165,5 +195,37 @@ impl<'f> Elf<'f> {
             let inside = address.checked_sub(start).filter(|&inside| inside < size)?;
             offset.checked_add(inside)
         })
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn call_frame_information_is_found_without_section_headers() {
+        let path = std::env::current_exe().unwrap();
+        let whole = File::open(&path).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        // e_shoff; e_shentsize, e_shnum, e_shstrndx.
+        bytes[0x28..0x30].fill(0);
+        bytes[0x3a..0x40].fill(0);
+        let mut stripped = tempfile::tempfile().unwrap();
+        stripped.write_all(&bytes).unwrap();
+        let [whole, stripped] = [&whole, &stripped].map(|file| Elf::open(file).unwrap());
+        assert!(stripped.section(".text").is_none());
+        let [one, other] = [&whole, &stripped].map(|elf| elf.section(".eh_frame").unwrap());
+        assert_eq!((one.address, one.offset), (other.address, other.offset));
+        assert!(other.size >= one.size);
+        let [rules, same] = [&whole, &stripped].map(|elf| crate::compile(elf.file).unwrap());
+        // Code that has none is found by section headers: entries of a PLT.
+        let differ = |at: &u64| rules.rule(*at).is_some() && rules.rule(*at) != same.rule(*at);
+        let text = whole.section(".text").unwrap();
+        let places = (text.offset..text.offset + text.size).step_by(97);
+        assert!(places.clone().filter(|at| rules.rule(*at).is_some()).count() > 1000);
+        assert_eq!(places.filter(differ).count(), 0);
     }
 }

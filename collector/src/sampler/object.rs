@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use aya::maps::{HashMap, MapData, ProgramArray, RingBuf};
+use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
 use aya::programs::{PerfEvent as PerfEventProgram, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, Unwind};
@@ -122,7 +122,12 @@ impl Object {
         let targets = self.ebpf.map_mut("TARGETS").ok_or_else(|| missing("TARGETS"))?;
         let mut targets: HashMap<_, u32, u64> = targets.try_into().map_err(load_error)?;
         for pid in pids {
-            targets.insert(pid, 0, 0).map_err(load_error)?;
+            // BPF_NOEXIST: of one that the kernel side has taken along it knows when it began.
+            match targets.insert(pid, 0, 1) {
+                Err(MapError::SyscallError(error))
+                    if error.io_error.raw_os_error() == Some(libc::EEXIST) => {}
+                inserted => inserted.map_err(load_error)?,
+            }
         }
         Ok(())
     }

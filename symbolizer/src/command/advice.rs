@@ -29,18 +29,21 @@ fn heaviest<K: Copy + Eq + std::hash::Hash + Ord>(counts: &HashMap<K, u64>) -> O
 
 /// Where most frames without a name are, and how they get names.
 fn unnamed(profile: &Profile) -> Option<String> {
-    let mut counts: HashMap<(ExecutableId, ProcessId), u64> = HashMap::new();
+    // What code a process made is its own; of a file all have the same.
+    let mut counts: HashMap<(ExecutableId, Option<ProcessId>), u64> = HashMap::new();
     for sample in &profile.samples {
         let process = profile.threads[sample.key.thread.index()].process;
         for at in profile.frames(sample.key) {
             if !matches!(profile.resolutions.get(at.index()), Some(Resolution::Found { .. })) {
-                let executable = profile.locations[at.index()].executable;
-                *counts.entry((executable, process)).or_default() += sample.count;
+                let id = profile.locations[at.index()].executable;
+                let own = profile.executables[id.index()] == Executable::Anonymous;
+                *counts.entry((id, own.then_some(process))).or_default() += sample.count;
             }
         }
     }
     let ((id, process), share) = heaviest(&counts)?;
     let executable = &profile.executables[id.index()];
+    let process = process.unwrap_or(ProcessId(0));
     let (pid, comm) =
         (profile.processes[process.index()].pid, &profile.processes[process.index()].comm);
     let name = executable.name();
@@ -73,7 +76,8 @@ fn unnamed(profile: &Profile) -> Option<String> {
 
 /// Why most stacks that are not whole end, and what helps.
 fn cut(profile: &Profile) -> Option<String> {
-    let mut counts: HashMap<(EndReason, Option<ExecutableId>, ProcessId), u64> = HashMap::new();
+    type Key = (EndReason, Option<ExecutableId>, Option<ProcessId>);
+    let mut counts: HashMap<Key, u64> = HashMap::new();
     for sample in &profile.samples {
         let Some(stack) = sample.key.user else { continue };
         let end = profile.end(stack);
@@ -83,6 +87,8 @@ fn cut(profile: &Profile) -> Option<String> {
         let last = profile.stacks[stack.index()].locations.last();
         let executable = last.map(|at| profile.locations[at.index()].executable);
         let process = profile.threads[sample.key.thread.index()].process;
+        let is_own = |id: ExecutableId| profile.executables[id.index()] == Executable::Anonymous;
+        let process = executable.is_some_and(is_own).then_some(process);
         *counts.entry((end, executable, process)).or_default() += sample.count;
     }
     let ((end, executable, process), share) = heaviest(&counts)?;
@@ -95,11 +101,13 @@ fn cut(profile: &Profile) -> Option<String> {
         (EndReason::NoMappings, _) => {
             "run the collector with CAP_PERFMON (kernel 6.15 or later) or as root"
         }
-        (_, Some(Executable::Anonymous)) => match runtime(profile, process) {
+        (_, Some(Executable::Anonymous)) => match process
+            .and_then(|process| runtime(profile, process))
+        {
             Some(Runtime::Java) => "start java with -XX:+PreserveFramePointer",
             _ => "code made at run time has no unwind tables; let its compiler keep frame pointers",
         },
-        (EndReason::NoFramePointer, _) => "walk stacks by unwind tables: --unwind auto",
+        (EndReason::NoFramePointer, _) => "if it was walked with --unwind fp, try --unwind auto",
         (EndReason::NoTable | EndReason::NoUnwindRule, Some(Executable::File { .. })) => {
             "build it with -fasynchronous-unwind-tables, or with -fno-omit-frame-pointer for --unwind fp"
         }

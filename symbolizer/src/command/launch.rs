@@ -1,7 +1,7 @@
 //! `stackwire launch SOCKET -- COMMAND`: waits until sampling has started, then becomes the command, so
 //! that nothing of it goes unsampled. Its environment and descriptors are those `record` was given.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -13,7 +13,7 @@ use super::Failure;
 use crate::cli::Launch;
 
 /// Exit code of a command that could not be run, as shells have it.
-pub const CANNOT_RUN: i32 = 127;
+const CANNOT_RUN: i32 = 127;
 
 pub fn run(arguments: &Launch) -> Result<(), Failure> {
     let mut stream = UnixStream::connect(&arguments.socket).context("sampling did not start")?;
@@ -23,6 +23,8 @@ pub fn run(arguments: &Launch) -> Result<(), Failure> {
         return Err(Failure::Usage("no command".to_owned()));
     };
     let error = Command::new(program).args(rest).exec();
+    // Closed without a word when it becomes the command. If nobody listens any more, nobody asks.
+    let _ = stream.write_all(b"!");
     say(&format!("stackwire: cannot run {}: {error}", program.to_string_lossy()));
     std::process::exit(CANNOT_RUN)
 }

@@ -125,6 +125,14 @@ impl Outputs {
     }
 }
 
+impl cli::Flames {
+    /// Of stacks that begin with this label, under this title.
+    pub fn of<'a>(self, by: Option<&'a str>, title: &'a str) -> export::Flames<'a> {
+        let Self { icicle, no_inlines } = self;
+        export::Flames { by, title, icicle, inlined: !no_inlines }
+    }
+}
+
 /// Refuses two names of one file among those written and those read.
 pub fn check_distinct(paths: &[&Path]) -> Result<(), String> {
     for (index, one) in paths.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! `stackwire record`: start a session, wait, write.
 
-use std::io::{IsTerminal, Write};
-use std::os::unix::net::UnixListener;
+use std::io::{IsTerminal, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use stackwire::{Builder, Profile, Session, SessionError, Sources, say};
 
+use super::Failure;
 use super::output::{Outputs, check_distinct};
 use super::target::is_stdout;
-use super::{Failure, launch};
 use crate::cli::{Event, Record, ShareExecutables, Unwind};
 
 /// Without `--duration`, as perf-agent has it.
@@ -71,7 +71,12 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         }
     };
     let launched = launched.map(Launched::release).transpose()?;
-    let (profile, took, status) = wait(session, &arguments, &sources, &stop, launched)?;
+    let Waited { profile, took, status, did_not_run } =
+        wait(session, &arguments, &sources, &stop, launched)?;
+    if did_not_run {
+        beside.as_deref().map(std::fs::remove_file).transpose().ok();
+        return Err(anyhow!("there is no profile of a command that did not run").into());
+    }
     if profile.samples.is_empty() {
         // There is nothing in it; one that was asked for by name stays all the same.
         beside.as_deref().map(std::fs::remove_file).transpose().ok();
@@ -208,14 +213,25 @@ fn duration(arguments: &Record) -> Option<Duration> {
     }
 }
 
-/// Waits for the end of it; the profile, how long it was sampled, and how the command ended if it did.
+/// What came of it.
+struct Waited {
+    profile: Profile,
+    /// How long was sampled.
+    took: Duration,
+    /// How the command ended, if it did.
+    status: Option<ExitStatus>,
+    /// It was no command.
+    did_not_run: bool,
+}
+
+/// Waits for the end of it.
 fn wait(
     mut session: Session,
     arguments: &Record,
     sources: &Sources,
     stop: &AtomicBool,
-    mut command: Option<Child>,
-) -> Result<(Profile, Duration, Option<ExitStatus>), Failure> {
+    mut command: Option<(Child, UnixStream)>,
+) -> Result<Waited, Failure> {
     let started = Instant::now();
     let terminal = std::io::stderr().is_terminal();
     if terminal {
@@ -225,7 +241,7 @@ fn wait(
         say(&format!("sampling {until} (Ctrl-C to stop early)"));
     }
     while !stop.load(Ordering::Relaxed) && !session.is_finished() {
-        if let Some(child) = &mut command
+        if let Some((child, _)) = &mut command
             && child.try_wait().context("cannot wait for the command")?.is_some()
         {
             break;
@@ -241,19 +257,17 @@ fn wait(
         let _ = write!(std::io::stderr(), "\r");
     }
     let profile = session.stop_with(sources)?;
-    let Some(mut child) = command else { return Ok((profile, took, None)) };
+    let Some((mut child, mut stream)) = command else {
+        return Ok(Waited { profile, took, status: None, did_not_run: false });
+    };
     let status = child.try_wait().context("cannot wait for the command")?;
-    match status {
-        Some(status) if status.code() == Some(launch::CANNOT_RUN) && profile.samples.len() < 20 => {
-            return Err(anyhow!("there is no profile of a command that did not run").into());
-        }
+    if status.is_none() && !stop.load(Ordering::Relaxed) {
         // Sampled for as long as asked; it goes on, as it would without us.
-        None if !stop.load(Ordering::Relaxed) => {
-            say(&format!("the command runs on as pid {}", child.id()));
-        }
-        _ => {}
+        say(&format!("the command runs on as pid {}", child.id()));
     }
-    Ok((profile, took, status))
+    // A word, or the end of the stream when it became the command.
+    let did_not_run = status.is_some() && stream.read(&mut [0]).is_ok_and(|read| read > 0);
+    Ok(Waited { profile, took, status, did_not_run })
 }
 
 /// A command that waits for a word before it starts.
@@ -280,10 +294,10 @@ impl Launched {
     }
 
     /// Lets the command run.
-    fn release(self) -> anyhow::Result<Child> {
+    fn release(self) -> anyhow::Result<(Child, UnixStream)> {
         let (mut stream, _) = self.listener.accept().context("the command did not start")?;
         stream.write_all(b"!").context("the command did not start")?;
-        Ok(self.child)
+        Ok((self.child, stream))
     }
 
     /// Ends the process that waits.
@@ -319,7 +333,15 @@ fn beside(pprof: &Path) -> Option<PathBuf> {
     let is_file = std::fs::symlink_metadata(pprof).map_or(true, |found| found.is_file());
     let name = pprof.file_name().filter(|_| is_file && !is_stdout(pprof))?.to_str()?;
     let stem = [".pb.gz", ".pprof", ".pb", ".gz"].iter().find_map(|end| name.strip_suffix(end));
-    Some(pprof.with_file_name(format!("{}.stackwire", stem.unwrap_or(name))))
+    let stem = stem.unwrap_or(name);
+    let mut path = pprof.with_file_name(format!("{stem}.stackwire"));
+    let mut number = 2;
+    // Nobody named it, so it replaces nothing.
+    while path.symlink_metadata().is_ok() {
+        path = pprof.with_file_name(format!("{stem}-{number}.stackwire"));
+        number += 1;
+    }
+    Some(path)
 }
 
 /// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz` and `….stackwire`, without a name when not one process is sampled; the second within a

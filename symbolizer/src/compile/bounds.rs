@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use gimli::{BaseAddresses, CieOrFde, EhFrame, Endianity, UnwindSection};
+use gimli::{BaseAddresses, CieOrFde, CommonInformationEntry, EhFrame, Endianity, UnwindSection};
 use object::Endianness;
 
 use crate::elf::Elf;
@@ -12,6 +12,9 @@ use crate::table::Writer;
 
 /// Most functions taken from a file; a browser has half a million.
 const MAX_FUNCTIONS: usize = 4 << 20;
+
+/// Most of what they share that is remembered; real files have a handful.
+const MAX_SHARED: usize = 1 << 12;
 
 /// Adds the bounds of all functions that `.eh_frame` describes.
 pub fn write(elf: &Elf, writer: &mut Writer) {
@@ -47,7 +50,14 @@ fn read<E: Endianity>(
         let Some(fewer) = left.checked_sub(1) else { break };
         left = fewer;
         let parsed = partial.parse(|frames, bases, offset| {
-            shared.entry(offset).or_insert_with(|| frames.cie_from_offset(bases, offset)).clone()
+            if let Some(known) = shared.get(&offset) {
+                return Ok(CommonInformationEntry::clone(known));
+            }
+            let found = frames.cie_from_offset(bases, offset)?;
+            if shared.len() < MAX_SHARED {
+                shared.insert(offset, found.clone());
+            }
+            Ok(found)
         });
         if let Ok(function) = parsed
             && let Some(end) = function.initial_address().checked_add(function.len())

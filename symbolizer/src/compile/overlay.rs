@@ -143,12 +143,10 @@ impl Overlay<'_, '_> {
         }
     }
 
-    /// Whether the function that exists, into which all others here are inlined, has a name.
-    fn is_named(&self, mut scope: u32) -> bool {
-        while let Some(parent) = self.scopes.scopes[scope as usize].parent {
-            scope = parent;
-        }
-        !self.scopes.names[self.scopes.scopes[scope as usize].function as usize].is_empty()
+    /// Whether a function has a name, or is inlined into one.
+    fn is_named(&self, scope: u32) -> bool {
+        let scope = self.scopes.scopes[scope as usize];
+        scope.parent.is_some() || !self.scopes.names[scope.function as usize].is_empty()
     }
 
     /// The node a scope is called from, 0 for one that is not inlined.

@@ -23,10 +23,12 @@ pub fn write(
     mut out: impl Write,
 ) -> io::Result<()> {
     let totals = (before.sample_count(), after.sample_count());
+    // Bytes were not sampled one by one.
+    let counted = before.types.is_none() && after.types.is_none();
     writeln!(out, "{} samples before, {} after", totals.0, totals.1)?;
     if let Some(key) = by {
         let rows = both(report::by_value(before, key), report::by_value(after, key));
-        table(key, &rows, None, totals, &mut out)?;
+        table((key, counted), &rows, None, totals, &mut out)?;
     }
     let functions = [before, after].map(|profile| {
         let functions = report::functions(profile).into_iter();
@@ -44,7 +46,8 @@ pub fn write(
         both(counts(before), counts(after))
     };
     let with_callees = of(|counts| counts.all);
-    table("function", &of(|counts| counts.own), Some(&with_callees), totals, &mut out)?;
+    let own = of(|counts| counts.own);
+    table(("function", counted), &own, Some(&with_callees), totals, &mut out)?;
     out.flush()
 }
 
@@ -56,13 +59,13 @@ fn is_noise((one, two): (u64, u64), totals: (u64, u64)) -> bool {
     let [one, two, of_one, of_two] = [one, two, totals.0, totals.1].map(|count| count as f64);
     let pooled = (one + two) / (of_one + of_two);
     let deviation = (pooled * (1.0 - pooled) * (1.0 / of_one + 1.0 / of_two)).sqrt();
-    // NaN of nothing: that is noise, too.
-    !((two / of_two - one / of_one).abs() > 1.96 * deviation)
+    // Shares of nothing are noise, too.
+    of_one * of_two == 0.0 || (two / of_two - one / of_one).abs() <= 1.96 * deviation
 }
 
 /// What has changed most comes first, what may be noise (`~`) behind it. With what functions call, if that is given.
 fn table(
-    what: &str,
+    (what, counted): (&str, bool),
     rows: &Both,
     with_callees: Option<&Both>,
     totals: (u64, u64),
@@ -71,7 +74,7 @@ fn table(
     let change = |(one, two): (u64, u64)| share(two, totals.1) - share(one, totals.0);
     let mut rows: Vec<_> = rows
         .iter()
-        .map(|(name, &counts)| (is_noise(counts, totals), change(counts), name, counts))
+        .map(|(name, &counts)| (counted && is_noise(counts, totals), change(counts), name, counts))
         .collect();
     rows.sort_by(|a, b| {
         a.0.cmp(&b.0).then(b.1.abs().total_cmp(&a.1.abs())).then_with(|| a.2.cmp(b.2))

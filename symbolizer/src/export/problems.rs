@@ -22,12 +22,13 @@ pub fn write(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         let name = profile.executables[id.index()].name();
         plain(name.rsplit('/').next().unwrap_or(&name))
     };
+    let (named, whole) = (profile.named(), profile.whole());
     let unnamed = unnamed(profile).into_iter().map(|((id, why), count)| {
-        (count, profile.named().of, format!("of frames: {}: {}", name(id), plain(&why)))
+        (count, named.of, format!("of frames: {}: {}", name(id), plain(&why)))
     });
     let cut = cut(profile).into_iter().map(|((end, id), count)| {
         let place = id.map_or(String::new(), |id| format!(" in {}", name(id)));
-        (count, profile.whole().of, format!("of stacks end{place}: {}", end.text()))
+        (count, whole.of, format!("of stacks end{place}: {}", end.text()))
     });
     let mut lines = worst(unnamed);
     lines.extend(worst(cut));
@@ -35,8 +36,7 @@ pub fn write(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         profile.lost.iter().map(|(reason, (count, _))| format!("lost {count} {}", reason.text())),
     );
     writeln!(out)?;
-    let (named, whole) = (profile.named().percent(), profile.whole());
-    write!(out, "{named:.1} % of frames named")?;
+    write!(out, "{:.1} % of frames named", named.percent())?;
     if whole.of > 0 {
         write!(out, ", {:.1} % of stacks whole", whole.percent())?;
     }

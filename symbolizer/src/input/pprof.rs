@@ -237,8 +237,8 @@ impl<'a> Reader<'a> {
             });
         }
         // Nor is a place in the file a name: there may be one to be found.
-        let path = mapping.map(|(executable, _)| self.into.executable_of(executable).name());
-        let is_place = |name: &str| path.as_deref().is_some_and(|path| is_place(path, name));
+        let path = mapping.map(|(_, mapping)| self.text(mapping.filename)).transpose()?;
+        let is_place = |name: &str| path.is_some_and(|path| is_place(path, name));
         lines.retain(|line| !line.function.is_empty() && !is_place(&line.function));
         let lines: Arc<[Line]> = Arc::from(lines);
         let inside = mapping.and_then(|(executable, mapping)| {
@@ -411,6 +411,12 @@ mod tests {
             .collect();
         let expected = [0xffff_ffff_8100_0010, 0xffff_ffff_8199_9990, 0x7010, 0x9010];
         assert_eq!(unmapped, [expected, expected].concat(), "addresses are kept");
+    }
+
+    #[test]
+    fn a_place_in_a_file_is_no_name() {
+        let given = |name: &str| read_all(&[wire(name)]).unwrap().given.len();
+        assert_eq!((given("none+0x1000"), given("none+0xg"), given("other+0x1000")), (0, 1, 1));
     }
 
     #[test]

@@ -118,12 +118,17 @@ impl<'s> Walker<'s> {
             } else {
                 self.load(map.executable, into, artifacts);
                 let modules = &self.modules;
-                let Some(Some(module)) = modules.get(&map.executable) else {
-                    return EndReason::NoTable;
-                };
-                let rule = |address| module.table.rule(offset(&map, address)).copied();
                 let mut code = Copy { stack: &[], stack_start, popped: None, pid, tasks, modules };
+                let module = modules.get(&map.executable).and_then(Option::as_ref);
+                let rule = |address| module?.table.rule(offset(&map, address)).copied();
                 let found = rule(address);
+                if !unwind::may_be_called(&mut code, &cursor, found.as_ref()) {
+                    frames.pop();
+                    return EndReason::NoFramePointer;
+                }
+                if module.is_none() {
+                    return EndReason::NoTable;
+                }
                 if found.is_none()
                     && cursor.exact == 0
                     && !unwind::follows_call(&mut code, cursor.ip, false)
@@ -142,10 +147,6 @@ impl<'s> Walker<'s> {
             let popped = (cursor.exact != 0 && rule.kept == 0)
                 .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
             let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };
-            if !map.private && !unwind::may_be_called(&mut memory, &cursor, Some(&rule)) {
-                frames.pop();
-                return EndReason::NoFramePointer;
-            }
             let end = unwind::step(&mut memory, &mut signal, &mut cursor, &rule);
             if map.private {
                 cursor.guessed <<= 1;
