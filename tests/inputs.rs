@@ -154,7 +154,8 @@ fn fixed_periods_are_what_samples_weigh() {
     }
     let directory = tempfile::tempdir().unwrap();
     let [file, output] = ["perf.data", "out.pb.gz"].map(|name| directory.path().join(name));
-    let perf = ["record", "-N", "-q", "-e", "cpu-clock", "-c", "2000000", "-o"];
+    // `-B`: perf 6.1 sometimes crashes where it collects build-ids ("util/build-id.c:1010: assertion failed").
+    let perf = ["record", "-B", "-q", "-e", "cpu-clock", "-c", "2000000", "-o"];
     run(Command::new("perf")
         .args(perf)
         .arg(&file)
@@ -168,7 +169,7 @@ fn fixed_periods_are_what_samples_weigh() {
     assert!(profile.samples.iter().all(|sample| sample.value == sample.count * 2_000_000));
     // Of a command perf does not record the CPU: none is made up.
     let by_cpu = stackwire(["report".as_ref(), file.as_os_str(), "--by".as_ref(), "cpu".as_ref()]);
-    assert!(by_cpu.succeeded().stdout.contains("  without\n"));
+    by_cpu.failed(1, "no sample has a label \"cpu\"; those there are: ");
 }
 
 /// Values by sample type, added up, as Go reads them.
