@@ -55,6 +55,8 @@ mod pprof_reads;
 mod privileges;
 /// Python, Node, release builds, gzip, git.
 mod programs;
+/// What `report` shows, and how it is asked for.
+mod reports;
 /// Servers: many collectors, windows, kills in the middle.
 mod serving;
 /// `symbolize` and `cache` as they are typed.

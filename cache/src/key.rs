@@ -20,6 +20,13 @@ impl Id {
         bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().parse()
     }
 
+    /// The bytes it was made of.
+    #[must_use]
+    pub fn bytes(&self) -> Vec<u8> {
+        let byte = |at| u8::from_str_radix(self.0.get(at..at + 2)?, 16).ok();
+        (0..self.0.len()).step_by(2).filter_map(byte).collect()
+    }
+
     /// The digits.
     #[must_use]
     pub fn as_str(&self) -> &str {

@@ -3,6 +3,7 @@
 pub(crate) mod build;
 pub(crate) mod calls;
 pub(crate) mod debug_files;
+pub(crate) mod gimli_walk;
 pub(crate) mod go;
 pub(crate) mod interpreters;
 pub(crate) mod postgres;
@@ -143,6 +144,12 @@ impl Ran {
         assert!(self.stderr.contains(said), "expected {said:?} in: {}", self.stderr);
         assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
     }
+}
+
+/// Runs `stackwire record` in a directory.
+pub(crate) fn recorded(directory: &Path, arguments: &[&str]) -> Ran {
+    let mut command = Command::new(binary("stackwire"));
+    Ran::of(command.arg("record").args(arguments).current_dir(directory))
 }
 
 /// Runs `stackwire` with arguments.

@@ -7,7 +7,7 @@ use std::io::BufRead;
 use std::path::Path;
 
 use stackwire::Profile;
-use stackwire::profile::{EndReason, Executable, ExecutableId, ProcessId, Resolution, Share};
+use stackwire::profile::{EndReason, Executable, ExecutableId, ProcessId, Share, ThreadId};
 
 /// Below this much there is something to say, in percent.
 const ENOUGH: f64 = 90.0;
@@ -27,19 +27,18 @@ fn heaviest<K: Copy + Eq + std::hash::Hash + Ord>(counts: &HashMap<K, u64>) -> O
     Some((key, most as f64 * 100.0 / total as f64))
 }
 
+/// What code a process made is its own; of a file all have the same.
+fn process_of(profile: &Profile, thread: ThreadId, executable: ExecutableId) -> Option<ProcessId> {
+    let made = profile.executables[executable.index()] == Executable::Anonymous;
+    made.then_some(profile.threads[thread.index()].process)
+}
+
 /// Where most frames without a name are, and how they get names.
 fn unnamed(profile: &Profile) -> Option<String> {
-    // What code a process made is its own; of a file all have the same.
     let mut counts: HashMap<(ExecutableId, Option<ProcessId>), u64> = HashMap::new();
-    for sample in &profile.samples {
-        let process = profile.threads[sample.key.thread.index()].process;
-        for at in profile.frames(sample.key) {
-            if !matches!(profile.resolutions.get(at.index()), Some(Resolution::Found { .. })) {
-                let id = profile.locations[at.index()].executable;
-                let own = profile.executables[id.index()] == Executable::Anonymous;
-                *counts.entry((id, own.then_some(process))).or_default() += sample.count;
-            }
-        }
+    for frames in profile.unnamed() {
+        let process = process_of(profile, frames.thread, frames.executable);
+        *counts.entry((frames.executable, process)).or_default() += frames.count;
     }
     let ((id, process), share) = heaviest(&counts)?;
     let executable = &profile.executables[id.index()];
@@ -49,7 +48,7 @@ fn unnamed(profile: &Profile) -> Option<String> {
     let name = executable.name();
     let what = match executable {
         Executable::Anonymous => {
-            let how = match runtime(profile, process).and_then(Runtime::names) {
+            let how = match runtime(profile, process).map(Runtime::names) {
                 Some(how) => how.replace("PID", &pid.to_string()),
                 None => "let its run-time write a perf-map or a jitdump".to_owned(),
             };
@@ -78,18 +77,9 @@ fn unnamed(profile: &Profile) -> Option<String> {
 fn cut(profile: &Profile) -> Option<String> {
     type Key = (EndReason, Option<ExecutableId>, Option<ProcessId>);
     let mut counts: HashMap<Key, u64> = HashMap::new();
-    for sample in &profile.samples {
-        let Some(stack) = sample.key.user else { continue };
-        let end = profile.end(stack);
-        if matches!(end, EndReason::Root | EndReason::NotSaid) {
-            continue;
-        }
-        let last = profile.stacks[stack.index()].locations.last();
-        let executable = last.map(|at| profile.locations[at.index()].executable);
-        let process = profile.threads[sample.key.thread.index()].process;
-        let is_own = |id: ExecutableId| profile.executables[id.index()] == Executable::Anonymous;
-        let process = executable.is_some_and(is_own).then_some(process);
-        *counts.entry((end, executable, process)).or_default() += sample.count;
+    for stacks in profile.cut() {
+        let process = stacks.executable.and_then(|id| process_of(profile, stacks.thread, id));
+        *counts.entry((stacks.end, stacks.executable, process)).or_default() += stacks.count;
     }
     let ((end, executable, process), share) = heaviest(&counts)?;
     let executable = executable.map(|id| &profile.executables[id.index()]);
@@ -149,8 +139,8 @@ impl Runtime {
     ];
 
     /// How it names its code, with PID for the process.
-    fn names(self) -> Option<&'static str> {
-        Some(match self {
+    fn names(self) -> &'static str {
+        match self {
             Self::Java => "run `jcmd PID Compiler.perfmap` before the capture ends",
             Self::Node => "start node with --perf-basic-prof",
             Self::Python => "start python with -X perf (3.12 or later)",
@@ -159,7 +149,7 @@ impl Runtime {
             Self::Php => "start php with -d opcache.jit_debug=16",
             Self::Beam => "start erl with +JPperf true",
             Self::Wasmtime => "start wasmtime with --profile perfmap",
-        })
+        }
     }
 }
 

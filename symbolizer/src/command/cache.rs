@@ -7,6 +7,7 @@ use std::io::Write;
 use anyhow::{Context, anyhow};
 use stackwire::cache::{Cache, Id};
 
+use super::beginning::whole;
 use super::{Failure, symbols};
 use crate::cli::{CacheAction, CacheCommand};
 
@@ -90,23 +91,9 @@ fn verify(cache: &Cache) -> Result<(), Failure> {
 fn remove(cache: &Cache, id: &str) -> Result<(), Failure> {
     let id: Id = id.parse().map_err(|error| Failure::Usage(format!("{id:?}: {error}")))?;
     let rows = cache.rows()?;
-    let alike: BTreeSet<&Id> = rows
-        .iter()
-        .map(|row| &row.key.id)
-        .filter(|it| it.as_str().starts_with(id.as_str()))
-        .collect();
-    // As a report prints it: the first digits.
-    let id = match alike.len() {
-        1 => alike.first().map_or(id.clone(), |&whole| whole.clone()),
-        0 => id,
-        _ if alike.contains(&id) => id,
-        _ => {
-            let alike: Vec<_> = alike.iter().map(ToString::to_string).collect();
-            let message =
-                format!("{id} is the beginning of several build-ids: {}", alike.join(", "));
-            return Err(Failure::Usage(message));
-        }
-    };
+    let known: BTreeSet<Id> = rows.iter().map(|row| row.key.id.clone()).collect();
+    // What a server did not have is remembered without a row.
+    let id = whole(id.as_str(), &known)?.unwrap_or(id);
     let mut found = cache.forget_negatives(&id)?;
     for row in rows.iter().filter(|row| row.key.id == id) {
         found |= cache.remove(&row.key)?;

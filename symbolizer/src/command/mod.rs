@@ -1,6 +1,7 @@
 //! What each subcommand does.
 
 mod advice;
+mod beginning;
 mod cache;
 mod doctor;
 mod launch;

@@ -5,18 +5,21 @@ use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
-use stackwire::{Sources, Symbols, say};
+use stackwire::cache::Id;
+use stackwire::{Symbols, say};
 
 use super::Failure;
+use super::beginning::whole;
 use crate::cli::Symbolize;
 
 pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
     let sources = arguments.symbols.sources()?;
     let path = Path::new(&arguments.object);
     // A file of that name first: one may be called `deadbeef`.
-    let symbols = match (path.exists(), build_id(&arguments.object)) {
-        (false, Some(typed)) => {
-            let build_id = whole(&arguments.object, &sources)?.unwrap_or(typed);
+    let symbols = match arguments.object.parse::<Id>() {
+        Ok(typed) if !path.exists() => {
+            let known = stackwire::build_ids(typed.as_str(), &sources);
+            let build_id = whole(typed.as_str(), &known)?.unwrap_or(typed);
             Symbols::of_build_id(&build_id, &sources)
         }
         _ => Symbols::of_file(path, &sources),
@@ -75,30 +78,6 @@ fn address(text: &str) -> Option<u64> {
     }
     u64::from_str_radix(text.strip_prefix("0x").or(text.strip_prefix("0X")).unwrap_or(text), 16)
         .ok()
-}
-
-/// Hex of 8 to 64 digits.
-fn build_id(text: &str) -> Option<Vec<u8>> {
-    let good = (8..=64).contains(&text.len()) && text.len().is_multiple_of(2);
-    let byte = |at| u8::from_str_radix(text.get(at..at + 2)?, 16).ok();
-    let hex = good && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    if hex { (0..text.len()).step_by(2).map(byte).collect() } else { None }
-}
-
-/// The one build-id that begins with these digits, if one does.
-fn whole(digits: &str, sources: &Sources) -> Result<Option<Vec<u8>>, Failure> {
-    let found = stackwire::build_ids(digits, sources);
-    let same = found.iter().find(|id| id.as_str().eq_ignore_ascii_case(digits));
-    match (same, found.len()) {
-        (Some(id), _) => Ok(build_id(id.as_str())),
-        (None, 0 | 1) => Ok(found.first().and_then(|id| build_id(id.as_str()))),
-        (None, _) => {
-            let found: Vec<_> = found.iter().map(ToString::to_string).collect();
-            let message =
-                format!("{digits} is the beginning of several build-ids: {}", found.join(", "));
-            Err(Failure::Usage(message))
-        }
-    }
 }
 
 /// Function, then file and line, for each frame; question marks for what is unknown.

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 
 use super::plain::plain;
 use super::report::share;
-use crate::profile::{EndReason, ExecutableId, Profile, Resolution};
+use crate::profile::{ExecutableId, Profile};
 
 /// Lines of each kind.
 const MOST: usize = 4;
@@ -23,10 +23,14 @@ pub fn write(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         plain(name.rsplit('/').next().unwrap_or(&name))
     };
     let (named, whole) = (profile.named(), profile.whole());
-    let unnamed = unnamed(profile).into_iter().map(|((id, why), count)| {
-        (count, named.of, format!("of frames: {}: {}", name(id), plain(&why)))
+    let unnamed = profile
+        .unnamed()
+        .filter_map(|frames| Some(((frames.executable, &frames.missing?.reason), frames.count)));
+    let unnamed = counts(unnamed).into_iter().map(|((id, why), count)| {
+        (count, named.of, format!("of frames: {}: {}", name(id), plain(why)))
     });
-    let cut = cut(profile).into_iter().map(|((end, id), count)| {
+    let cut = profile.cut().map(|stacks| ((stacks.end, stacks.executable), stacks.count));
+    let cut = counts(cut).into_iter().map(|((end, id), count)| {
         let place = id.map_or(String::new(), |id| format!(" in {}", name(id)));
         (count, whole.of, format!("of stacks end{place}: {}", end.text()))
     });
@@ -57,29 +61,8 @@ fn worst(rows: impl Iterator<Item = (u64, u64, String)>) -> Vec<String> {
     rows.into_iter().map(|(share, text)| format!("{share:.1} % {text}")).collect()
 }
 
-fn unnamed(profile: &Profile) -> BTreeMap<(ExecutableId, String), u64> {
-    let mut counts: BTreeMap<(ExecutableId, &str), u64> = BTreeMap::new();
-    for sample in &profile.samples {
-        for at in profile.frames(sample.key) {
-            if let Some(Resolution::Missing(missing)) = profile.resolutions.get(at.index()) {
-                let executable = profile.locations[at.index()].executable;
-                *counts.entry((executable, &missing.reason)).or_default() += sample.count;
-            }
-        }
-    }
-    counts.into_iter().map(|((id, why), count)| ((id, why.to_owned()), count)).collect()
-}
-
-fn cut(profile: &Profile) -> BTreeMap<(EndReason, Option<ExecutableId>), u64> {
+fn counts<K: Ord>(rows: impl Iterator<Item = (K, u64)>) -> BTreeMap<K, u64> {
     let mut counts = BTreeMap::new();
-    for sample in &profile.samples {
-        let Some(stack) = sample.key.user else { continue };
-        let end = profile.end(stack);
-        if !matches!(end, EndReason::Root | EndReason::NotSaid) {
-            let last = profile.stacks[stack.index()].locations.last();
-            let executable = last.map(|at| profile.locations[at.index()].executable);
-            *counts.entry((end, executable)).or_default() += sample.count;
-        }
-    }
+    rows.for_each(|(key, count)| *counts.entry(key).or_default() += count);
     counts
 }

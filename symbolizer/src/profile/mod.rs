@@ -22,7 +22,7 @@ pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::location::{FrameKind, Location, lookup_offset};
 pub use self::names::{Line, Missing, Quality, Resolution, Source, is_place, place};
 pub use self::reasons::{EndReason, LostReason, UnwindTables};
-pub use self::shares::Share;
+pub use self::shares::{Cut, Share, Unnamed};
 
 /// A handle into a table of a [`Profile`].
 macro_rules! handle {

@@ -1,6 +1,6 @@
 //! How well a profile is named and how whole its stacks are. A frame of a sample counts once a sample: what is hot weighs most.
 
-use super::{EndReason, Profile, Resolution, StackId};
+use super::{EndReason, ExecutableId, Missing, Profile, Resolution, Sample, StackId, ThreadId};
 
 /// Parts of a whole, in samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -17,6 +17,32 @@ impl Share {
     pub fn percent(self) -> f64 {
         if self.of == 0 { 100.0 } else { self.part as f64 * 100.0 / self.of as f64 }
     }
+}
+
+/// Frames without a name.
+#[derive(Clone, Copy, Debug)]
+pub struct Unnamed<'a> {
+    /// Whose they are.
+    pub thread: ThreadId,
+    /// In which code.
+    pub executable: ExecutableId,
+    /// Why they have none; before `resolve` nobody knows.
+    pub missing: Option<&'a Missing>,
+    /// How many.
+    pub count: u64,
+}
+
+/// User stacks that end before the root of their thread.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    /// Whose they are.
+    pub thread: ThreadId,
+    /// Why they end.
+    pub end: EndReason,
+    /// The code of their last frame, if they have any frame.
+    pub executable: Option<ExecutableId>,
+    /// How many.
+    pub count: u64,
 }
 
 /// Where threads begin in glibc and musl, and fibers (`makecontext`). glibc calls `main` without a frame pointer, so that a walk ends
@@ -37,34 +63,50 @@ impl Profile {
     /// Frames with a name, of all.
     #[must_use]
     pub fn named(&self) -> Share {
-        let mut share = Share::default();
-        for sample in &self.samples {
-            for location in self.frames(sample.key) {
-                let found = self.resolutions.get(location.index());
-                share.of += sample.count;
-                share.part += match found {
-                    Some(Resolution::Found { .. }) => sample.count,
-                    _ => 0,
-                };
-            }
-        }
-        share
+        let frames = |sample: &Sample| self.frames(sample.key).count() as u64 * sample.count;
+        let of = self.samples.iter().map(frames).sum();
+        let unnamed: u64 = self.unnamed().map(|frames| frames.count).sum();
+        Share { part: of - unnamed, of }
+    }
+
+    /// Frames without a name, sample by sample.
+    pub fn unnamed(&self) -> impl Iterator<Item = Unnamed<'_>> {
+        let places = self
+            .samples
+            .iter()
+            .flat_map(|sample| self.frames(sample.key).map(move |at| (sample, at)));
+        places.filter_map(|(sample, at)| {
+            let missing = match self.resolutions.get(at.index()) {
+                Some(Resolution::Found { .. }) => return None,
+                Some(Resolution::Missing(missing)) => Some(missing),
+                None => None,
+            };
+            let executable = self.locations[at.index()].executable;
+            Some(Unnamed { thread: sample.key.thread, executable, missing, count: sample.count })
+        })
     }
 
     /// User stacks that reach the root of their thread, of those whose end is known.
     #[must_use]
     pub fn whole(&self) -> Share {
-        let mut share = Share::default();
-        for sample in &self.samples {
-            match sample.key.user.map(|stack| self.end(stack)) {
-                None | Some(EndReason::NotSaid) => {}
-                Some(end) => {
-                    share.of += sample.count;
-                    share.part += if end == EndReason::Root { sample.count } else { 0 };
-                }
-            }
-        }
-        share
+        let ends = self.samples.iter().filter_map(|it| Some((self.end(it.key.user?), it.count)));
+        let known = ends.filter(|(end, _)| *end != EndReason::NotSaid);
+        let of = known.map(|(_, count)| count).sum();
+        let cut: u64 = self.cut().map(|stacks| stacks.count).sum();
+        Share { part: of - cut, of }
+    }
+
+    /// User stacks that end before the root, sample by sample.
+    pub fn cut(&self) -> impl Iterator<Item = Cut> {
+        self.samples.iter().filter_map(|sample| {
+            let stack = sample.key.user?;
+            let end = self.end(stack);
+            let last = self.stacks[stack.index()].locations.last();
+            let executable = last.map(|at| self.locations[at.index()].executable);
+            let thread = sample.key.thread;
+            let is_cut = !matches!(end, EndReason::Root | EndReason::NotSaid);
+            is_cut.then_some(Cut { thread, end, executable, count: sample.count })
+        })
     }
 
     /// Why a user stack ends.

@@ -52,9 +52,9 @@ impl Symbols {
     ///
     /// # Errors
     /// In words, when nothing was found.
-    pub fn of_build_id(build_id: &[u8], sources: &Sources) -> Result<Self, String> {
+    pub fn of_build_id(build_id: &Id, sources: &Sources) -> Result<Self, String> {
         let executable = Err(String::new());
-        let wanted = Wanted { build_id: build_id.to_vec(), executable, code: None, kernel: None };
+        let wanted = Wanted { build_id: build_id.bytes(), executable, code: None, kernel: None };
         Ok(Self {
             found: ladder::find(wanted, sources, deadline(sources))
                 .map_err(|nothing| nothing.to_string())?,
