@@ -33,7 +33,7 @@ fn hidden(more: usize) -> Running {
 
 /// A server that is nobody, and so sees nothing of root's.
 fn server(outputs: &Path, binaries: &Path, more: &[&str]) -> Server {
-    std::fs::set_permissions(outputs, std::fs::Permissions::from_mode(0o777)).unwrap();
+    std::fs::set_permissions(outputs, std::fs::Permissions::from_mode(0o1777)).unwrap();
     Server::of(
         Command::new("setpriv")
             .args(NOBODY)
@@ -232,6 +232,40 @@ fn the_broker_opens_nothing_its_user_may_not_read() {
         }
     }
     assert!(pieces > 2, "{pieces} pieces of artifacts");
+}
+
+#[test]
+fn a_set_user_id_program_its_user_may_not_read_is_not_handed_over() {
+    if !privileged() {
+        return;
+    }
+    let place = outputs();
+    let program = place.path().join("setuid");
+    std::fs::copy(inlined_cc(), &program).unwrap();
+    let content = std::fs::read(&program).unwrap();
+    let middle = &content[content.len() / 2..][..64];
+    for (mode, handed) in [(0o4711, false), (0o4755, true)] {
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(mode)).unwrap();
+        let mut started = Command::new("setpriv");
+        let running = Running::start(started.args(NOBODY).arg(&program).arg("20"));
+        let capture = place.path().join("capture");
+        Ran::of(Command::new(binary("stackwire-collector")).args([
+            format!("--pid={}", running.pid()),
+            "--duration=2s".to_owned(),
+            "--share-executables=always".to_owned(),
+            format!("--output={}", capture.display()),
+        ]))
+        .succeeded();
+        let mut reader = FrameReader::new(std::fs::File::open(capture).unwrap());
+        let mut found = false;
+        while let Some(message) = reader.next_message().unwrap() {
+            if let Some(Body::Artifact(chunk)) = message.body {
+                let piece = open_piece(&chunk).unwrap();
+                found |= piece.windows(middle.len()).any(|window| window == middle);
+            }
+        }
+        assert_eq!(found, handed, "{mode:o}");
+    }
 }
 
 #[test]

@@ -75,6 +75,75 @@ fn nobody_records_its_own_and_another_users_process_with_file_capabilities() {
 }
 
 #[test]
+fn what_people_name_is_opened_with_their_own_rights() {
+    if !privileged() {
+        return;
+    }
+    // Open to all, in a directory that is not: only CAP_DAC_READ_SEARCH leads there.
+    let hidden = tempfile::Builder::new().prefix("stackwire-hidden-").tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(hidden.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+    let victim = hidden.path().join("victim");
+    std::fs::write(&victim, b"as it was").unwrap();
+    std::fs::set_permissions(&victim, std::fs::Permissions::from_mode(0o666)).unwrap();
+    let cgroup = hidden.path().join("cgroup");
+    std::os::unix::fs::symlink("/sys/fs/cgroup", &cgroup).unwrap();
+    let binaries = public_binaries(false);
+    let collector = binaries.path().join("stackwire-collector");
+    let set = Command::new("setcap")
+        .arg("cap_bpf,cap_perfmon,cap_syslog,cap_sys_ptrace,cap_checkpoint_restore,cap_dac_read_search=ep")
+        .arg(&collector)
+        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
+        .status();
+    assert!(set.unwrap().success());
+    let ran = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(NOBODY).arg(&collector).args(["--duration=1s"]).args(arguments);
+        Ran::of(command.env("HOME", "/nonexistent"))
+    };
+    let output = format!("--output={}", victim.display());
+    ran(&["--all", &output]).failed(1, "Permission denied");
+    assert_eq!(std::fs::read(&victim).unwrap(), b"as it was");
+    let cgroup = format!("--cgroup={}", cgroup.display());
+    ran(&[&cgroup, "--output=/dev/null"])
+        .failed(1, "is not a directory of the cgroup v2 hierarchy");
+    // Nor does the capability stay away from what it is there for.
+    ran(&["--all", "--output=/dev/null"]).succeeded();
+}
+
+/// Files below a directory.
+fn files_below(directory: &Path) -> usize {
+    let entries = std::fs::read_dir(directory).unwrap().flatten();
+    entries.map(|it| if it.path().is_dir() { files_below(&it.path()) } else { 1 }).sum()
+}
+
+#[test]
+fn a_cache_in_somebody_elses_directory_is_not_used() {
+    if !privileged() {
+        return;
+    }
+    let place = tempfile::Builder::new().prefix("stackwire-place-").tempdir_in("/tmp").unwrap();
+    let (theirs, ours) = (place.path().join("theirs"), place.path().join("ours"));
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::create_dir(&ours).unwrap();
+    // Planted before root comes.
+    std::os::unix::fs::symlink(&ours, theirs.join("stackwire")).unwrap();
+    for path in [&theirs, &theirs.join("stackwire")] {
+        std::os::unix::fs::lchown(path, Some(65534), Some(65534)).unwrap();
+    }
+    let program = Running::start(Command::new(work()).args(["plain", "20"]));
+    let pid = format!("--pid={}", program.pid());
+    for (home, used) in [(&theirs, false), (&ours, true)] {
+        let mut command = Command::new(binary("stackwire"));
+        command.args(["record", &pid, "--duration=2s", "--profile-output=/dev/null"]);
+        let ran = Ran::of(command.env("XDG_CACHE_HOME", home)).succeeded();
+        assert_eq!(files_below(&ours) > 0, used, "{}", ran.stderr);
+        let said = "belongs to another user or can be written by others";
+        assert_eq!(!ran.stderr.contains(said), used, "{}", ran.stderr);
+    }
+    assert!(std::fs::read_dir(ours.join("stackwire/unwind")).unwrap().count() > 0);
+}
+
+#[test]
 fn an_installed_collector_is_for_its_group_only() {
     if !privileged() {
         return;

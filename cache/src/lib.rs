@@ -35,9 +35,8 @@ mod lock;
 mod tests;
 mod verify;
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -60,11 +59,9 @@ pub enum CacheError {
         /// What the system said.
         error: io::Error,
     },
-    /// Someone else could put symbols into it.
-    #[error(
-        "{0} belongs to another user or can be written by others; name a directory of your own with --symbol-cache-dir"
-    )]
-    NotOurs(PathBuf),
+    /// It cannot be made, or someone else could put symbols into it.
+    #[error("{0}; name a directory of your own with --symbol-cache-dir")]
+    Directory(#[from] stackwire_owned_dir::Refused),
     /// The index.
     #[error("the index of the symbol cache: {0}")]
     Index(#[from] rusqlite::Error),
@@ -100,18 +97,9 @@ impl Cache {
     /// # Errors
     /// See [`CacheError`].
     pub fn open(directory: &Path, max_bytes: u64) -> Result<Self, CacheError> {
-        let failed = |path: &Path, error| CacheError::File { path: path.to_owned(), error };
-        let make = |path: &Path| {
-            let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
-            made.map_err(|error| failed(path, error))
-        };
-        make(directory)?;
-        let found = fs::symlink_metadata(directory).map_err(|error| failed(directory, error))?;
-        if found.uid() != rustix::process::geteuid().as_raw() || found.mode() & 0o022 != 0 {
-            return Err(CacheError::NotOurs(directory.to_owned()));
-        }
+        stackwire_owned_dir::make(directory)?;
         for below in ["tmp", "locks"] {
-            make(&directory.join(below))?;
+            stackwire_owned_dir::make(&directory.join(below))?;
         }
         let index = index::Index::open(directory)?;
         let cache = Self { directory: directory.to_owned(), max_bytes, index: Mutex::new(index) };

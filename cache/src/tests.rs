@@ -166,5 +166,5 @@ fn a_directory_others_can_write_is_refused() {
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o777);
     fs::set_permissions(directory.path(), mode).unwrap();
     let refused = Cache::open(directory.path(), 1 << 20).unwrap_err();
-    assert!(matches!(refused, CacheError::NotOurs(_)), "{refused}");
+    assert!(matches!(refused, CacheError::Directory(_)), "{refused}");
 }

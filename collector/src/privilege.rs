@@ -1,9 +1,10 @@
 //! Capabilities: what this process holds, and giving up what it no longer needs.
 
 use rustix::io;
+use rustix::process::getuid;
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities,
-    set_no_new_privs,
+    CapabilitySet, CapabilitySets, capabilities, capability_is_in_ambient_set,
+    clear_ambient_capability_set, set_capabilities, set_no_new_privs,
 };
 
 /// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
@@ -46,6 +47,26 @@ pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
         None,
         CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() },
     )
+}
+
+/// Does something without the capabilities that come from the file of this program: what its user names, they may do
+/// themselves, or not. What they had before stays: root's, and those a service manager gave.
+///
+/// # Errors
+/// As above.
+pub fn as_user<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+    let before = capabilities(None)?;
+    let own = match getuid().is_root() {
+        true => before.effective,
+        // Executing a file with capabilities empties the ambient set; capabilities(7).
+        false => CapabilitySet::from_iter(
+            before.effective.iter().filter(|&one| capability_is_in_ambient_set(one) == Ok(true)),
+        ),
+    };
+    set_capabilities(None, CapabilitySets { effective: own, ..before })?;
+    let done = work();
+    set_capabilities(None, before)?;
+    Ok(done)
 }
 
 /// Names as in capabilities(7), or "none".

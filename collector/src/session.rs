@@ -161,11 +161,11 @@ impl Session {
     }
 
     fn start(mut config: Config, out: Out, helpers: Helpers) -> Result<Self, SessionError> {
-        config.check()?;
+        as_user(|| config.check())??;
         let mut made = None;
         let out = match out {
             Out::Destination(Destination::File(path)) => {
-                let (file, new) = create(&path)?;
+                let (file, new) = as_user(|| create(&path))??;
                 made = new.then(|| path.clone());
                 Sink::File(file, path.display().to_string())
             }
@@ -213,7 +213,7 @@ impl Session {
         let (hello, held) = began.and_then(|began| began).inspect_err(|_| {
             if let Some(path) = &made {
                 // An empty file would look like a capture that was cut to nothing.
-                let _ = std::fs::remove_file(path);
+                let _ = as_user(|| std::fs::remove_file(path));
             }
         })?;
         let sink = std::thread::Builder::new()
@@ -246,6 +246,12 @@ impl Session {
         self.sink.join().map_err(died)??;
         Ok(summary)
     }
+}
+
+/// See [`privilege::as_user`].
+fn as_user<T>(work: impl FnOnce() -> T) -> Result<T, SessionError> {
+    privilege::as_user(work)
+        .map_err(|error| SessionError::Internal(format!("cannot change capabilities: {error}")))
 }
 
 enum Sink {
@@ -393,7 +399,7 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         }
         Scope::Cgroup(path) => {
             let not_one = || ConfigError::NotACgroup(path.clone());
-            let (id, level) = cgroup(path).ok_or_else(not_one)?;
+            let (id, level) = as_user(|| cgroup(path))?.ok_or_else(not_one)?;
             filter.config.scope = abi::Scope::Cgroup as u32;
             filter.config.cgroup_id = id;
             filter.config.cgroup_level = level;

@@ -27,8 +27,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let found = openat(CWD, linked, flags, Mode::empty()).map_err(why)?;
             let user = user(*pid);
-            // What may be executed and not read stays unread.
-            read_if(found, |stat| Some(stat.st_uid) == user || is_for_all(stat))
+            read_if(found, |stat| may_read(stat, user))
         }
         Wanted::Own { pid, path, .. } => {
             let root = openat(
@@ -58,9 +57,11 @@ pub(super) fn open_here(wanted: &Wanted) -> Result<File, String> {
         Wanted::Mapped { pid, path, .. } => {
             let places = [format!("/proc/{pid}/root{path}"), path.clone()];
             let mut reason = NONE.to_owned();
+            // Root may read what the user of the process may not, capabilities or none.
+            let (root, user) = (rustix::process::geteuid().is_root(), user(*pid));
             for place in places {
                 let found = openat(CWD, place, flags, Mode::empty()).map_err(why);
-                match found.and_then(|found| read_if(found, |_| true)) {
+                match found.and_then(|found| read_if(found, |stat| !root || may_read(stat, user))) {
                     Ok(file) => return Ok(file),
                     Err(why) => reason = why,
                 }
@@ -90,8 +91,10 @@ fn read_if(found: OwnedFd, allowed: impl Fn(&Stat) -> bool) -> Result<File, Stri
     openat(CWD, itself, flags, Mode::empty()).map(File::from).map_err(why)
 }
 
-fn is_for_all(stat: &Stat) -> bool {
-    Mode::from_raw_mode(stat.st_mode).contains(Mode::ROTH)
+/// Whether the user of a process may read what it has mapped: what may be executed and not read stays unread.
+fn may_read(stat: &Stat, user: Option<u32>) -> bool {
+    let mode = Mode::from_raw_mode(stat.st_mode);
+    mode.contains(Mode::ROTH) || (mode.contains(Mode::RUSR) && Some(stat.st_uid) == user)
 }
 
 fn why(error: Errno) -> String {
@@ -101,11 +104,12 @@ fn why(error: Errno) -> String {
     }
 }
 
-/// The effective user of a process, as this process sees it.
+/// The user a process was started by, as this process sees it. Of a set-user-ID program the effective one has rights that
+/// this user has not: what such a program maps is not theirs to read.
 fn user(pid: u32) -> Option<u32> {
     let status = crate::process::text::read(format!("/proc/{pid}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    line.split_whitespace().nth(1)?.parse().ok()
+    line.split_whitespace().next()?.parse().ok()
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Unwind tables from run to run: a file each, by build-id and version of the format.
 
-use std::fs::{self, DirBuilder, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use stackwire_unwind::{Table, VERSION};
@@ -22,10 +22,8 @@ impl Disk {
     /// Opens it, made if there is none. `None` when it is not to be had, or others could write to it.
     #[must_use]
     pub fn open(directory: &Path) -> Option<Self> {
-        DirBuilder::new().recursive(true).mode(0o700).create(directory).ok()?;
-        let metadata = fs::metadata(directory).ok()?;
-        let ours = metadata.uid() == rustix::process::geteuid().as_raw();
-        (ours && metadata.mode() & 0o022 == 0).then(|| Self { directory: directory.to_owned() })
+        stackwire_owned_dir::make(directory).ok()?;
+        Some(Self { directory: directory.to_owned() })
     }
 
     /// The table of a build-id.
@@ -47,8 +45,9 @@ impl Disk {
     pub fn put(&self, build_id: &[u8], bytes: &[u8]) -> io::Result<()> {
         let Some(path) = self.path(build_id) else { return Ok(()) };
         let new = path.with_extension(format!("new-{}", std::process::id()));
-        let mut file =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+        // What was left by a collector of the same pid that was killed.
+        let _ = fs::remove_file(&new);
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
         let written = file.write_all(bytes).and_then(|()| fs::rename(&new, &path));
         if written.is_err() {
             // Half a file is of no use.
