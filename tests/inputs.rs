@@ -131,7 +131,8 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
             (samples, symbols) = (samples + count, symbols + 1);
         }
         eprintln!("{name}, {how}: {samples} samples in {symbols} functions as perf has them");
-        assert!(samples > 100, "{name}, {how}: {samples} samples");
+        // As few as they are beside other work; each has to be right.
+        assert!(samples > 50, "{name}, {how}: {samples} samples");
         let said = report(&file);
         // What perf lost of its copies is said, and not that there was none.
         let taken = format!(" = {} in the profile + ", ours.count());

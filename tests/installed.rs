@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::support::{Ran, Running, binary, build, privileged, run, stackwire};
+use crate::support::{Ran, Running, binary, build, outside_cargo, privileged, run, stackwire};
 
 #[test]
 fn a_package_is_made_without_privileges_and_its_programs_are_stripped() {
@@ -29,7 +29,7 @@ fn a_package_is_made_without_privileges_and_its_programs_are_stripped() {
         }
     };
     command.arg(format!("DESTDIR={}", directory.path().display())).current_dir(root);
-    run(&mut command);
+    run(outside_cargo(&mut command));
     let at = |path: &str| directory.path().join("usr").join(path);
     for (program, mode) in [("stackwire", 0o755), ("stackwire-collector", 0o750)] {
         let path = at("bin").join(program);

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::support::{Pprof, Ran, Running, binary, build::work, can, privileged};
+use crate::support::{Pprof, Ran, Running, binary, build::work, can, outside_cargo, privileged};
 
 pub(crate) const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
@@ -151,7 +151,8 @@ fn an_installed_collector_is_for_its_group_only() {
     let prefix = tempfile::Builder::new().prefix("stackwire-install-").tempdir_in("/tmp").unwrap();
     std::fs::set_permissions(prefix.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let status = Command::new("make")
+    let mut make = Command::new("make");
+    let status = outside_cargo(&mut make)
         .args(["-s", "install", "GROUP=nogroup"])
         .arg(format!("PREFIX={}", prefix.path().display()))
         .current_dir(root)
@@ -320,4 +321,73 @@ fn no_kernel_address_leaves_the_host() {
         }
     }
     assert!(nodes_seen > 20);
+}
+
+/// Capabilities of all threads of a process that were found while it ran, and whether none may get new ones.
+fn rights_of(pid: u32) -> Vec<(u64, bool)> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let status = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("status")).ok();
+    let rights = tasks.flatten().filter_map(status).filter_map(|status| {
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+        let held = u64::from_str_radix(field("CapPrm:")?.trim(), 16).ok()?;
+        Some((held, field("NoNewPrivs:")?.trim() == "1"))
+    });
+    rights.collect()
+}
+
+#[test]
+fn the_symbolizer_of_root_holds_nothing_and_writes_where_root_may() {
+    if !privileged() {
+        return;
+    }
+    // Another user's directory, which a root without capabilities may not write to.
+    let theirs = tempfile::Builder::new().prefix("stackwire-home-").tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(theirs.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+    // Their program, which nobody else may read.
+    let program = theirs.path().join("work");
+    std::fs::copy(crate::support::build::inlined_cc(), &program).unwrap();
+    let chown = Command::new("chown").args(["-R", "65534:65534"]).arg(theirs.path()).status();
+    assert!(chown.unwrap().success());
+    let mut started = Command::new("setpriv");
+    let running = Running::start(started.args(NOBODY).arg(&program).arg("20"));
+    let mut record = Command::new(binary("stackwire"))
+        .args(["record", "--duration=3s", "--sample-rate=499", "--profile-output=x.pb.gz"])
+        .args([&format!("--pid={}", running.pid()), "--flamegraph=x.svg"])
+        .current_dir(&theirs)
+        .spawn()
+        .unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    let rights = rights_of(record.id());
+    assert!(rights.len() > 2 && rights.iter().all(|it| *it == (0, true)), "{rights:x?}");
+    // Beside the collector, a process that puts files in their places: CAP_DAC_OVERRIDE, CAP_FOWNER.
+    let children = format!("/proc/{0}/task/{0}/children", record.id());
+    let children = std::fs::read_to_string(children).unwrap();
+    let held: Vec<u64> = children
+        .split_whitespace()
+        .map(|pid| rights_of(pid.parse().unwrap()).iter().fold(0, |all, (held, _)| all | held))
+        .collect();
+    assert_eq!(held.len(), 2, "{held:x?}");
+    assert!(held.contains(&(1 << 1 | 1 << 3)), "{held:x?}");
+    assert!(record.wait().unwrap().success());
+    let mut names: Vec<String> = std::fs::read_dir(&theirs)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["work", "x.pb.gz", "x.stackwire", "x.svg"]);
+    // The collector handed the program over: its names are there.
+    let profile = Pprof::read(&theirs.path().join("x.pb.gz"));
+    let lines = profile.locations.values().flat_map(|location| &location.lines);
+    let lines: Vec<&str> = lines.map(|(name, ..)| name.as_str()).collect();
+    assert!(lines.contains(&"work(unsigned long)"), "{lines:?}");
+    // Later, and from their files.
+    let mut report = Command::new(binary("stackwire"));
+    report.args(["report", "x.stackwire", "--folded=y.folded"]).current_dir(&theirs);
+    Ran::of(&mut report).succeeded();
+    assert!(std::fs::metadata(theirs.path().join("y.folded")).unwrap().len() > 0);
+    // What cannot be written leaves nothing behind.
+    let mut nothing = Command::new(binary("stackwire"));
+    nothing.args(["resolve", "work", "-o", "z.pb.gz"]).current_dir(&theirs);
+    Ran::of(&mut nothing).failed(1, "work");
+    assert_eq!(std::fs::read_dir(&theirs).unwrap().count(), 5);
 }

@@ -100,6 +100,19 @@ fn a_report_fits_a_terminal() {
 }
 
 #[test]
+fn more_files_than_may_be_open_become_one_report() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("f"), "comm;main;work 3\n").unwrap();
+    let report = format!(
+        "ulimit -Sn 100 && exec {} report $(yes f | head -300)",
+        binary("stackwire").display()
+    );
+    let ran = Ran::of(Command::new("sh").args(["-c", &report]).current_dir(&directory));
+    let report = ran.succeeded().stdout;
+    assert!(report.starts_with("900 samples"), "{report}");
+}
+
+#[test]
 fn a_build_id_is_found_by_its_beginning() {
     if !privileged() {
         return;

@@ -61,7 +61,7 @@ pub enum CacheError {
     },
     /// It cannot be made, or someone else could put symbols into it.
     #[error("{0}; name a directory of your own with --symbol-cache-dir")]
-    Directory(#[from] stackwire_owned_dir::Refused),
+    Directory(#[from] stackwire_rights::directory::Refused),
     /// The index.
     #[error("the index of the symbol cache: {0}")]
     Index(#[from] rusqlite::Error),
@@ -97,9 +97,9 @@ impl Cache {
     /// # Errors
     /// See [`CacheError`].
     pub fn open(directory: &Path, max_bytes: u64) -> Result<Self, CacheError> {
-        stackwire_owned_dir::make(directory)?;
+        stackwire_rights::directory::make(directory)?;
         for below in ["tmp", "locks"] {
-            stackwire_owned_dir::make(&directory.join(below))?;
+            stackwire_rights::directory::make(&directory.join(below))?;
         }
         let index = index::Index::open(directory)?;
         let cache = Self { directory: directory.to_owned(), max_bytes, index: Mutex::new(index) };

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use stackwire_collector_ebpf as abi;
 use stackwire_proto::v1::CollectorMessage;
+use stackwire_rights::capabilities::{self, CapabilitySet};
 
 use crate::artifact::{Artifact, Kind};
 use crate::broker::Broker;
@@ -21,7 +22,6 @@ use crate::host::jit::Snapshots;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
 use crate::pipeline::{Pipeline, Summary};
-use crate::privilege;
 use crate::process::{Processes, family};
 use crate::sampler::{Filter, Sampler, SamplerError};
 use crate::sink::{self, SinkError};
@@ -194,7 +194,7 @@ impl Session {
                     let deadline = config
                         .duration
                         .and_then(|duration| pipeline.started().checked_add(duration));
-                    let held = privilege::names(privilege::effective());
+                    let held = capabilities::names(capabilities::effective());
                     // The other end waits for this message; it cannot be gone.
                     let _ = ready.send(Ok((hello, held)));
                     pipeline.run(|| {
@@ -248,9 +248,9 @@ impl Session {
     }
 }
 
-/// See [`privilege::as_user`].
+/// See [`capabilities::as_user`].
 fn as_user<T>(work: impl FnOnce() -> T) -> Result<T, SessionError> {
-    privilege::as_user(work)
+    capabilities::as_user(work)
         .map_err(|error| SessionError::Internal(format!("cannot change capabilities: {error}")))
 }
 
@@ -267,7 +267,7 @@ fn deliver(
     hello: CollectorMessage,
 ) -> Result<(), SinkError> {
     // Started with the privileges of the caller, of which it needs none.
-    let _ = privilege::drop_all();
+    let _ = capabilities::drop_all();
     let result = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -294,6 +294,9 @@ fn deliver(
     result
 }
 
+/// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the mappings of other
+/// users' processes.
+const KEPT: CapabilitySet = CapabilitySet::PERFMON;
 /// Looks for children that are not followed yet. Who forks all the time is soon followed by the kernel side alone.
 const MAX_LOOKS: usize = 8;
 
@@ -360,7 +363,7 @@ fn prepare(
         references.vdso = Some(artifact.hash);
         outbox.add_artifact(artifact, None);
     }
-    privilege::drop_all_but_needed()
+    capabilities::keep(KEPT)
         .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
 
     // Not secret, only different: never to wait for entropy, as early at boot, while samples pile up.

@@ -53,7 +53,7 @@ pub use resolve::{
 };
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
-pub use session::{Builder, Session, SessionError, find_collector};
+pub use session::{Builder, Kept, Session, SessionError, Spawned, find_collector};
 pub use stackwire_cache as cache;
 
 /// Version of this crate with the commit it was built from.

@@ -96,7 +96,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// Starts a file with a greeting.
+    /// Makes a file, or empties the one that is there, and starts it with a greeting.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -106,16 +106,29 @@ impl Log {
         next_epoch: u64,
         files: Files,
     ) -> Result<Self, LogError> {
-        let failed = |error| LogError::Write { path: path.clone(), error };
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(failed)?;
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        match options.open(&path) {
+            Ok(file) => Self::start(path, file, hello, next_epoch, files),
+            Err(error) => Err(LogError::Write { path, error }),
+        }
+    }
+
+    /// Starts an empty file with a greeting; `path` is for messages.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn start(
+        path: PathBuf,
+        file: File,
+        hello: &v1::CollectorMessage,
+        next_epoch: u64,
+        files: Files,
+    ) -> Result<Self, LogError> {
         let mut out = FrameWriter::new(file);
-        out.write(hello).map_err(failed)?;
+        if let Err(error) = out.write(hello) {
+            return Err(LogError::Write { path, error });
+        }
         Ok(Self {
             path,
             out,

@@ -152,6 +152,18 @@ pub(crate) fn recorded(directory: &Path, arguments: &[&str]) -> Ran {
     Ran::of(command.arg("record").args(arguments).current_dir(directory))
 }
 
+/// A command that runs cargo, as people call it: with what cargo tells its tests of their package (`CARGO_PKG_NAME` and the
+/// like), the build script of `ring` would run anew, and all that stands on it be built twice.
+pub(crate) fn outside_cargo(command: &mut Command) -> &mut Command {
+    for (name, _) in std::env::vars_os() {
+        let told = name.to_str().is_some_and(|name| name.starts_with("CARGO_"));
+        if told && name != "CARGO_HOME" && name != "CARGO_TARGET_DIR" {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
 /// Runs `stackwire` with arguments.
 pub(crate) fn stackwire<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ran {
     Ran::of(Command::new(binary("stackwire")).args(arguments))

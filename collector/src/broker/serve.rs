@@ -7,11 +7,10 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::process::{Pid, WaitOptions, waitpid};
-use rustix::thread::CapabilitySet;
+use stackwire_rights::capabilities::{self, CapabilitySet};
 
 use super::{HANGS, decode, open};
 use crate::channel::{self, ends, receive};
-use crate::privilege;
 
 /// Follows the links of `map_files`, through roots of others, to files of others.
 const KEPT: CapabilitySet = CapabilitySet::SYS_PTRACE
@@ -20,7 +19,7 @@ const KEPT: CapabilitySet = CapabilitySet::SYS_PTRACE
 
 /// Serves until the other end is gone.
 pub(super) fn serve(socket: &OwnedFd) -> io::Result<()> {
-    privilege::keep(KEPT)?;
+    capabilities::keep(KEPT)?;
     let mut children = 0;
     loop {
         let (message, _) = receive(socket)?;

@@ -11,10 +11,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use stackwire_rights::capabilities;
+
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::broker::{self, Broker, Wanted};
 use crate::outbox::Outbox;
-use crate::privilege;
 
 /// Largest file taken.
 pub const MAX_BYTES: u64 = 64 << 20;
@@ -212,7 +213,7 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
         .name("snapshot".to_owned())
         .spawn(move || {
             // It needs none, and the file is not ours.
-            let _ = privilege::drop_all();
+            let _ = capabilities::drop_all();
             let made = work();
             HANGING.fetch_sub(1, Ordering::Relaxed);
             // Who asked may have given up.

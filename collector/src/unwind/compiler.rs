@@ -14,10 +14,10 @@ use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, Resource, Rlimit, WaitOptions, setrlimit, waitpid};
 use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
+use stackwire_rights::capabilities;
 use stackwire_unwind::{Table, compile};
 
 use crate::channel::{self, ends, readable, receive};
-use crate::privilege;
 
 /// How long a file may take; the largest libraries take a quarter of a second.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -149,7 +149,7 @@ fn in_child(file: &File) -> Result<OwnedFd, String> {
 
 /// Gives up everything but what compiling takes, for good and for all children.
 fn confine() -> io::Result<()> {
-    privilege::drop_all()?;
+    capabilities::drop_all()?;
     let abi = ABI::V5;
     // As much of it as the kernel knows: before 5.13 there is none, and the filter below has no call that opens.
     let _ = Ruleset::default()

@@ -22,7 +22,7 @@ impl Disk {
     /// Opens it, made if there is none. `None` when it is not to be had, or others could write to it.
     #[must_use]
     pub fn open(directory: &Path) -> Option<Self> {
-        stackwire_owned_dir::make(directory).ok()?;
+        stackwire_rights::directory::make(directory).ok()?;
         Some(Self { directory: directory.to_owned() })
     }
 

@@ -12,6 +12,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use stackwire_rights::capabilities;
 use stackwire_unwind::Table;
 
 use super::catalog::{Catalog, Job};
@@ -19,7 +20,6 @@ use super::compiler::Compiler;
 use super::disk::Disk;
 use crate::broker::{Broker, HANGS, LIMIT};
 use crate::host::vdso;
-use crate::privilege;
 use crate::process::executable::Kind;
 
 /// Between two looks at what is wanted.
@@ -47,7 +47,7 @@ impl Loader {
     /// of the beginning.
     pub fn run(self, mut warmed: Option<Sender<()>>) {
         // Started with the privileges of the caller, of which it needs none.
-        let _ = privilege::drop_all();
+        let _ = capabilities::drop_all();
         let disk = self.cache.as_deref().and_then(Disk::open);
         let all = warmed.is_some();
         let mut cooled = Instant::now();

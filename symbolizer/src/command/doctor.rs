@@ -27,6 +27,7 @@ enum Level {
 
 pub fn run(arguments: &Doctor) -> Result<(), Failure> {
     let mut findings = vec![kernel(), btf(), lockdown(), kptr_restrict(), rate_limit(), paranoid()];
+    findings.extend(rights());
     findings.extend(collector(arguments.collector.as_deref()));
     for finding in &findings {
         let mark = match finding.level {
@@ -56,6 +57,18 @@ fn limits(what: impl Into<String>, advice: impl Into<String>) -> Finding {
 
 fn prevents(what: impl Into<String>, advice: impl Into<String>) -> Finding {
     Finding { level: Level::Prevents, what: what.into(), advice: advice.into() }
+}
+
+/// What root is told.
+fn rights() -> Option<Finding> {
+    let held = !stackwire_rights::capabilities::effective().is_empty();
+    let what = "stackwire gives up all capabilities before it reads what others wrote";
+    held.then(|| Finding {
+        level: Level::Works,
+        what: what.to_owned(),
+        advice: "files that only root may read come from the collector, or stay without names"
+            .to_owned(),
+    })
 }
 
 fn kernel() -> Finding {

@@ -6,6 +6,7 @@ mod cache;
 mod doctor;
 mod launch;
 mod output;
+mod place;
 mod record;
 mod resolve;
 mod serve;
@@ -38,9 +39,16 @@ pub fn run(command: Command) -> Result<(), Failure> {
         Command::Serve(arguments) => serve::run(arguments),
         Command::Resolve(arguments) => resolve::run(arguments),
         Command::Report(arguments) => resolve::report(&arguments),
-        Command::Symbolize(arguments) => symbolize::run(&arguments),
-        Command::Cache(arguments) => cache::run(&arguments),
+        Command::Symbolize(arguments) => {
+            place::confine()?;
+            symbolize::run(&arguments)
+        }
+        Command::Cache(arguments) => {
+            place::confine()?;
+            cache::run(&arguments)
+        }
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Launch(arguments) => launch::run(&arguments),
+        Command::Place => place::run(),
     }
 }

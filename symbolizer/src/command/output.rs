@@ -9,6 +9,7 @@ use stackwire::export::{self, PerfDataOptions, PprofOptions};
 use stackwire::{Profile, say};
 
 use super::advice::advice;
+use super::place::Placer;
 use super::target::{Target, is_stdout};
 use crate::cli;
 
@@ -21,9 +22,9 @@ pub struct Output {
 
 impl Output {
     /// Makes sure that `path` can be written; `-` is standard output.
-    pub fn prepare(path: &Path) -> anyhow::Result<Self> {
-        let file =
-            Target::open(path).with_context(|| format!("cannot write {}", path.display()))?;
+    pub fn prepare(path: &Path, placer: &Placer) -> anyhow::Result<Self> {
+        let file = Target::open(path, placer)
+            .with_context(|| format!("cannot write {}", path.display()))?;
         Ok(Self { path: path.to_owned(), file })
     }
 
@@ -49,7 +50,7 @@ impl Output {
         write: impl FnOnce(&mut File) -> std::io::Result<()>,
     ) -> anyhow::Result<()> {
         let Self { path, file } = self;
-        file.fill(&path, write).with_context(|| format!("cannot write {}", path.display()))
+        file.fill(write).with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
@@ -69,10 +70,12 @@ pub struct Outputs {
 
 impl Outputs {
     /// Makes sure that all can be written.
-    pub fn prepare(pprof: &Path, outputs: &cli::Outputs) -> anyhow::Result<Self> {
-        let optional = |path: &Option<PathBuf>| path.as_deref().map(Output::prepare).transpose();
+    pub fn prepare(pprof: &Path, outputs: &cli::Outputs, placer: &Placer) -> anyhow::Result<Self> {
+        let optional = |path: &Option<PathBuf>| {
+            path.as_deref().map(|path| Output::prepare(path, placer)).transpose()
+        };
         Ok(Self {
-            pprof: Output::prepare(pprof)?,
+            pprof: Output::prepare(pprof, placer)?,
             flamegraph: optional(&outputs.flamegraph)?,
             flames: outputs.flames,
             folded: optional(&outputs.folded)?,

@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Profile, Session, SessionError, Sources, say};
+use stackwire::{Builder, Kept, Profile, Session, SessionError, Sources, say};
 
 use super::Failure;
 use super::output::{Outputs, check_distinct};
+use super::place::Placer;
 use super::target::is_stdout;
 use crate::cli::{Event, Record, ShareExecutables, Unwind};
 
@@ -41,9 +42,15 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     ];
     let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
     check_distinct(&paths).map_err(Failure::Usage)?;
-    let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
+    let placer = Placer::start()?;
+    let outputs = Outputs::prepare(&pprof, &arguments.outputs, &placer)?;
+    let mut kept = capture.map(|path| Kept::at(path)).transpose()?;
+    let promise = kept.as_ref().zip(capture).map(|(it, path)| placer.promise(it.first(), path));
+    let promise = promise.transpose().context("cannot write the capture")?;
+    if let Some(promise) = promise.clone() {
+        kept = kept.map(|kept| kept.put_by(move |file| promise.put(file)));
+    }
     let sources = arguments.symbols.sources()?;
-    arguments.metrics.start(&sources)?;
     let stop = Arc::new(AtomicBool::new(false));
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     for signal in [SIGHUP, SIGINT, SIGTERM] {
@@ -58,28 +65,26 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         false => Some(Launched::start(&arguments.command)?),
     };
     let child = launched.as_ref().map(|launched| launched.child.id());
-    let session = match start(&arguments, capture, &sources, child) {
+    let session = match start(&arguments, kept, &sources, child, &placer) {
         Ok(session) => session,
         Err(error) => {
             if let Some(launched) = launched {
                 launched.abandon();
             }
-            return Err(match error {
-                SessionError::Usage(message) => Failure::Usage(message),
-                other => other.into(),
-            });
+            return Err(error);
         }
     };
     let launched = launched.map(Launched::release).transpose()?;
     let Waited { profile, took, status, did_not_run } =
         wait(session, &arguments, &sources, &stop, launched)?;
+    // One that was asked for by name stays, whatever is in it.
+    let unasked = promise.filter(|_| beside.is_some());
     if did_not_run {
-        beside.as_deref().map(std::fs::remove_file).transpose().ok();
+        unasked.map(|promise| promise.remove()).transpose().ok();
         return Err(anyhow!("there is no profile of a command that did not run").into());
     }
     if profile.samples.is_empty() {
-        // There is nothing in it; one that was asked for by name stays all the same.
-        beside.as_deref().map(std::fs::remove_file).transpose().ok();
+        unasked.map(|promise| promise.remove()).transpose().ok();
         let nothing = no_samples(&profile, comm.as_deref(), took);
         return match status {
             Some(status) if profile.taken == Some(0) => {
@@ -159,12 +164,14 @@ fn check(arguments: &Record) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Starts to sample; on the way all rights are given up.
 fn start(
     arguments: &Record,
-    capture: Option<&PathBuf>,
+    kept: Option<Kept>,
     sources: &Sources,
     command: Option<u32>,
-) -> Result<Session, SessionError> {
+    placer: &Placer,
+) -> Result<Session, Failure> {
     let mut builder: Builder = Session::builder()
         .profile()
         .cache(sources.cache.clone())
@@ -199,10 +206,13 @@ fn start(
     if let Some(collector) = &arguments.collector {
         builder = builder.collector(collector);
     }
-    if let Some(capture) = capture {
-        builder = builder.capture(capture);
-    }
-    builder.start()
+    let spawned = builder.spawn(kept)?;
+    placer.confine()?;
+    arguments.metrics.start(sources)?;
+    spawned.start().map_err(|error| match error {
+        SessionError::Usage(message) => Failure::Usage(message),
+        other => other.into(),
+    })
 }
 
 /// A command ends its capture itself.

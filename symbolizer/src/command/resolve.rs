@@ -5,11 +5,13 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire::export::{self, ReportOptions, Window};
 use stackwire::{Artifacts, Inputs, Profile, Sources, lay_out, resolve};
 
 use super::Failure;
 use super::output::{Output, Outputs, check_distinct, title};
+use super::place::Placer;
 use crate::cli::{Report, Resolve, Slice, Sort};
 
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
@@ -18,10 +20,13 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let wanted = &arguments.outputs;
     let others = [&wanted.flamegraph, &wanted.folded, &wanted.perf_data_output];
     check_inputs(&arguments.captures, [&pprof].into_iter().chain(others.into_iter().flatten()))?;
-    let outputs = Outputs::prepare(&pprof, &arguments.outputs)?;
+    let placer = Placer::start()?;
+    let outputs = Outputs::prepare(&pprof, &arguments.outputs, &placer)?;
     let timeline = wanted.perf_data_output.is_some();
     let sources = arguments.symbols.sources()?;
-    let (profile, artifacts) = load(&arguments.captures, &sources, &arguments.slice, timeline)?;
+    let captures = Captures::open(&arguments.captures, &arguments.slice, timeline)?;
+    placer.confine()?;
+    let (profile, artifacts) = captures.load(&sources, &arguments.slice)?;
     outputs.write(&profile, arguments.slice.by.as_deref(), None)?;
     if let Some(directory) = &wanted.perf_buildid_dir {
         let laid = lay_out(&profile, &artifacts, &sources, directory);
@@ -34,24 +39,27 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let (slice, by) = (&arguments.slice, arguments.slice.by.as_deref());
     let drawn = [&arguments.flamegraph, &arguments.folded];
     check_inputs(&arguments.captures, drawn.into_iter().flatten())?;
-    let prepare = |path: &Option<PathBuf>| path.as_deref().map(Output::prepare).transpose();
+    let placer = Placer::start()?;
+    let prepare = |path: &Option<PathBuf>| {
+        path.as_deref().map(|path| Output::prepare(path, &placer)).transpose()
+    };
     let (flamegraph, folded) = (prepare(&arguments.flamegraph)?, prepare(&arguments.folded)?);
     // Who asks for one of them there wants nothing else.
     let asked_for = [&flamegraph, &folded].into_iter().flatten().any(Output::is_stdout);
     let sources = arguments.symbols.sources()?;
-    let profiles = match (arguments.diff, arguments.captures.as_slice()) {
-        (false, captures) => vec![load(captures, &sources, slice, false)?.0],
-        (true, captures @ [_, _]) => {
-            let one = |path: &PathBuf| {
-                load(std::slice::from_ref(path), &sources, slice, false).map(|(profile, _)| profile)
-            };
-            captures.iter().map(one).collect::<Result<_, _>>()?
-        }
+    let sides: Vec<&[PathBuf]> = match (arguments.diff, arguments.captures.as_slice()) {
+        (false, captures) => vec![captures],
+        (true, captures @ [_, _]) => captures.chunks(1).collect(),
         (true, others) => {
             let message = format!("--diff compares two files, not {}", others.len());
             return Err(Failure::Usage(message));
         }
     };
+    let sides = sides.into_iter().map(|captures| Captures::open(captures, slice, false));
+    let sides = sides.collect::<Result<Vec<_>, _>>()?;
+    placer.confine()?;
+    let profiles = sides.into_iter().map(|side| side.load(&sources, slice).map(|it| it.0));
+    let profiles = profiles.collect::<Result<Vec<_>, _>>()?;
     let printed = match profiles.as_slice() {
         [before, after] => {
             let [one, two] = [before.shown_kind(), after.shown_kind()];
@@ -131,53 +139,70 @@ fn check_inputs<'a>(
     Ok(())
 }
 
-fn load(
-    captures: &[PathBuf],
-    sources: &Sources,
-    slice: &Slice,
-    timeline: bool,
-) -> anyhow::Result<(Profile, Artifacts)> {
-    let mut inputs = Inputs::new(timeline || slice.time.is_some());
-    let wanted: Vec<_> = slice.wanted.iter().flat_map(|labels| &labels.0).cloned().collect();
-    let asked: Vec<&str> =
-        slice.by.as_deref().into_iter().chain(wanted.iter().map(|(key, _)| key.as_str())).collect();
-    if asked.contains(&"cpu") {
-        inputs.label_cpus();
+/// Files that become one profile, opened with all rights there are.
+struct Captures {
+    files: Vec<(PathBuf, File)>,
+    inputs: Inputs,
+}
+
+impl Captures {
+    fn open(paths: &[PathBuf], slice: &Slice, timeline: bool) -> anyhow::Result<Self> {
+        let inputs = Inputs::new(timeline || slice.time.is_some());
+        // All are open at once, and there may be one for each window of a week.
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+            .context("cannot raise the limit of open files")?;
+        let opened = paths.iter().map(|path| {
+            let file =
+                File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+            Ok((path.clone(), file))
+        });
+        Ok(Self { files: opened.collect::<anyhow::Result<_>>()?, inputs })
     }
-    for path in captures {
-        let cannot = || format!("cannot read {}", path.display());
-        let file = File::open(path).with_context(cannot)?;
-        inputs.add(file, sources).with_context(cannot)?;
-    }
-    let (mut profile, artifacts) = inputs.finish();
-    if let Some(time) = &slice.time {
-        if profile.timeline.len() as u64 != profile.sample_count() {
-            return Err(anyhow!(
-                "--time needs samples with times, which pprof, gperftools and folded stacks lack"
-            ));
+
+    /// Reads them, takes the part that is asked for, and finds its names.
+    fn load(self, sources: &Sources, slice: &Slice) -> anyhow::Result<(Profile, Artifacts)> {
+        let Self { files, mut inputs } = self;
+        let wanted: Vec<_> = slice.wanted.iter().flat_map(|labels| &labels.0).cloned().collect();
+        let labels = wanted.iter().map(|(key, _)| key.as_str());
+        let asked: Vec<&str> = slice.by.as_deref().into_iter().chain(labels).collect();
+        if asked.contains(&"cpu") {
+            inputs.label_cpus();
         }
-        profile.keep_time(time);
-    }
-    if !profile.samples.is_empty() {
-        let known = profile.label_keys();
-        if let Some(unknown) = asked.iter().find(|&&key| !known.contains(key)) {
-            let known: Vec<_> = known.into_iter().collect();
-            return Err(anyhow!(
-                "no sample has a label {unknown:?}; those there are: {}",
-                known.join(", ")
-            ));
+        for (path, file) in files {
+            let cannot = || format!("cannot read {}", path.display());
+            inputs.add(file, sources).with_context(cannot)?;
         }
-        profile.keep_labels(&wanted);
-    }
-    if !profile.samples.is_empty() {
-        resolve(&mut profile, &artifacts, sources);
-        if slice.focus.is_some() || slice.ignore.is_some() {
-            profile.keep_functions(slice.focus.as_ref(), slice.ignore.as_ref());
+        let (mut profile, artifacts) = inputs.finish();
+        if let Some(time) = &slice.time {
+            if profile.timeline.len() as u64 != profile.sample_count() {
+                return Err(anyhow!(
+                    "--time needs samples with times, which pprof, gperftools and folded stacks lack"
+                ));
+            }
+            profile.keep_time(time);
         }
-    }
-    match profile.samples.is_empty() {
-        true => Err(no_samples(&profile)),
-        false => Ok((profile, artifacts)),
+        if !profile.samples.is_empty() {
+            let known = profile.label_keys();
+            if let Some(unknown) = asked.iter().find(|&&key| !known.contains(key)) {
+                let known: Vec<_> = known.into_iter().collect();
+                return Err(anyhow!(
+                    "no sample has a label {unknown:?}; those there are: {}",
+                    known.join(", ")
+                ));
+            }
+            profile.keep_labels(&wanted);
+        }
+        if !profile.samples.is_empty() {
+            resolve(&mut profile, &artifacts, sources);
+            if slice.focus.is_some() || slice.ignore.is_some() {
+                profile.keep_functions(slice.focus.as_ref(), slice.ignore.as_ref());
+            }
+        }
+        match profile.samples.is_empty() {
+            true => Err(no_samples(&profile)),
+            false => Ok((profile, artifacts)),
+        }
     }
 }
 

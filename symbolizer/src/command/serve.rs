@@ -7,12 +7,14 @@ use stackwire::{ServeConfig, say, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
+use super::place::confine;
 use crate::cli::Serve;
 
 pub fn run(arguments: Serve) -> Result<(), Failure> {
     if arguments.window.is_zero() {
         return Err(Failure::Usage("a window of 0 holds no samples: use --window 5m".to_owned()));
     }
+    confine()?;
     let sources = arguments.symbols.sources()?;
     arguments.metrics.start(&sources)?;
     let config = ServeConfig {

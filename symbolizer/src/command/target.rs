@@ -10,14 +10,16 @@ use std::path::Path;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use tempfile::NamedTempFile;
 
+use super::place::{Placer, Promise};
+
 /// Where an output goes.
 #[derive(Debug)]
 pub enum Target {
     /// Renamed to the path at the end: who reads there finds the old file or the whole new one.
-    New(NamedTempFile),
+    New(NamedTempFile, Promise),
     /// A descriptor, a pipe, a device, or what a link leads to: written when all is there. A regular file is cut first, if this
-    /// is not a descriptor that somebody else has written to.
-    Written { file: File, cut: bool },
+    /// is not a descriptor that somebody else has written to. Until then it is in a file without a name.
+    Written { file: File, cut: bool, first: File },
 }
 
 impl Target {
@@ -25,9 +27,9 @@ impl Target {
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn open(path: &Path) -> io::Result<Self> {
+    pub fn open(path: &Path, placer: &Placer) -> io::Result<Self> {
         if let Some(file) = descriptor(path)? {
-            return Ok(Self::Written { file, cut: false });
+            return Ok(Self::Written { file, cut: false, first: tempfile::tempfile()? });
         }
         match std::fs::symlink_metadata(path) {
             Ok(found) if !found.is_file() => {
@@ -36,11 +38,13 @@ impl Target {
                 let file =
                     options.write(true).create(found.is_symlink()).truncate(false).open(path)?;
                 let cut = file.metadata()?.is_file();
-                Ok(Self::Written { file, cut })
+                Ok(Self::Written { file, cut, first: tempfile::tempfile()? })
             }
             _ => {
                 let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-                NamedTempFile::new_in(directory.unwrap_or(Path::new("."))).map(Self::New)
+                let file = NamedTempFile::new_in(directory.unwrap_or(Path::new(".")))?;
+                let promise = placer.promise(file.path(), path)?;
+                Ok(Self::New(file, promise))
             }
         }
     }
@@ -49,20 +53,14 @@ impl Target {
     ///
     /// # Errors
     /// Those of `write`, or when it cannot be put there.
-    pub fn fill(
-        self,
-        path: &Path,
-        write: impl FnOnce(&mut File) -> io::Result<()>,
-    ) -> io::Result<()> {
+    pub fn fill(self, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
         match self {
-            Self::New(mut file) => {
+            Self::New(mut file, promise) => {
                 write(file.as_file_mut())?;
-                file.persist(path)?;
-                Ok(())
+                promise.put(file)
             }
             // A pipe has no beginning to go back to.
-            Self::Written { file: mut to, cut } => {
-                let mut file = tempfile::tempfile()?;
+            Self::Written { file: mut to, cut, first: mut file } => {
                 write(&mut file)?;
                 file.rewind()?;
                 if cut {

@@ -3,7 +3,8 @@
 //! Each only when it is the same: a kernel by its build-id. A file that is not there is no error.
 
 use std::fmt::Write as _;
-use std::io::Read;
+use std::fs::File;
+use std::io::{Read, Seek};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 use object::NativeEndian;
@@ -15,14 +16,30 @@ use crate::resolve::open_regular;
 /// Most bytes of a perf-map.
 const MAX_PERF_MAP: u64 = 256 << 20;
 
-/// Symbols of the kernel that runs here, if its build-id is this one, as lines `module TAB offset TAB name`. `text` is
-/// where its `_text` lay in the profile, `modules` where modules lay: begin, end, name.
-#[must_use]
-pub fn kallsyms(build_id: &[u8], text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
-    if build_id.is_empty() || running_kernel()? != build_id {
-        return None;
+/// The kernel's list of its symbols, with the addresses that its opener may see.
+#[derive(Debug, Default)]
+pub struct Kallsyms(Option<File>);
+
+impl Kallsyms {
+    /// Opens it: from then on it does not matter which rights are given up.
+    #[must_use]
+    pub fn open() -> Self {
+        Self(File::open("/proc/kallsyms").ok())
     }
-    rebase(&std::fs::read_to_string("/proc/kallsyms").ok()?, text, modules)
+
+    /// Symbols of the kernel that runs here, if its build-id is this one, as lines `module TAB offset TAB name`. `text`
+    /// is where its `_text` lay in the profile, `modules` where modules lay: begin, end, name.
+    #[must_use]
+    pub fn of(&self, build_id: &[u8], text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
+        if build_id.is_empty() || running_kernel()? != build_id {
+            return None;
+        }
+        let mut file = self.0.as_ref()?;
+        file.rewind().ok()?;
+        let mut symbols = String::new();
+        file.read_to_string(&mut symbols).ok()?;
+        rebase(&symbols, text, modules)
+    }
 }
 
 fn rebase(kallsyms: &str, text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
@@ -73,7 +90,7 @@ pub fn vdso(kernel: &[u8]) -> Option<Vec<u8>> {
     let start = u64::from_str_radix(start, 16).ok()?;
     let size = u64::from_str_radix(end, 16).ok()?.checked_sub(start)?;
     let mut image = vec![0; usize::try_from(size).ok()?];
-    let memory = std::fs::File::open("/proc/self/mem").ok()?;
+    let memory = File::open("/proc/self/mem").ok()?;
     memory.read_exact_at(&mut image, start).ok()?;
     Some(image)
 }

@@ -3,7 +3,7 @@
 //! Offsets count from `_text` and from the begin of a module, as everywhere. Names are for the resolve ladder; of the
 //! kernel that runs here kallsyms is taken along, since that is where perf has them from.
 
-use super::host;
+use super::host::Kallsyms;
 use crate::capture::Artifacts;
 use crate::profile::{
     ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, Stack,
@@ -60,6 +60,7 @@ impl Kernel {
     pub fn prepare(
         &mut self,
         (into, artifacts): (&mut Builder, &mut Artifacts),
+        running: &Kallsyms,
         build_id: impl Fn(&str) -> Option<Vec<u8>>,
     ) -> Result<(), Full> {
         if self.known {
@@ -70,7 +71,7 @@ impl Kernel {
             .parts
             .iter()
             .find(|part| part.module.is_empty())
-            .and_then(|kernel| host::kallsyms(&own, kernel.base, &self.bases()))
+            .and_then(|kernel| running.of(&own, kernel.base, &self.bases()))
             .and_then(|snapshot| artifacts.add_whole(snapshot));
         for part in &mut self.parts {
             let build_id = build_id(&part.module).unwrap_or_default();
@@ -133,7 +134,7 @@ mod tests {
         kernel
             .map("/lib/modules/6.1/kernel/fs/ext4/ext-4.ko.xz", (0xffff_ffff_c000_0000, 0x1000, 0));
         kernel
-            .prepare((&mut into, &mut Artifacts::default()), |module| {
+            .prepare((&mut into, &mut Artifacts::default()), &Kallsyms::default(), |module| {
                 (module == "ext_4").then(|| vec![7; 20])
             })
             .unwrap();

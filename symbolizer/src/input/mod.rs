@@ -14,6 +14,7 @@ mod tasks;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek};
 
+use self::host::Kallsyms;
 use crate::capture::{Artifacts, Assembler, CaptureError, read_into};
 use crate::profile::{Full, Profile};
 use crate::resolve::Sources;
@@ -59,14 +60,15 @@ pub enum InputError {
 #[derive(Debug, Default)]
 pub struct Inputs {
     assembler: Assembler,
+    kallsyms: Kallsyms,
 }
 
 impl Inputs {
-    /// None yet. With a timeline each sample is kept with its time and CPU.
+    /// None yet. What only the privileged may read of this host is opened now. With a timeline each sample is kept with its time and CPU.
     #[must_use]
     pub fn new(timeline: bool) -> Self {
         let assembler = if timeline { Assembler::with_timeline() } else { Assembler::default() };
-        Self { assembler }
+        Self { assembler, kallsyms: Kallsyms::open() }
     }
 
     /// Gives each sample its CPU as a label, where it is known.
@@ -100,10 +102,18 @@ impl Inputs {
             let (into, artifacts, number) = self.assembler.other();
             match kind {
                 Kind::Capture => {}
-                Kind::PerfData => perf_data::read(file, (into, artifacts), number, sources)?,
+                Kind::PerfData => {
+                    perf_data::read(file, (into, artifacts), number, (sources, &self.kallsyms))?;
+                }
                 Kind::Gperftools => gperftools::read(BufReader::new(file), into, number)?,
                 Kind::Pprof { gzip } => {
-                    pprof::read(BufReader::new(file), gzip, (into, artifacts), number)?;
+                    pprof::read(
+                        BufReader::new(file),
+                        gzip,
+                        (into, artifacts),
+                        number,
+                        &self.kallsyms,
+                    )?;
                 }
                 Kind::Folded => folded::read(file, into, number)?,
             }
@@ -161,7 +171,9 @@ pub(crate) fn fuzz(bytes: &[u8]) {
 /// A pprof that is not compressed.
 pub(crate) fn fuzz_pprof(bytes: &[u8]) {
     let mut into = crate::profile::Builder::new();
-    if pprof::read(bytes, false, (&mut into, &mut Artifacts::default()), 0).is_ok() {
+    if pprof::read(bytes, false, (&mut into, &mut Artifacts::default()), 0, &Kallsyms::default())
+        .is_ok()
+    {
         fuzz_outputs(&into.build());
     }
 }

@@ -16,6 +16,7 @@ use linux_perf_data::{
 };
 use rustc_hash::FxHashMap;
 
+use super::host::Kallsyms;
 use super::kernel::Kernel;
 use super::stack_copy::{Copied, Walker};
 use super::tasks::{Map, Tasks};
@@ -39,7 +40,7 @@ pub fn read(
     mut file: File,
     (into, artifacts): (&mut Builder, &mut Artifacts),
     number: usize,
-    sources: &Sources,
+    (sources, kallsyms): (&Sources, &Kallsyms),
 ) -> Result<(), InputError> {
     let pipe = perf_guard::check(&mut file)?;
     let modified = file.metadata().and_then(|metadata| metadata.modified()).ok();
@@ -49,11 +50,13 @@ pub fn read(
     if pipe {
         let PerfFileReader { perf_file, record_iter } =
             PerfFileReader::parse_pipe(input).map_err(error)?;
-        Reader::new(perf_file, modified, (into, artifacts), sources)?.run(record_iter, number)
+        Reader::new(perf_file, modified, (into, artifacts), (sources, kallsyms))?
+            .run(record_iter, number)
     } else {
         let PerfFileReader { perf_file, record_iter } =
             PerfFileReader::parse_file(input).map_err(error)?;
-        Reader::new(perf_file, modified, (into, artifacts), sources)?.run(record_iter, number)
+        Reader::new(perf_file, modified, (into, artifacts), (sources, kallsyms))?
+            .run(record_iter, number)
     }
 }
 
@@ -66,6 +69,7 @@ struct Reader<'a> {
     artifacts: &'a mut Artifacts,
     tasks: Tasks,
     kernel: Kernel,
+    kallsyms: &'a Kallsyms,
     walker: Walker<'a>,
     build_ids: FxHashMap<DsoKey, Vec<u8>>,
     /// Index of the event that is read, once one had a sample.
@@ -89,7 +93,7 @@ impl<'a> Reader<'a> {
         file: PerfFile,
         modified: Option<std::time::SystemTime>,
         (into, artifacts): (&'a mut Builder, &'a mut Artifacts),
-        sources: &'a Sources,
+        (sources, kallsyms): (&'a Sources, &'a Kallsyms),
     ) -> Result<Self, InputError> {
         if file.endian() != Endianness::LittleEndian {
             return Err(InputError::PerfData("it is of a big-endian host".to_owned()));
@@ -126,6 +130,7 @@ impl<'a> Reader<'a> {
             artifacts,
             tasks: Tasks::default(),
             kernel: Kernel::default(),
+            kallsyms,
             walker: Walker::new(sources),
             event: None,
             others: FxHashMap::default(),
@@ -411,7 +416,7 @@ impl<'a> Reader<'a> {
             return Ok(None);
         }
         let build_ids = &self.build_ids;
-        self.kernel.prepare((self.into, self.artifacts), |module| {
+        self.kernel.prepare((self.into, self.artifacts), self.kallsyms, |module| {
             let key = match module {
                 "" => DsoKey::Kernel,
                 module => DsoKey::detect(format!("[{module}]").as_bytes(), CpuMode::Kernel)?,

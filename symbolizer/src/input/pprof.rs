@@ -10,7 +10,8 @@ use flate2::read::MultiGzDecoder;
 use prost::Message;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::{InputError, host};
+use super::InputError;
+use super::host::{self, Kallsyms};
 use crate::capture::Artifacts;
 use crate::pprof_proto as proto;
 use crate::profile::labels::{Label, LabelValue};
@@ -30,6 +31,7 @@ pub fn read(
     gzip: bool,
     (into, artifacts): (&mut Builder, &mut Artifacts),
     number: usize,
+    kallsyms: &Kallsyms,
 ) -> Result<(), InputError> {
     let mut bytes = Vec::new();
     let error = |error: std::io::Error| InputError::Pprof(error.to_string());
@@ -45,13 +47,14 @@ pub fn read(
     let wire =
         proto::Profile::decode(&*bytes).map_err(|error| InputError::Pprof(error.to_string()))?;
     drop(bytes);
-    Reader::new(&wire, (into, artifacts), number)?.run()
+    Reader::new(&wire, (into, artifacts), number, kallsyms)?.run()
 }
 
 struct Reader<'a> {
     wire: &'a proto::Profile,
     into: &'a mut Builder,
     artifacts: &'a mut Artifacts,
+    kallsyms: &'a Kallsyms,
     /// Build-id of its kernel.
     kernel: Vec<u8>,
     mappings: FxHashMap<u64, (ExecutableId, &'a proto::Mapping)>,
@@ -68,11 +71,13 @@ impl<'a> Reader<'a> {
         wire: &'a proto::Profile,
         (into, artifacts): (&'a mut Builder, &'a mut Artifacts),
         number: usize,
+        kallsyms: &'a Kallsyms,
     ) -> Result<Self, InputError> {
         let mut reader = Self {
             wire,
             into,
             artifacts,
+            kallsyms,
             kernel: Vec::new(),
             mappings: FxHashMap::default(),
             locations: wire.location.iter().map(|it| (it.id, it)).collect(),
@@ -283,7 +288,7 @@ impl<'a> Reader<'a> {
                 Executable::Vdso { image: image.and_then(|image| self.artifacts.add_whole(image)) }
             }
             _ if is_kernel(path) => {
-                let symbols = host::kallsyms(&build_id, 0, &[]);
+                let symbols = self.kallsyms.of(&build_id, 0, &[]);
                 let kallsyms = symbols.and_then(|symbols| self.artifacts.add_whole(symbols));
                 Executable::Kernel { module: String::new(), build_id, kallsyms }
             }
@@ -390,7 +395,8 @@ mod tests {
         let mut into = Builder::new();
         for (number, wire) in profiles.iter().enumerate() {
             let bytes = wire.encode_to_vec();
-            read(&*bytes, false, (&mut into, &mut Artifacts::default()), number)?;
+            let artifacts = &mut Artifacts::default();
+            read(&*bytes, false, (&mut into, artifacts), number, &Kallsyms::default())?;
         }
         Ok(into.build())
     }

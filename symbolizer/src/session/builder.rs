@@ -165,7 +165,7 @@ impl Builder {
     }
 
     /// Starts the collector, which is to send to this socket.
-    pub(super) fn spawn(&self, collector: &Path, socket: &Path) -> Result<Child, SessionError> {
+    pub(super) fn collect(&self, collector: &Path, socket: &Path) -> Result<Child, SessionError> {
         let mut command = Command::new(collector);
         match &self.scope {
             Scope::All => {

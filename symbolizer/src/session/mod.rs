@@ -5,6 +5,7 @@ mod builder;
 
 use std::fs::File;
 use std::io::{BufReader, Read};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use stackwire_cache::Cache;
 use stackwire_proto::v1;
+use tempfile::NamedTempFile;
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -61,12 +63,69 @@ pub enum SessionError {
     Capture(#[from] CaptureError),
 }
 
+/// Where the raw stream is kept: a new file beside the path it is for, and put there only when the collector has started.
+/// What is there may be a capture from before.
+pub struct Kept {
+    file: NamedTempFile,
+    path: PathBuf,
+    put: Put,
+}
+
+/// Puts a finished file in its place.
+type Put = Box<dyn FnOnce(NamedTempFile) -> std::io::Result<()> + Send>;
+
+impl Kept {
+    /// Makes the file, to find out now whether it can be written.
+    ///
+    /// # Errors
+    /// See [`SessionError`].
+    pub fn at(path: &Path) -> Result<Self, SessionError> {
+        let cannot = |why: &dyn std::fmt::Display| {
+            SessionError::Setup(format!("cannot write {}: {why}", path.display()))
+        };
+        if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+            return Err(cannot(&"a capture is read back, so it has to be a regular file"));
+        }
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let file = NamedTempFile::new_in(parent.unwrap_or(Path::new(".")));
+        let file = file.map_err(|error| cannot(&error))?;
+        let place = path.to_owned();
+        let put = Box::new(move |file: NamedTempFile| Ok(file.persist(place).map(drop)?));
+        Ok(Self { file, path: path.to_owned(), put })
+    }
+
+    /// Where it is written at first.
+    #[must_use]
+    pub fn first(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Lets somebody else put it in its place.
+    #[must_use]
+    pub fn put_by(
+        self,
+        put: impl FnOnce(NamedTempFile) -> std::io::Result<()> + Send + 'static,
+    ) -> Self {
+        Self { put: Box::new(put), ..self }
+    }
+}
+
 impl Builder {
     /// Starts the collector; returns when it samples.
     ///
     /// # Errors
     /// See [`SessionError`].
     pub fn start(self) -> Result<Session, SessionError> {
+        let kept = self.capture.as_deref().map(Kept::at).transpose()?;
+        self.spawn(kept)?.start()
+    }
+
+    /// Starts the process of the collector, and no thread: who is more than others can give that up before
+    /// [`Spawned::start`]. The raw stream goes to `kept`.
+    ///
+    /// # Errors
+    /// See [`SessionError`].
+    pub fn spawn(self, kept: Option<Kept>) -> Result<Spawned, SessionError> {
         if !self.profile {
             return Err(SessionError::NothingToDo);
         }
@@ -74,46 +133,37 @@ impl Builder {
             Some(path) => path.clone(),
             None => find_collector().ok_or(SessionError::NoCollector)?,
         };
-        let setup = |error: std::io::Error| SessionError::Setup(error.to_string());
+        let log = match &kept {
+            Some(kept) => kept.file.as_file().try_clone(),
+            None => tempfile::tempfile(),
+        };
+        let log = log.map_err(setup)?;
         // Mode 0700: nobody else connects.
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir().map_err(setup)?;
         let socket = directory.path().join("collector.sock");
-        let log =
-            self.capture.clone().unwrap_or_else(|| directory.path().join("capture.stackwire"));
-        if std::fs::metadata(&log).is_ok_and(|found| !found.is_file()) {
-            return Err(SessionError::Setup(format!(
-                "cannot write {}: a capture is read back, so it has to be a regular file",
-                log.display()
-            )));
-        }
-        // In the directory of the capture, to find out now whether it can be written, and in its place
-        // only when the collector has started: what is there may be a capture from before.
-        let parent = log.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let file =
-            tempfile::NamedTempFile::new_in(parent.unwrap_or(Path::new("."))).map_err(|error| {
-                SessionError::Setup(format!("cannot write {}: {error}", log.display()))
-            })?;
+        let listener = std::os::unix::net::UnixListener::bind(&socket).map_err(setup)?;
+        let child = self.collect(&collector, &socket)?;
+        Ok(Spawned { builder: self, log, kept, listener, child, directory })
+    }
+}
 
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("receive")
-            .enable_all()
-            .build()
-            .map_err(setup)?;
-        let (greeted, greeting) = mpsc::channel();
-        let (finished, finish) = mpsc::channel();
-        let state = Mutex::new(Some((file, greeted, finished)));
-        let (open, closing) = tokio::sync::watch::channel(false);
-        let acceptor = Arc::new(OneStream { path: log.clone(), cache: self.cache.clone(), state });
-        {
-            let _guard = runtime.enter();
-            let listener = UnixListener::bind(&socket).map_err(setup)?;
-            let server = tonic::transport::Server::builder()
-                .add_service(service(acceptor, closing))
-                .serve_with_incoming(UnixListenerStream::new(listener));
-            runtime.spawn(server);
-        }
-        let mut child = self.spawn(&collector, &socket)?;
+/// A collector that has been started and not been listened to yet. It ends when this is dropped.
+pub struct Spawned {
+    builder: Builder,
+    log: File,
+    kept: Option<Kept>,
+    listener: std::os::unix::net::UnixListener,
+    child: Child,
+    directory: tempfile::TempDir,
+}
+
+impl Spawned {
+    /// Returns when the collector samples.
+    ///
+    /// # Errors
+    /// See [`SessionError`].
+    pub fn start(self) -> Result<Session, SessionError> {
+        let Self { builder, log, kept, listener, mut child, directory } = self;
         let stdin = child.stdin.take();
         let stderr = child.stderr.take().map(|mut pipe| {
             std::thread::spawn(move || {
@@ -123,14 +173,35 @@ impl Builder {
                 String::from_utf8_lossy(&text).into_owned()
             })
         });
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("receive")
+            .enable_all()
+            .build()
+            .map_err(setup)?;
+        let (greeted, greeting) = mpsc::channel();
+        let (finished, finish) = mpsc::channel();
+        let written = log.try_clone().map_err(setup)?;
+        let state = Mutex::new(Some((written, kept, greeted, finished)));
+        let (open, closing) = tokio::sync::watch::channel(false);
+        let acceptor = Arc::new(OneStream { cache: builder.cache, state });
+        {
+            let _guard = runtime.enter();
+            listener.set_nonblocking(true).map_err(setup)?;
+            let listener = UnixListener::from_std(listener).map_err(setup)?;
+            let server = tonic::transport::Server::builder()
+                .add_service(service(acceptor, closing))
+                .serve_with_incoming(UnixListenerStream::new(listener));
+            runtime.spawn(server);
+        }
         let mut session = Session {
             child,
             stdin,
             stderr,
             finish,
             log,
-            timeline: self.timeline,
-            buildid_dir: self.buildid_dir.clone(),
+            timeline: builder.timeline,
+            buildid_dir: builder.buildid_dir,
             _open: open,
             _runtime: runtime,
             _directory: directory,
@@ -140,6 +211,10 @@ impl Builder {
     }
 }
 
+fn setup(error: std::io::Error) -> SessionError {
+    SessionError::Setup(error.to_string())
+}
+
 /// A running capture.
 #[derive(Debug)]
 pub struct Session {
@@ -147,13 +222,13 @@ pub struct Session {
     stdin: Option<ChildStdin>,
     stderr: Option<JoinHandle<String>>,
     finish: Receiver<(Pinned, bool)>,
-    log: PathBuf,
+    log: File,
     timeline: bool,
     buildid_dir: Option<PathBuf>,
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
     _runtime: Runtime,
-    /// Removed, with the socket and an unwanted log, when this is dropped.
+    /// Removed, with the socket, when this is dropped.
     _directory: tempfile::TempDir,
 }
 
@@ -193,7 +268,8 @@ impl Session {
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         // The stream may have been cut by a collector that died: what came is in the log all the same.
         let (pinned, ended) = finished.unwrap_or_default();
-        let file = File::open(&self.log).map_err(|error| SessionError::Setup(error.to_string()))?;
+        // Opened anew: it may still be written to, at a position of its own.
+        let file = File::open(format!("/proc/self/fd/{}", self.log.as_raw_fd())).map_err(setup)?;
         let assembler =
             if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
         let (mut profile, artifacts) = capture::read_with(BufReader::new(file), assembler)?;
@@ -282,12 +358,10 @@ pub fn find_collector() -> Option<PathBuf> {
 }
 
 /// The log to be, and who is told that the collector has greeted and that its stream is over.
-type Ends = (tempfile::NamedTempFile, Sender<Result<(), String>>, Sender<(Pinned, bool)>);
+type Ends = (File, Option<Kept>, Sender<Result<(), String>>, Sender<(Pinned, bool)>);
 
 /// Accepts the one stream of a session.
-#[derive(Debug)]
 struct OneStream {
-    path: PathBuf,
     cache: Option<Arc<Cache>>,
     state: Mutex<Option<Ends>>,
 }
@@ -299,14 +373,15 @@ impl Accept for OneStream {
         message: &v1::CollectorMessage,
     ) -> Result<Box<dyn Keep>, String> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
-        let (file, greeted, finished) = taken.ok_or("a collector is connected already")?;
+        let (file, kept, greeted, finished) = taken.ok_or("a collector is connected already")?;
         let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
-        let log = Log::create(file.path().to_owned(), message, 0, files)
-            .map_err(|error| error.to_string())
-            .and_then(|log| {
-                let cannot = |error| format!("cannot write {}: {error}", self.path.display());
-                file.persist(&self.path).map(|_| log).map_err(cannot)
-            });
+        let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
+        let log = Log::start(path, file, message, 0, files).map_err(|error| error.to_string());
+        let log = log.and_then(|log| {
+            let Some(Kept { file, path, put }) = kept else { return Ok(log) };
+            let cannot = |error| format!("cannot write {}: {error}", path.display());
+            put(file).map(|()| log).map_err(cannot)
+        });
         // The session may have given up waiting, and then needs no answer.
         let _ = greeted.send(log.as_ref().map(|_| ()).map_err(Clone::clone));
         Ok(Box::new(KeepOne { log: log?, finished }))

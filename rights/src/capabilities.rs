@@ -1,15 +1,13 @@
 //! Capabilities: what this process holds, and giving up what it no longer needs.
 
+pub use rustix::thread::CapabilitySet;
+
 use rustix::io;
 use rustix::process::getuid;
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, capabilities, capability_is_in_ambient_set,
-    clear_ambient_capability_set, set_capabilities, set_no_new_privs,
+    CapabilitySets, capabilities, capability_is_in_ambient_set, clear_ambient_capability_set,
+    set_capabilities, set_no_new_privs,
 };
-
-/// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
-/// mappings of other users' processes.
-const KEPT: CapabilitySet = CapabilitySet::PERFMON;
 
 /// Capabilities in force for this thread.
 #[must_use]
@@ -17,28 +15,20 @@ pub fn effective() -> CapabilitySet {
     capabilities(None).map_or(CapabilitySet::empty(), |sets| sets.effective)
 }
 
-/// Drops every capability but [`KEPT`], for good: no later exec can bring one back.
-///
-/// Capabilities belong to threads: call it while there is one, those started later inherit its state.
+/// Drops every capability of this thread, for good: no later exec can bring one back.
 ///
 /// # Errors
-/// Those of the system calls; none is expected, since a process may always give up what it has.
-pub fn drop_all_but_needed() -> io::Result<()> {
-    keep(KEPT)
-}
-
-/// Drops every capability of this thread, for good.
-///
-/// # Errors
-/// As above.
+/// See [`keep`].
 pub fn drop_all() -> io::Result<()> {
     keep(CapabilitySet::empty())
 }
 
 /// Drops every capability but these, for good.
 ///
+/// Capabilities belong to threads: call it while there is one, those started later inherit its state.
+///
 /// # Errors
-/// As above.
+/// Those of the system calls; none is expected, since a process may always give up what it has.
 pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
     set_no_new_privs(true)?;
     clear_ambient_capability_set()?;
@@ -53,7 +43,7 @@ pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
 /// themselves, or not. What they had before stays: root's, and those a service manager gave.
 ///
 /// # Errors
-/// As above.
+/// See [`keep`].
 pub fn as_user<T>(work: impl FnOnce() -> T) -> io::Result<T> {
     let before = capabilities(None)?;
     let own = match getuid().is_root() {
@@ -89,8 +79,8 @@ mod tests {
     #[test]
     fn a_thread_that_dropped_holds_at_most_what_is_kept() {
         std::thread::spawn(|| {
-            assert!(drop_all_but_needed().is_ok());
-            assert!(KEPT.contains(effective()));
+            assert!(keep(CapabilitySet::PERFMON).is_ok());
+            assert!(CapabilitySet::PERFMON.contains(effective()));
         })
         .join()
         .unwrap_or_else(|_| panic!("the thread failed"));
