@@ -4,7 +4,7 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use crate::identical::{Server, profiles};
-use crate::support::{Pprof, Running, binary, build::work, privileged};
+use crate::support::{Pprof, Ran, Running, binary, build::work, privileged};
 
 fn collector(pid: u32, address: &str, seconds: u32) -> Child {
     Command::new(binary("stackwire-collector"))
@@ -182,6 +182,22 @@ fn a_server_whose_directory_is_removed_says_so_and_its_collector_fails() {
     assert!(stderr.contains("cannot write the capture log"), "{stderr}");
     assert!(!stderr.contains("panicked"), "{stderr}");
     server.kill();
+}
+
+#[test]
+fn epochs_longer_than_a_window_are_refused() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=1s"]);
+    let program = Running::start(Command::new(work()).args(["plain", "20"]));
+    let mut collector = Command::new(binary("stackwire-collector"));
+    collector.args([format!("--pid={}", program.pid()), format!("--to=http://{}", server.address)]);
+    let refused = Ran::of(collector.args(["--epoch=3s", "--duration=5s"]));
+    refused.failed(1, "epochs of 3s do not fit into windows of 1s");
+    server.terminate();
+    assert_eq!(profiles(directory.path()).len(), 0);
 }
 
 #[test]

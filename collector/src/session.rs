@@ -372,7 +372,8 @@ fn prepare(
         .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
     let identity = Identity::read();
     let share_all = config.share == Share::Always;
-    let head = Head { capture_id, identity: identity.clone(), clocks, sampling, share_all };
+    let (host, epoch) = (identity.clone(), config.epoch);
+    let head = Head { capture_id, identity: host, clocks, sampling, share_all, epoch };
     let known = (layout, identity, references);
     let times = (started, clocks.0, config.epoch);
     let parts = (sampler, processes, unwind);

@@ -1,6 +1,7 @@
 //! Domain → wire: the one file of the collector that builds messages. Pure.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use stackwire_proto::{FORMAT, seal_epoch, seal_piece, seal_pieces, v1};
 
@@ -26,6 +27,8 @@ pub struct Head {
     pub sampling: Sampling,
     /// The capture is to hold every file that has samples.
     pub share_all: bool,
+    /// Length of an epoch.
+    pub epoch: Duration,
 }
 
 /// How samples are taken.
@@ -91,7 +94,7 @@ pub struct References {
 /// The first message of a stream.
 #[must_use]
 pub fn hello(head: &Head) -> v1::CollectorMessage {
-    let Head { capture_id, identity, clocks, sampling, share_all } = head;
+    let Head { capture_id, identity, clocks, sampling, share_all, epoch } = head;
     let container = &identity.container;
     message(v1::collector_message::Body::Hello(v1::Hello {
         format: FORMAT,
@@ -123,6 +126,7 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
         cpus_online: identity.cpus.1,
         cpu_id: identity.cpu.id.clone(),
         cpu_description: identity.cpu.description.clone(),
+        epoch_ns: epoch.as_nanos() as u64,
     }))
 }
 

@@ -301,7 +301,7 @@ pub struct Serve {
     /// Most MiB of captures kept; the oldest go first.
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     pub log_max: u64,
-    /// Length of the window a profile covers.
+    /// Length of the window a profile covers, in whole epochs of its collector; one with longer epochs is refused.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "5m")]
     pub window: Duration,
     /// Put a comment into every pprof (repeatable).

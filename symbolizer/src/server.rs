@@ -36,12 +36,27 @@ pub trait Accept: Send + Sync + 'static {
     /// Accepts a stream by its greeting.
     ///
     /// # Errors
-    /// In words for the collector.
+    /// See [`NotKept`].
     fn accept(
         &self,
         hello: &v1::Hello,
         message: &v1::CollectorMessage,
-    ) -> Result<Box<dyn Keep>, String>;
+    ) -> Result<Box<dyn Keep>, NotKept>;
+}
+
+/// Why a stream is not kept, in words for the collector.
+#[derive(Debug)]
+pub enum NotKept {
+    /// Nor will it be when the collector tries again.
+    Refused(String),
+    /// Something went wrong here.
+    Failed(String),
+}
+
+impl From<String> for NotKept {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
+    }
 }
 
 /// The service.
@@ -89,9 +104,13 @@ impl<A: Accept> Symbolizer for Service<A> {
         let greeting = first.unwrap_or_default();
         let acceptor = Arc::clone(&self.acceptor);
         let keeper =
-            blocking(move || acceptor.accept(&hello, &greeting)).await?.map_err(|error| {
-                say(&format!("stackwire: cannot keep a capture: {error}"));
-                Status::internal(error)
+            blocking(move || acceptor.accept(&hello, &greeting)).await?.map_err(|why| {
+                let (NotKept::Refused(text) | NotKept::Failed(text)) = &why;
+                say(&format!("stackwire: cannot keep a capture: {text}"));
+                match why {
+                    NotKept::Refused(text) => Status::failed_precondition(text),
+                    NotKept::Failed(text) => Status::internal(text),
+                }
             })?;
         // Unbounded, but answers are few and small: one a message taken.
         let (replies, outgoing) = mpsc::unbounded_channel();

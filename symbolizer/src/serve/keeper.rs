@@ -18,7 +18,7 @@ use crate::handed::Handed;
 use crate::log::{Answer, Files, Held, Log, LogError, inspect};
 use crate::profile::hex;
 use crate::resolve::Pinned;
-use crate::server::{Accept, Keep};
+use crate::server::{Accept, Keep, NotKept};
 
 /// Windows that may be resolved at once before collectors are asked to pause.
 const MAX_UNRESOLVED: usize = 4;
@@ -91,9 +91,17 @@ impl Accept for Keepers {
         &self,
         hello: &v1::Hello,
         message: &v1::CollectorMessage,
-    ) -> Result<Box<dyn Keep>, String> {
+    ) -> Result<Box<dyn Keep>, NotKept> {
         if hello.capture_id.len() != 16 {
-            return Err("a capture id has 16 bytes".to_owned());
+            return Err(NotKept::Refused("a capture id has 16 bytes".to_owned()));
+        }
+        let epoch = Duration::from_nanos(hello.epoch_ns);
+        if epoch > self.config.window {
+            let [epoch, window] = [epoch, self.config.window].map(humantime::format_duration);
+            return Err(NotKept::Refused(format!(
+                "epochs of {epoch} do not fit into windows of {window}: the collector needs shorter ones, or the \
+                 server longer ones"
+            )));
         }
         let id = hex(&hello.capture_id);
         let turn = Turn::take(Arc::clone(&self.shared), id.clone())?;
@@ -115,6 +123,7 @@ impl Accept for Keepers {
             config: Arc::clone(&self.config),
             hello: message.clone(),
             id,
+            epoch,
             window: next_window,
             log: None,
             closing: None,
@@ -169,6 +178,8 @@ struct Keeper {
     config: Arc<Config>,
     hello: v1::CollectorMessage,
     id: String,
+    /// Length of the collector's epochs, zero if it is not told.
+    epoch: Duration,
     window: u64,
     log: Option<Log>,
     /// The window before, while artifacts it asked for are on their way.
@@ -247,8 +258,10 @@ impl Keep for Keeper {
         let length = self.config.window.as_nanos() as u64;
         match &message.body {
             Some(Body::Epoch(_)) => {
+                // Epochs are not split: where they do not fill a window exactly, it ends with the one that comes nearest.
+                let half = self.epoch.as_nanos() as u64 / 2;
                 let full = self.log.as_ref().is_some_and(|log| {
-                    log.span.is_some_and(|(start, end)| end.saturating_sub(start) >= length)
+                    log.span.is_some_and(|(start, end)| end.saturating_sub(start) + half >= length)
                         || log.bytes > MAX_WINDOW_BYTES
                 });
                 if full {

@@ -25,7 +25,7 @@ use crate::capture::{self, Assembler, CaptureError};
 use crate::log::{Answer, Files, Log, LogError};
 use crate::profile::Profile;
 use crate::resolve::{Pinned, Sources, lay_out, resolve};
-use crate::server::{Accept, Keep, service};
+use crate::server::{Accept, Keep, NotKept, service};
 
 /// A capture that could not start or finish.
 #[derive(Debug, thiserror::Error)]
@@ -371,9 +371,10 @@ impl Accept for OneStream {
         &self,
         _hello: &v1::Hello,
         message: &v1::CollectorMessage,
-    ) -> Result<Box<dyn Keep>, String> {
+    ) -> Result<Box<dyn Keep>, NotKept> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
-        let (file, kept, greeted, finished) = taken.ok_or("a collector is connected already")?;
+        let (file, kept, greeted, finished) =
+            taken.ok_or_else(|| "a collector is connected already".to_owned())?;
         let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
         let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
         let log = Log::start(path, file, message, 0, files).map_err(|error| error.to_string());
