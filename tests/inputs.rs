@@ -368,7 +368,8 @@ fn damaged_profiles_of_others_are_refused_in_words() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     let file = at("perf.data");
-    let perf = ["record", "-N", "-q", "-e", "cpu-clock", "-F", "997", "-g", "-o"];
+    // See `fixed_periods_are_what_samples_weigh`.
+    let perf = ["record", "-B", "-q", "-e", "cpu-clock", "-F", "997", "-g", "-o"];
     let ran = Command::new("perf")
         .args(perf)
         .arg(&file)

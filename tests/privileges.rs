@@ -106,8 +106,34 @@ fn what_people_name_is_opened_with_their_own_rights() {
     let cgroup = format!("--cgroup={}", cgroup.display());
     ran(&[&cgroup, "--output=/dev/null"])
         .failed(1, "is not a directory of the cgroup v2 hierarchy");
-    // Nor does the capability stay away from what it is there for.
-    ran(&["--all", "--output=/dev/null"]).succeeded();
+    // Nor do the capabilities stay away from what they are there for: a process that its user cannot even see.
+    let program = Running::start(Command::new(work()).args(["plain", "20"]));
+    let script = format!(
+        "mount -t proc -o hidepid=2 proc /proc && exec setpriv {} {} --duration=1s --pid={} --output=/dev/null",
+        NOBODY.join(" "),
+        collector.display(),
+        program.pid()
+    );
+    Ran::of(Command::new("unshare").args(["--mount", "sh", "-c", &script])).succeeded();
+}
+
+#[test]
+fn in_a_user_namespace_there_is_a_cache() {
+    if !privileged() {
+        return;
+    }
+    let home = tempfile::Builder::new().prefix("stackwire-home-").tempdir_in("/tmp").unwrap();
+    std::fs::write(home.path().join("f"), "comm;main;work 3\n").unwrap();
+    std::fs::set_permissions(home.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+    std::os::unix::fs::chown(home.path(), Some(65534), Some(65534)).unwrap();
+    let binaries = public_binaries(false);
+    // The owner of `/` is nobody's number in there.
+    let mut command = Command::new("setpriv");
+    command.args(NOBODY).args(["unshare", "--user", "--map-user=1000", "--map-group=1000"]);
+    command.arg(binaries.path().join("stackwire")).args(["report", "f"]).current_dir(&home);
+    let ran = Ran::of(command.env("HOME", home.path()).env_remove("XDG_CACHE_HOME")).succeeded();
+    assert_eq!(ran.stderr, "");
+    assert!(home.path().join(".cache/stackwire/index.db").is_file(), "{}", ran.stdout);
 }
 
 /// Files below a directory.
@@ -392,6 +418,10 @@ fn the_symbolizer_of_root_holds_nothing_and_writes_where_root_may() {
     report.args(["report", "x.stackwire", "--folded=y.folded"]).current_dir(&theirs);
     Ran::of(&mut report).succeeded();
     assert!(std::fs::metadata(theirs.path().join("y.folded")).unwrap().len() > 0);
+    // Where root without capabilities may not write: found out before sampling.
+    let mut refused = Command::new(binary("stackwire"));
+    refused.args(["record", "--all", "--perf-buildid-dir=laid", "--profile-output=z.pb.gz"]);
+    Ran::of(refused.current_dir(&theirs)).failed(1, "cannot write laid: Permission denied");
     // What cannot be written leaves nothing behind.
     let mut nothing = Command::new(binary("stackwire"));
     nothing.args(["resolve", "work", "-o", "z.pb.gz"]).current_dir(&theirs);

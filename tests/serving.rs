@@ -99,7 +99,10 @@ fn a_collector_whose_symbolizer_is_gone_says_so() {
         .spawn()
         .unwrap();
     let collectors = || {
-        let output = Command::new("pgrep").args(["-P", &record.id().to_string()]).output().unwrap();
+        let output = Command::new("pgrep")
+            .args(["-P", &record.id().to_string(), "stackwire-colle"])
+            .output()
+            .unwrap();
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     };
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -138,7 +141,10 @@ fn a_collector_killed_in_the_middle_leaves_a_profile_that_says_so() {
         .spawn()
         .unwrap();
     std::thread::sleep(Duration::from_secs(5));
-    let children = Command::new("pgrep").args(["-P", &record.id().to_string()]).output().unwrap();
+    let children = Command::new("pgrep")
+        .args(["-P", &record.id().to_string(), "stackwire-colle"])
+        .output()
+        .unwrap();
     let collector: i32 = String::from_utf8(children.stdout).unwrap().trim().parse().unwrap();
     let pid = rustix::process::Pid::from_raw(collector).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();

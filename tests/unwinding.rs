@@ -364,6 +364,23 @@ impl Drop for Mounted {
     }
 }
 
+/// An `.eh_frame` of so many functions, of one byte each, with one description of so many instructions that do nothing.
+fn sharing(nothings: usize, functions: u64, text: u64) -> Vec<u8> {
+    // Id, version, augmentation "", code and data alignment, return address register.
+    let head = [0, 0, 0, 0, 1, 0, 1, 0x78, 16];
+    let mut bytes = ((head.len() + nothings) as u32).to_le_bytes().to_vec();
+    bytes.extend(head);
+    bytes.resize(bytes.len() + nothings, 0);
+    for function in 0..functions {
+        bytes.extend(20u32.to_le_bytes());
+        bytes.extend((bytes.len() as u32).to_le_bytes());
+        bytes.extend((text + function).to_le_bytes());
+        bytes.extend(1u64.to_le_bytes());
+    }
+    bytes.extend([0; 4]);
+    bytes
+}
+
 /// Copies of a program whose call frame information lies, or whose file is not what it was: each costs its own frames
 /// alone, and the report says why.
 #[test]
@@ -383,12 +400,12 @@ fn executables_that_lie_cost_their_own_frames_alone() {
         let elf = object::File::parse(&*bytes).unwrap();
         use object::{Object, ObjectSection};
         let section = elf.section_by_name(name).unwrap();
-        (section.file_range().unwrap(), section.index().0)
+        (section.file_range().unwrap(), section.index().0, section.address())
     };
-    let ((offset, size), index) = section(".eh_frame");
+    let ((offset, size), index, _) = section(".eh_frame");
     let patch = |path: &Path, at: u64, bytes: &[u8]| {
         // Another build-id than that of the honest one, whose table would do.
-        let ((id, _), _) = section(".note.gnu.build-id");
+        let ((id, _), ..) = section(".note.gnu.build-id");
         let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
         let name = path.file_name().unwrap().as_encoded_bytes();
         file.write_all_at(&name[..name.len().min(20)], id + 16).unwrap();
@@ -419,6 +436,14 @@ fn executables_that_lie_cost_their_own_frames_alone() {
         patch(&path, header + index as u64 * 64 + 32, &size.to_le_bytes());
         programs.push((path, false));
     }
+    // 60,000 functions that share a description of a megabyte, each with it to be followed from its beginning.
+    let path = copy("shared");
+    let end = std::fs::metadata(&path).unwrap().len().next_multiple_of(8);
+    let content = sharing(1 << 20, 60_000, section(".text").2);
+    patch(&path, end, &content);
+    let place = [end.to_le_bytes(), (content.len() as u64).to_le_bytes()].concat();
+    patch(&path, header + index as u64 * 64 + 24, &place);
+    programs.push((path, false));
     let path = copy("sparse");
     patch(&path, 0, b"\x7f");
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10 << 30).unwrap();
@@ -489,6 +514,7 @@ fn executables_that_lie_cost_their_own_frames_alone() {
     }
     for (name, reason) in [
         ("noise", "no unwind rule for this code"),
+        ("shared", "no unwind rule for this code"),
         ("huge", "no unwind table: not a readable ELF file: its .eh_frame has"),
         ("large", "no unwind table: not a readable ELF file: its .eh_frame has"),
         ("mounted/silent", "no unwind table: its file system does not answer"),

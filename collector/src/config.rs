@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::Unwind;
+use stackwire_rights::capabilities::as_user;
 
 use crate::handover::Share;
 use crate::outbox::Limits;
@@ -155,8 +156,9 @@ impl Config {
                 pids.iter().try_for_each(|&pid| check_process(pid, Path::new("/proc")))?;
             }
             Scope::Cgroup(path) => {
-                if !path.join("cgroup.procs").exists() && !path.join("cgroup.controllers").exists()
-                {
+                let has = |name| path.join(name).exists();
+                let is_one = as_user(|| has("cgroup.procs") || has("cgroup.controllers"));
+                if is_one != Ok(true) {
                     return Err(ConfigError::NotACgroup(path.clone()));
                 }
             }

@@ -161,7 +161,7 @@ impl Session {
     }
 
     fn start(mut config: Config, out: Out, helpers: Helpers) -> Result<Self, SessionError> {
-        as_user(|| config.check())??;
+        config.check()?;
         let mut made = None;
         let out = match out {
             Out::Destination(Destination::File(path)) => {

@@ -2,7 +2,8 @@
 //!
 //! A cache's path is often taken from the environment. If root's leads through a directory of somebody else, they can put
 //! a link there, and root would make files where they want. So every directory and every link on the way must belong
-//! to this process's user or to root, and be closed to others or sticky (as `/tmp`). Does not look at files in it.
+//! to this process's user or to root, and be closed to others or sticky (as `/tmp`); a user's own group is not taken for
+//! others. Does not look at access lists, nor at files in the directory.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -11,7 +12,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Stat, fstat, mkdirat, openat, readlinkat, statat,
+    AtFlags, CWD, FileType, Mode, OFlags, Stat, fstat, mkdirat, openat, readlinkat, stat, statat,
 };
 use rustix::io::Errno;
 
@@ -79,20 +80,28 @@ struct Way {
     directory: OwnedFd,
     stat: Stat,
     path: PathBuf,
+    /// Whoever owns `/` leads every path: root, or in a user namespace a user that stands for it.
+    root: u32,
 }
 
 impl Way {
     fn from_root() -> Result<Self, Refused> {
-        Self::at(CWD, Path::new("/"), PathBuf::from("/"))
+        let root = stat("/").map_err(|e| Refused::File { path: "/".into(), error: e.into() })?;
+        Self::at(CWD, Path::new("/"), PathBuf::from("/"), root.st_uid)
     }
 
-    fn at(parent: impl std::os::fd::AsFd, name: &Path, path: PathBuf) -> Result<Self, Refused> {
+    fn at(
+        parent: impl std::os::fd::AsFd,
+        name: &Path,
+        path: PathBuf,
+        root: u32,
+    ) -> Result<Self, Refused> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let opened = openat(parent, name, flags, Mode::empty());
         let found = opened.and_then(|directory| Ok((fstat(&directory)?, directory)));
         match found {
-            Ok((stat, _)) if !is_safe(&stat) => Err(Refused::NotOurs(path)),
-            Ok((stat, directory)) => Ok(Self { directory, stat, path }),
+            Ok((stat, _)) if !is_safe(&stat, root) => Err(Refused::NotOurs(path)),
+            Ok((stat, directory)) => Ok(Self { directory, stat, path, root }),
             Err(error) => Err(Refused::File { path, error: error.into() }),
         }
     }
@@ -110,10 +119,10 @@ impl Way {
         });
         let found = found.map_err(|error| self.failed(name, error))?;
         if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
-            *self = Self::at(&self.directory, Path::new(name), self.path.join(name))?;
+            *self = Self::at(&self.directory, Path::new(name), self.path.join(name), self.root)?;
             return Ok(None);
         }
-        if !is_trusted(found.st_uid) {
+        if !is_trusted(found.st_uid, self.root) {
             return Err(Refused::NotOurs(self.path.join(name)));
         }
         let target = readlinkat(&self.directory, name, Vec::new());
@@ -126,18 +135,19 @@ impl Way {
     }
 }
 
-fn is_trusted(user: u32) -> bool {
-    user == 0 || user == rustix::process::geteuid().as_raw()
+fn is_trusted(user: u32, root: u32) -> bool {
+    user == root || user == 0 || user == rustix::process::geteuid().as_raw()
 }
 
 /// Whether what lies in a directory on the way stays what it is.
-fn is_safe(stat: &Stat) -> bool {
+fn is_safe(stat: &Stat, root: u32) -> bool {
     let mode = Mode::from_raw_mode(stat.st_mode);
-    // Where each user has a group of their own, that group is the user.
-    let own_group = stat.st_gid == rustix::process::getegid().as_raw();
+    // Most users have a group of their own, and then that group is the user. Root's may have members.
+    let own_group =
+        stat.st_gid == rustix::process::getegid().as_raw() && !rustix::process::geteuid().is_root();
     let open = mode.contains(Mode::WOTH) || (mode.contains(Mode::WGRP) && !own_group);
     // In a sticky one nobody takes away what belongs to others.
-    is_trusted(stat.st_uid) && (!open || mode.contains(Mode::SVTX))
+    is_trusted(stat.st_uid, root) && (!open || mode.contains(Mode::SVTX))
 }
 
 /// Whether a directory is this user's, and nobody else writes into it.

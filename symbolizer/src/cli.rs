@@ -38,7 +38,7 @@ pub enum Command {
     /// Wait for a word on a socket, then become a command. `record -- command` uses it.
     #[command(hide = true)]
     Launch(Launch),
-    /// Put outputs in their places for a process that may not. `record` of root uses it.
+    /// Put outputs in their places for a process that may not. Commands of root use it.
     #[command(hide = true)]
     Place,
 }

@@ -16,6 +16,7 @@ use stackwire_collector_ebpf::unwind::{R12, RBP, RBX, RSP, Rule, cfa, fp, ra};
 use crate::elf::Elf;
 use crate::expression::{Shape, shape};
 use crate::pages::Spans;
+use crate::shared::Shared;
 use crate::table::Table;
 use crate::{go, v8};
 
@@ -147,10 +148,12 @@ fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
 {
     let mut entries = section.entries(bases);
     let mut context = UnwindContext::new();
+    let mut shared = Shared::default();
     // An entry that cannot be read ends the section: where the next begins is not known.
     while let Ok(Some(entry)) = entries.next() {
         let gimli::CieOrFde::Fde(partial) = entry else { continue };
-        let Ok(fde) = partial.parse(S::cie_from_offset) else { continue };
+        let cie = |section: &S, bases: &_, offset| shared.entry(section, bases, offset);
+        let Ok(fde) = partial.parse(cie) else { continue };
         let (start, end) = (fde.initial_address(), fde.end_address());
         // Functions the linker has dropped are left at address 0.
         let Some(offset) = elf.offset(start).filter(|_| start != 0) else { continue };

@@ -10,8 +10,10 @@ mod expression;
 mod go;
 mod go_stacks;
 mod pages;
+mod shared;
 mod table;
 mod v8;
 
 pub use compile::{CompileError, compile};
+pub use shared::Shared;
 pub use table::{Table, TableError, VERSION};

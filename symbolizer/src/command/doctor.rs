@@ -66,7 +66,7 @@ fn rights() -> Option<Finding> {
     held.then(|| Finding {
         level: Level::Works,
         what: what.to_owned(),
-        advice: "files that only root may read come from the collector, or stay without names"
+        advice: "executables that only another user may read come from the collector, or stay without names"
             .to_owned(),
     })
 }

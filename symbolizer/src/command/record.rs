@@ -50,7 +50,6 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     if let Some(promise) = promise.clone() {
         kept = kept.map(|kept| kept.put_by(move |file| promise.put(file)));
     }
-    let sources = arguments.symbols.sources()?;
     let stop = Arc::new(AtomicBool::new(false));
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     for signal in [SIGHUP, SIGINT, SIGTERM] {
@@ -65,8 +64,8 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         false => Some(Launched::start(&arguments.command)?),
     };
     let child = launched.as_ref().map(|launched| launched.child.id());
-    let session = match start(&arguments, kept, &sources, child, &placer) {
-        Ok(session) => session,
+    let (session, sources) = match start(&arguments, kept, child, &placer) {
+        Ok(started) => started,
         Err(error) => {
             if let Some(launched) = launched {
                 launched.abandon();
@@ -168,13 +167,11 @@ fn check(arguments: &Record) -> Result<(), Failure> {
 fn start(
     arguments: &Record,
     kept: Option<Kept>,
-    sources: &Sources,
     command: Option<u32>,
     placer: &Placer,
-) -> Result<Session, Failure> {
+) -> Result<(Session, Sources), Failure> {
     let mut builder: Builder = Session::builder()
         .profile()
-        .cache(sources.cache.clone())
         .buildid_dir(arguments.outputs.perf_buildid_dir.clone())
         .timeline(arguments.outputs.perf_data_output.is_some())
         .sample_rate(arguments.sample_rate)
@@ -208,11 +205,19 @@ fn start(
     }
     let spawned = builder.spawn(kept)?;
     placer.confine()?;
-    arguments.metrics.start(sources)?;
-    spawned.start().map_err(|error| match error {
+    let sources = arguments.symbols.sources()?;
+    arguments.metrics.start(&sources)?;
+    if let Some(directory) = &arguments.outputs.perf_buildid_dir {
+        // Now, and not when all has been sampled.
+        let made = std::fs::create_dir_all(directory);
+        made.and_then(|()| tempfile::tempfile_in(directory))
+            .with_context(|| format!("cannot write {}", directory.display()))?;
+    }
+    let session = spawned.start(sources.cache.clone()).map_err(|error| match error {
         SessionError::Usage(message) => Failure::Usage(message),
         other => other.into(),
-    })
+    })?;
+    Ok((session, sources))
 }
 
 /// A command ends its capture itself.

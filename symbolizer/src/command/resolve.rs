@@ -8,6 +8,7 @@ use anyhow::{Context, anyhow};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire::export::{self, ReportOptions, Window};
 use stackwire::{Artifacts, Inputs, Profile, Sources, lay_out, resolve};
+use stackwire_rights::capabilities;
 
 use super::Failure;
 use super::output::{Output, Outputs, check_distinct, title};
@@ -23,9 +24,9 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let placer = Placer::start()?;
     let outputs = Outputs::prepare(&pprof, &arguments.outputs, &placer)?;
     let timeline = wanted.perf_data_output.is_some();
-    let sources = arguments.symbols.sources()?;
     let captures = Captures::open(&arguments.captures, &arguments.slice, timeline)?;
     placer.confine()?;
+    let sources = arguments.symbols.sources()?;
     let (profile, artifacts) = captures.load(&sources, &arguments.slice)?;
     outputs.write(&profile, arguments.slice.by.as_deref(), None)?;
     if let Some(directory) = &wanted.perf_buildid_dir {
@@ -46,7 +47,6 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let (flamegraph, folded) = (prepare(&arguments.flamegraph)?, prepare(&arguments.folded)?);
     // Who asks for one of them there wants nothing else.
     let asked_for = [&flamegraph, &folded].into_iter().flatten().any(Output::is_stdout);
-    let sources = arguments.symbols.sources()?;
     let sides: Vec<&[PathBuf]> = match (arguments.diff, arguments.captures.as_slice()) {
         (false, captures) => vec![captures],
         (true, captures @ [_, _]) => captures.chunks(1).collect(),
@@ -58,6 +58,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let sides = sides.into_iter().map(|captures| Captures::open(captures, slice, false));
     let sides = sides.collect::<Result<Vec<_>, _>>()?;
     placer.confine()?;
+    let sources = arguments.symbols.sources()?;
     let profiles = sides.into_iter().map(|side| side.load(&sources, slice).map(|it| it.0));
     let profiles = profiles.collect::<Result<Vec<_>, _>>()?;
     let printed = match profiles.as_slice() {
@@ -139,25 +140,28 @@ fn check_inputs<'a>(
     Ok(())
 }
 
-/// Files that become one profile, opened with all rights there are.
+/// Files that become one profile.
 struct Captures {
-    files: Vec<(PathBuf, File)>,
+    /// Opened by whoever has rights to give up; otherwise one after the other.
+    files: Vec<(PathBuf, Option<File>)>,
     inputs: Inputs,
 }
 
 impl Captures {
     fn open(paths: &[PathBuf], slice: &Slice, timeline: bool) -> anyhow::Result<Self> {
         let inputs = Inputs::new(timeline || slice.time.is_some());
-        // All are open at once, and there may be one for each window of a week.
-        let limit = getrlimit(Resource::Nofile);
-        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
-            .context("cannot raise the limit of open files")?;
-        let opened = paths.iter().map(|path| {
-            let file =
-                File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let at_once = !capabilities::effective().is_empty();
+        if at_once {
+            // There may be one for each window of a week.
+            let limit = getrlimit(Resource::Nofile);
+            setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+                .context("cannot raise the limit of open files")?;
+        }
+        let files = paths.iter().map(|path| {
+            let file = at_once.then(|| open(path)).transpose()?;
             Ok((path.clone(), file))
         });
-        Ok(Self { files: opened.collect::<anyhow::Result<_>>()?, inputs })
+        Ok(Self { files: files.collect::<anyhow::Result<_>>()?, inputs })
     }
 
     /// Reads them, takes the part that is asked for, and finds its names.
@@ -170,6 +174,7 @@ impl Captures {
             inputs.label_cpus();
         }
         for (path, file) in files {
+            let file = file.map_or_else(|| open(&path), Ok)?;
             let cannot = || format!("cannot read {}", path.display());
             inputs.add(file, sources).with_context(cannot)?;
         }
@@ -204,6 +209,10 @@ impl Captures {
             false => Ok((profile, artifacts)),
         }
     }
+}
+
+fn open(path: &Path) -> anyhow::Result<File> {
+    File::open(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
 fn no_samples(profile: &Profile) -> anyhow::Error {

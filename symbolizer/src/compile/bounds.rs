@@ -2,19 +2,15 @@
 //!
 //! Of a function nobody names, all samples are then one row of a profile (`nginx+0x4a00`) and not one an address.
 
-use std::collections::HashMap;
-
-use gimli::{BaseAddresses, CieOrFde, CommonInformationEntry, EhFrame, Endianity, UnwindSection};
+use gimli::{BaseAddresses, CieOrFde, EhFrame, Endianity, UnwindSection};
 use object::Endianness;
+use stackwire_unwind::Shared;
 
 use crate::elf::Elf;
 use crate::table::Writer;
 
 /// Most functions taken from a file; a browser has half a million.
 const MAX_FUNCTIONS: usize = 4 << 20;
-
-/// Most of what they share that is remembered; real files have a handful.
-const MAX_SHARED: usize = 1 << 12;
 
 /// Adds the bounds of all functions that `.eh_frame` describes.
 pub fn write(elf: &Elf, writer: &mut Writer) {
@@ -40,8 +36,7 @@ fn read<E: Endianity>(
     bases: &BaseAddresses,
     mut each: impl FnMut(u64, u64),
 ) {
-    // Hostile files let many functions share one description of a megabyte: parsed once.
-    let mut shared = HashMap::new();
+    let mut shared = Shared::default();
     let mut entries = frames.entries(bases);
     let mut left = MAX_FUNCTIONS;
     // What does not parse ends the section: nobody knows where the next entry begins.
@@ -49,16 +44,8 @@ fn read<E: Endianity>(
         let CieOrFde::Fde(partial) = entry else { continue };
         let Some(fewer) = left.checked_sub(1) else { break };
         left = fewer;
-        let parsed = partial.parse(|frames, bases, offset| {
-            if let Some(known) = shared.get(&offset) {
-                return Ok(CommonInformationEntry::clone(known));
-            }
-            let found = frames.cie_from_offset(bases, offset)?;
-            if shared.len() < MAX_SHARED {
-                shared.insert(offset, found.clone());
-            }
-            Ok(found)
-        });
+        let cie = |frames: &EhFrame<_>, bases: &_, offset| shared.entry(frames, bases, offset);
+        let parsed = partial.parse(cie);
         if let Ok(function) = parsed
             && let Some(end) = function.initial_address().checked_add(function.len())
         {

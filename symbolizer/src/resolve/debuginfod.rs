@@ -5,7 +5,7 @@
 //! hex in lower case. Used by `ladder.rs`, from threads that may wait.
 
 use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reqwest::{Client, Response, StatusCode};
@@ -101,9 +101,8 @@ pub struct Debuginfod {
     client: Client,
     warning: Option<String>,
     timeout: Duration,
-    /// Made when a server is asked first: making one starts threads, which keep the rights their starter has. Taken when
-    /// dropped.
-    runtime: OnceLock<Runtime>,
+    /// Taken when dropped.
+    runtime: Option<Runtime>,
 }
 
 #[derive(Debug)]
@@ -169,21 +168,13 @@ impl Debuginfod {
         };
         let with_tls = |server: &Server| server.url.starts_with("https:");
         let warning = warning.filter(|_| servers.iter().any(with_tls));
-        Ok(Self { servers, client, warning, timeout, runtime: OnceLock::new() })
-    }
-
-    fn runtime(&self) -> Result<&Runtime, FetchError> {
-        let made = match self.runtime.get() {
-            Some(runtime) => return Ok(runtime),
-            None => tokio::runtime::Builder::new_multi_thread()
-                .worker_threads(1)
-                .thread_name("fetch")
-                .enable_all()
-                .build()
-                .map_err(|error| FetchError::Failed(error.to_string()))?,
-        };
-        // Another thread may have been faster.
-        Ok(self.runtime.get_or_init(|| made))
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("fetch")
+            .enable_all()
+            .build()
+            .map_err(|error| error.to_string())?;
+        Ok(Self { servers, client, warning, timeout, runtime: Some(runtime) })
     }
 
     /// Why servers with TLS will give nothing, if it is known already.
@@ -224,7 +215,9 @@ impl Debuginfod {
             return Ok(blob);
         }
         self.remembered(cache, &key)?;
-        let runtime = self.runtime()?;
+        let Some(runtime) = &self.runtime else {
+            return Err(FetchError::Failed("the client is closed".to_owned()));
+        };
         let started = Instant::now();
         let asked = Asked { artifact, build_id: hex(build_id), key: key.clone() };
         let fetched = runtime.block_on(async {

@@ -117,7 +117,8 @@ impl Builder {
     /// See [`SessionError`].
     pub fn start(self) -> Result<Session, SessionError> {
         let kept = self.capture.as_deref().map(Kept::at).transpose()?;
-        self.spawn(kept)?.start()
+        let cache = self.cache.clone();
+        self.spawn(kept)?.start(cache)
     }
 
     /// Starts the process of the collector, and no thread: who is more than others can give that up before
@@ -138,19 +139,22 @@ impl Builder {
             None => tempfile::tempfile(),
         };
         let log = log.map_err(setup)?;
+        // To be read back from, at a position of its own.
+        let read = File::open(format!("/proc/self/fd/{}", log.as_raw_fd())).map_err(setup)?;
         // Mode 0700: nobody else connects.
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir().map_err(setup)?;
         let socket = directory.path().join("collector.sock");
         let listener = std::os::unix::net::UnixListener::bind(&socket).map_err(setup)?;
         let child = self.collect(&collector, &socket)?;
-        Ok(Spawned { builder: self, log, kept, listener, child, directory })
+        Ok(Spawned { builder: self, log, read, kept, listener, child, directory })
     }
 }
 
-/// A collector that has been started and not been listened to yet. It ends when this is dropped.
+/// A collector that has been started and not been listened to yet. It ends when this is dropped, and is not waited for.
 pub struct Spawned {
     builder: Builder,
     log: File,
+    read: File,
     kept: Option<Kept>,
     listener: std::os::unix::net::UnixListener,
     child: Child,
@@ -158,12 +162,12 @@ pub struct Spawned {
 }
 
 impl Spawned {
-    /// Returns when the collector samples.
+    /// Returns when the collector samples. What is in the cache is not asked for.
     ///
     /// # Errors
     /// See [`SessionError`].
-    pub fn start(self) -> Result<Session, SessionError> {
-        let Self { builder, log, kept, listener, mut child, directory } = self;
+    pub fn start(self, cache: Option<Arc<Cache>>) -> Result<Session, SessionError> {
+        let Self { builder, log, read, kept, listener, mut child, directory } = self;
         let stdin = child.stdin.take();
         let stderr = child.stderr.take().map(|mut pipe| {
             std::thread::spawn(move || {
@@ -181,10 +185,9 @@ impl Spawned {
             .map_err(setup)?;
         let (greeted, greeting) = mpsc::channel();
         let (finished, finish) = mpsc::channel();
-        let written = log.try_clone().map_err(setup)?;
-        let state = Mutex::new(Some((written, kept, greeted, finished)));
+        let state = Mutex::new(Some((log, kept, greeted, finished)));
         let (open, closing) = tokio::sync::watch::channel(false);
-        let acceptor = Arc::new(OneStream { cache: builder.cache, state });
+        let acceptor = Arc::new(OneStream { cache, state });
         {
             let _guard = runtime.enter();
             listener.set_nonblocking(true).map_err(setup)?;
@@ -199,7 +202,7 @@ impl Spawned {
             stdin,
             stderr,
             finish,
-            log,
+            log: read,
             timeline: builder.timeline,
             buildid_dir: builder.buildid_dir,
             _open: open,
@@ -268,11 +271,9 @@ impl Session {
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         // The stream may have been cut by a collector that died: what came is in the log all the same.
         let (pinned, ended) = finished.unwrap_or_default();
-        // Opened anew: it may still be written to, at a position of its own.
-        let file = File::open(format!("/proc/self/fd/{}", self.log.as_raw_fd())).map_err(setup)?;
         let assembler =
             if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
-        let (mut profile, artifacts) = capture::read_with(BufReader::new(file), assembler)?;
+        let (mut profile, artifacts) = capture::read_with(BufReader::new(&self.log), assembler)?;
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
