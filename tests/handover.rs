@@ -410,7 +410,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn kernel_symbols_are_sent_once_and_are_in_every_capture() {
+fn kernel_symbols_are_those_samples_touch_and_are_in_every_capture() {
     if !privileged() {
         return;
     }
@@ -452,7 +452,8 @@ fn kernel_symbols_are_sent_once_and_are_in_every_capture() {
         assert!(!report.contains("was not sent"), "{report}");
         assert!(report.contains("kallsyms 100.0 %"), "{report}");
     }
-    assert!(sent[1] + 300_000 < sent[0], "bytes sent: {sent:?}; the symbols have more than 300 kB");
+    // All of the kernel's symbols have 900 kB.
+    assert!(sent.iter().all(|&sent| sent < 200_000), "bytes sent: {sent:?}");
 }
 
 #[test]

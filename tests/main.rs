@@ -65,5 +65,7 @@ mod symbolize;
 mod system_wide;
 /// Unwinding in the kernel: whole stacks, mappings that change, executables that lie.
 mod unwinding;
+/// Users of one host: forged files, many rules, many mappings.
+mod users;
 
 mod support;

@@ -181,7 +181,7 @@ fn a_cgroup_and_those_below_it() {
     assert!(status.unwrap().success());
     resolved.succeeded();
     let profile = Pprof::read(&output);
-    assert!(profile.count() > 300);
+    assert!(profile.count() > 100, "{} samples", profile.count());
     assert!(
         profile.samples.iter().all(|sample| sample.labels["pid"] == pid),
         "{other} was sampled too"

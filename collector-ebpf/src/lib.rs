@@ -87,6 +87,8 @@ pub enum UserEnd {
     TablesReplaced = 13,
     /// The code changes from one stack to another in a way that is not known.
     UnknownSwitch = 14,
+    /// The user of this process has more mapped than is their share of the maps.
+    OverShare = 15,
 }
 
 /// Why a kernel stack ended where it did.

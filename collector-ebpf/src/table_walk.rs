@@ -224,6 +224,9 @@ fn find_rule(executable: u32, offset: u64) -> Result<&'static Rule, UserEnd> {
     if known == state::NOT_YET {
         return Err(UserEnd::NoTableYet);
     }
+    if known == state::OVER_SHARE {
+        return Err(UserEnd::OverShare);
+    }
     if known != state::READY {
         return Err(UserEnd::NoTable);
     }

@@ -133,6 +133,8 @@ pub mod state {
     pub const READY: u64 = 1;
     /// There will be none.
     pub const NONE: u64 = 2;
+    /// There is none because its user has had their share of the maps.
+    pub const OVER_SHARE: u64 = 3;
 }
 
 /// Where its pages are: the first, how many, and the number of the first among all pages of its file.

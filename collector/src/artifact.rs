@@ -9,6 +9,14 @@ use sha2::{Digest, Sha256};
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Hash(pub [u8; 32]);
 
+impl Hash {
+    /// Of content.
+    #[must_use]
+    pub fn of(content: &[u8]) -> Self {
+        Self(Sha256::digest(content).into())
+    }
+}
+
 impl fmt::Debug for Hash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
@@ -18,7 +26,7 @@ impl fmt::Debug for Hash {
 /// What an artifact is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Rebased kernel symbols.
+    /// Rebased symbols of kernel functions.
     Kallsyms,
     /// A perf-map as the process wrote it, or a piece of one.
     PerfMap,
@@ -43,6 +51,6 @@ impl Artifact {
     /// Hashes the content.
     #[must_use]
     pub fn new(kind: Kind, content: Vec<u8>) -> Self {
-        Self { hash: Hash(Sha256::digest(&content).into()), kind, content: content.into() }
+        Self { hash: Hash::of(&content), kind, content: content.into() }
     }
 }

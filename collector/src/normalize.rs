@@ -70,6 +70,8 @@ pub enum End {
     TablesReplaced,
     /// The code changes stacks in a way that is not known.
     UnknownSwitch,
+    /// The user of the process has had their share of the unwind tables.
+    OverShare,
 }
 
 /// A stack, leaf first.
@@ -171,7 +173,7 @@ pub fn kernel(
 }
 
 fn user_end(end: u8) -> End {
-    const ENDS: [(UserEnd, End); 13] = [
+    const ENDS: [(UserEnd, End); 14] = [
         (UserEnd::Unreadable, End::Unreadable),
         (UserEnd::DepthLimit, End::DepthLimit),
         (UserEnd::NoFramePointer, End::NoFramePointer),
@@ -185,6 +187,7 @@ fn user_end(end: u8) -> End {
         (UserEnd::NoMappingsYet, End::NoMappingsYet),
         (UserEnd::TablesReplaced, End::TablesReplaced),
         (UserEnd::UnknownSwitch, End::UnknownSwitch),
+        (UserEnd::OverShare, End::OverShare),
     ];
     let found = ENDS.iter().find(|(number, _)| *number as u8 == end);
     found.map_or(End::Root, |&(_, end)| end)

@@ -16,6 +16,7 @@ use crate::handover::Handover;
 use crate::host::Identity;
 use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
+use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
 use crate::process::Processes;
 use crate::sampler::{Batch, Sampler};
@@ -53,6 +54,7 @@ pub struct Pipeline {
     /// `None`: stacks are walked by frame pointers.
     unwind: Option<Unwind>,
     layout: KernelLayout,
+    names: KernelNames,
     identity: Identity,
     references: References,
     jit: Snapshots,
@@ -79,7 +81,8 @@ impl Pipeline {
     #[must_use]
     pub fn new(
         (sampler, processes, unwind): (Sampler, Processes, Option<Unwind>),
-        (layout, identity, references): (KernelLayout, Identity, References),
+        (layout, names): (KernelLayout, KernelNames),
+        (identity, references): (Identity, References),
         (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
         (started, epoch_start, epoch_length): (Instant, u64, Duration),
     ) -> Self {
@@ -89,6 +92,7 @@ impl Pipeline {
             processes,
             unwind,
             layout,
+            names,
             identity,
             references,
             jit,
@@ -227,11 +231,16 @@ impl Pipeline {
         lost.extend(self.outbox.take_dropped_losses());
         let samples = self.epoch.samples.len() as u64;
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
+        let (kernel_symbols, piece) = self.names.of(&self.epoch);
+        if let Some(piece) = piece {
+            self.outbox.add_artifact(piece, None);
+        }
         let span = Span {
             number: self.epoch_number,
             times: (self.epoch_start, now),
             lost: &lost,
             tables: tables.since(self.tables_before),
+            kernel_symbols: &kernel_symbols,
             unwind: self.unwind.as_ref(),
         };
         self.tables_before = tables;

@@ -13,12 +13,13 @@ use stackwire_collector_ebpf as abi;
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
-use crate::artifact::{Artifact, Kind};
+use crate::artifact::{Artifact, Hash, Kind};
 use crate::broker::Broker;
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Destination, Scope};
 use crate::handover::{Handover, Share};
 use crate::host::jit::Snapshots;
+use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
 use crate::pipeline::{Pipeline, Summary};
@@ -106,7 +107,7 @@ impl Builder {
 #[derive(Debug)]
 pub struct Helpers {
     broker: Broker,
-    compiler: Compiler,
+    compilers: Vec<Compiler>,
 }
 
 impl Helpers {
@@ -114,14 +115,15 @@ impl Helpers {
     /// walked by frame pointers.
     #[must_use]
     pub fn start() -> Self {
-        let compiler = Compiler::start().unwrap_or_else(|_| Compiler::none());
-        Self { broker: Broker::start().unwrap_or_else(|_| Broker::none()), compiler }
+        // Two: one file that takes long keeps no other waiting.
+        let compilers = (0..2).filter_map(|_| Compiler::start().ok()).collect();
+        Self { broker: Broker::start().unwrap_or_else(|_| Broker::none()), compilers }
     }
 
     /// None of them.
     #[must_use]
     pub fn none() -> Self {
-        Self { broker: Broker::none(), compiler: Compiler::none() }
+        Self { broker: Broker::none(), compilers: Vec::new() }
     }
 }
 
@@ -178,11 +180,11 @@ impl Session {
         let stop = Arc::new(AtomicBool::new(false));
         let outbox = Arc::new(Outbox::new(config.limits.clone()));
         let broker = Arc::new(helpers.broker);
-        if !helpers.compiler.is_there() {
+        if helpers.compilers.is_empty() {
             config.unwind = abi::Unwind::FramePointers;
         }
         let cache = config.unwind_cache.clone();
-        let sources = Sources { broker: Arc::clone(&broker), compiler: helpers.compiler, cache };
+        let sources = Sources { broker: Arc::clone(&broker), compilers: helpers.compilers, cache };
         let handover = Arc::new(Handover::new(config.share, Arc::clone(&broker)));
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
@@ -339,24 +341,19 @@ fn prepare(
     let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
+    let mut names = KernelNames::default();
     if config.kernel_stacks {
         // Without it kernel frames stay unnamed, which the report says; the capture is still worth it.
         let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
         let (parsed, snapshot) = kallsyms::parse(&text);
         layout = parsed;
-        // Apart: programs come and go, ours at each start, and the rest is the same until the next boot, so that
-        // a symbolizer that has it does not ask for it.
-        let (programs, kernel) = kallsyms::split_programs(&snapshot);
-        let add = |text: String| {
-            let artifact = Artifact::new(Kind::Kallsyms, text.into_bytes());
-            let hash = artifact.hash;
-            outbox.add_artifact(artifact, None);
-            hash
-        };
+        // Apart: programs come and go, ours at each start, and the rest is the same kernel until the next boot.
         if !snapshot.is_empty() {
-            references.kallsyms = Some(add(kernel));
-            references.programs = Some(add(programs));
+            let (programs, kernel) = kallsyms::split_programs(&snapshot);
+            references.kernel = Some(Hash::of(kernel.as_bytes()));
+            references.programs = Some(Hash::of(programs.as_bytes()));
         }
+        names = KernelNames::new(snapshot);
     }
     if let Some(image) = vdso::image() {
         let artifact = Artifact::new(Kind::Vdso, image);
@@ -374,10 +371,10 @@ fn prepare(
     let share_all = config.share == Share::Always;
     let (host, epoch) = (identity.clone(), config.epoch);
     let head = Head { capture_id, identity: host, clocks, sampling, share_all, epoch };
-    let known = (layout, identity, references);
     let times = (started, clocks.0, config.epoch);
     let parts = (sampler, processes, unwind);
-    let pipeline = Pipeline::new(parts, known, (jit, handover, outbox), times);
+    let (kernel, host) = ((layout, names), (identity, references));
+    let pipeline = Pipeline::new(parts, kernel, host, (jit, handover, outbox), times);
     Ok((wire::hello(&head), pipeline))
 }
 

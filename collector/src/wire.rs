@@ -83,9 +83,9 @@ impl LostReason {
 /// Artifacts that executables and processes of an epoch refer to.
 #[derive(Clone, Debug, Default)]
 pub struct References {
-    /// kallsyms snapshot, without BPF programs.
-    pub kallsyms: Option<Hash>,
-    /// That of BPF programs.
+    /// Of all symbols of the kernel and its modules, without BPF programs: they are not sent.
+    pub kernel: Option<Hash>,
+    /// Of those of BPF programs.
     pub programs: Option<Hash>,
     /// vDSO image.
     pub vdso: Option<Hash>,
@@ -141,6 +141,8 @@ pub struct Span<'a> {
     pub lost: &'a [(LostReason, u64)],
     /// What became of unwind tables in it.
     pub tables: Stats,
+    /// Artifacts that name its kernel frames.
+    pub kernel_symbols: &'a [Hash],
     /// Why executables have no unwind table.
     pub unwind: Option<&'a Unwind>,
 }
@@ -225,6 +227,7 @@ pub fn epoch(
         lost: lost(span.lost),
         unwind_tables: Some(unwind_tables(span.tables)),
         strings: strings.table,
+        kernel_symbols: span.kernel_symbols.iter().map(|hash| hash.0.to_vec()).collect(),
     })
 }
 
@@ -307,15 +310,14 @@ fn executable(
         Kind::Kernel => {
             wire.set_kind(v1::ExecutableKind::Kernel);
             wire.build_id.clone_from(&identity.kernel_build_id);
-            wire.artifact = hash(references.kallsyms);
+            wire.symbols = hash(references.kernel);
         }
         Kind::Module(name) => {
             wire.set_kind(v1::ExecutableKind::Module);
             wire.path = strings.index(name);
             wire.build_id = module_build_id(name);
             let is_programs = name == "bpf";
-            wire.artifact =
-                hash(if is_programs { references.programs } else { references.kallsyms });
+            wire.symbols = hash(if is_programs { references.programs } else { references.kernel });
         }
         Kind::Unmapped => wire.set_kind(v1::ExecutableKind::Unmapped),
     }
@@ -399,6 +401,7 @@ fn end_reason(end: End) -> v1::EndReason {
         End::NoMappingsYet => v1::EndReason::NoMappingsYet,
         End::TablesReplaced => v1::EndReason::TablesReplaced,
         End::UnknownSwitch => v1::EndReason::UnknownSwitch,
+        End::OverShare => v1::EndReason::OverShare,
     }
 }
 

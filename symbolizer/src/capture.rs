@@ -1,6 +1,7 @@
 //! Captures: from frames to a profile and the artifacts it needs. The one path of `record`, `serve` and
 //! `resolve`, so that the three give the same profile for the same stream.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::sync::Arc;
@@ -44,6 +45,17 @@ impl Artifacts {
     #[must_use]
     pub fn get(&self, hash: &ArtifactHash) -> Option<&[u8]> {
         self.whole.get(hash).map(Vec::as_slice)
+    }
+
+    /// Symbols of a kernel or module by the hash of all of them: what is here of them.
+    #[must_use]
+    pub fn kernel_symbols(&self, profile: &Profile, hash: &ArtifactHash) -> Option<Cow<'_, [u8]>> {
+        if let Some(all) = self.get(hash) {
+            return Some(Cow::Borrowed(all));
+        }
+        let pieces = profile.kernel_symbols.get(hash)?.iter().filter_map(|piece| self.get(piece));
+        let pieces: Vec<&[u8]> = pieces.collect();
+        (!pieces.is_empty()).then(|| Cow::Owned(pieces.concat()))
     }
 
     /// Files that came with the capture.

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use prost::Message;
-use stackwire_cache::{Cache, Id, Key, Kind, Meta};
+use stackwire_cache::{Cache, Id, Key, Kind};
 use stackwire_proto::v1::collector_message::Body;
-use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, seal_pieces, v1};
+use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 
 use crate::capture::Artifacts;
 use crate::handed::{FileKey, Taken};
@@ -52,9 +52,6 @@ pub struct Answer {
     /// Durable up to this epoch.
     pub ack: Option<u64>,
 }
-
-/// What a blob in the cache is that holds kernel symbols.
-const KALLSYMS: &str = "kallsyms";
 
 /// Artifacts and files to ask for.
 type Wants = (Vec<ArtifactHash>, Vec<(FileKey, u64)>);
@@ -182,9 +179,7 @@ impl Log {
                 // Unasked for, it would only fill the disk.
                 if self.asked.contains(&hash) && self.artifacts.get(&hash).is_none() {
                     self.write(message)?;
-                    if self.artifacts.add(chunk) && chunk.kind() == v1::ArtifactKind::Kallsyms {
-                        self.keep(&hash);
-                    }
+                    self.artifacts.add(chunk);
                 }
                 Ok(Answer::default())
             }
@@ -277,13 +272,7 @@ impl Log {
         ingest::epoch(epoch, &ingest::Context::default(), &mut builder)?;
         let mut want = builder.artifacts();
         want.retain(|hash| self.artifacts.get(hash).is_none() && !self.asked.contains(hash));
-        let mut missing = Vec::new();
-        for hash in want {
-            self.asked.insert(hash);
-            if !self.take_kept(&hash)? {
-                missing.push(hash);
-            }
-        }
+        self.asked.extend(&want);
         let profile = builder.build();
         let mut want_files = Vec::new();
         for (index, executable) in profile.executables.iter().enumerate() {
@@ -307,36 +296,7 @@ impl Log {
                 Some((key, offset))
             }));
         }
-        Ok((missing, want_files))
-    }
-
-    /// Symbols of a kernel are the same until it boots again: kept, to be asked for once.
-    fn keep(&self, hash: &ArtifactHash) {
-        let Ok(id) = Id::of_bytes(hash) else { return };
-        if let (Some(cache), Some(content)) = (&self.files.cache, self.artifacts.get(hash)) {
-            let meta = Meta { quality: 0, origin: KALLSYMS.to_owned() };
-            // A cache that cannot be written costs a transfer each time.
-            let _ = cache.put(&Key::new(id, Kind::Other), content, meta);
-        }
-    }
-
-    /// Takes what was kept of an earlier capture into this one, which must hold all it needs.
-    fn take_kept(&mut self, hash: &ArtifactHash) -> Result<bool, LogError> {
-        let (Some(cache), Ok(id)) = (&self.files.cache, Id::of_bytes(hash)) else {
-            return Ok(false);
-        };
-        let Ok(Some(blob)) = cache.get(&Key::new(id, Kind::Other)) else { return Ok(false) };
-        let mut content = Vec::new();
-        if blob.meta.origin != KALLSYMS
-            || io::Read::read_to_end(&mut &blob.file, &mut content).is_err()
-        {
-            return Ok(false);
-        }
-        for chunk in seal_pieces(hash, v1::ArtifactKind::Kallsyms, &content) {
-            self.artifacts.add(&chunk);
-            self.write(&v1::CollectorMessage { body: Some(Body::Artifact(chunk)) })?;
-        }
-        Ok(self.artifacts.get(hash).is_some())
+        Ok((want, want_files))
     }
 
     /// Whether the cache has the file or what was made of it.

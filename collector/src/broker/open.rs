@@ -107,9 +107,7 @@ fn why(error: Errno) -> String {
 /// The user a process was started by, as this process sees it. Of a set-user-ID program the effective one has rights that
 /// this user has not: what such a program maps is not theirs to read.
 fn user(pid: u32) -> Option<u32> {
-    let status = crate::process::text::read(format!("/proc/{pid}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    line.split_whitespace().next()?.parse().ok()
+    crate::process::user::of(pid).map(|users| users.real)
 }
 
 #[cfg(test)]

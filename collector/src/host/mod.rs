@@ -3,6 +3,7 @@
 pub mod cpu;
 pub mod jit;
 pub mod kallsyms;
+pub mod kernel_names;
 pub mod vdso;
 
 use std::fmt::Write as _;

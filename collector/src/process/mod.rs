@@ -10,6 +10,7 @@ mod family;
 mod image;
 pub mod maps;
 pub mod text;
+pub mod user;
 
 use std::collections::HashMap;
 use std::io;

@@ -1,30 +1,29 @@
-//! The executables the kernel side knows by number, and their tables in its maps: who has one, who wants one, who must go.
+//! The executables the kernel side knows by number, and their tables in its maps: who has one, who wants one.
 //!
-//! Shared by the collecting thread, which numbers what it sees mapped, and the loading thread, which brings tables. Opens
-//! and parses nothing.
+//! Shared by the collecting thread, which numbers what it sees mapped, and the loading threads, which bring tables. Where
+//! they are put, and which must go for them, is in `room.rs`. Opens and parses nothing.
 
-use std::collections::HashMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+mod room;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use stackwire_collector_ebpf::tables::{
-    CHUNK, CHUNKS, EXECUTABLES, PAGES, page_word, pages_word, row, state,
-};
-use stackwire_collector_ebpf::unwind::Rule;
+use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
 use stackwire_unwind::Table;
 
+use self::room::{NoRoom, Place};
 use super::maps::TableMaps;
+use super::owner::{Owner, SHARES};
 use super::rules::Rules;
 use super::space::Space;
 use crate::broker::Wanted;
 use crate::process::executable::Kind;
 
-/// Number of all executables there is no number for: they have no table.
+/// Number of all executables there is no number for: there are too many, of all or of one user.
 pub const UNLISTED: u32 = 1;
 /// Times a table is looked for in vain.
 const MAX_FAILURES: u32 = 3;
-/// Rules of one table. librustc_driver has 707.
-const MAX_RULES: usize = 8 << 10;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
 
@@ -35,6 +34,8 @@ pub struct Job {
     pub number: u32,
     /// What it is.
     pub kind: Kind,
+    /// For whom its table is.
+    pub owner: Owner,
     /// Where it is mapped, the last process first.
     pub wanted: Vec<Wanted>,
     /// Its file takes long to open.
@@ -95,7 +96,8 @@ struct Inner {
     pages: Space,
     chunks: Space,
     rules: Rules,
-    numbers: HashMap<Kind, u32>,
+    /// Everyone's first.
+    numbers: HashMap<Kind, BTreeMap<Owner, u32>>,
     /// By number.
     slots: Vec<Slot>,
     stats: Stats,
@@ -104,6 +106,7 @@ struct Inner {
 #[derive(Debug)]
 struct Slot {
     kind: Kind,
+    owner: Owner,
     wanted: Vec<Wanted>,
     /// Areas that have it mapped.
     refs: u32,
@@ -122,36 +125,20 @@ struct Slot {
 enum State {
     Wanting,
     Loading,
-    Ready(Place),
-    /// Why.
-    Failed(String),
-}
-
-/// Where a table is: first page, pages, first chunk, chunks, numbers of its rules.
-#[derive(Debug)]
-struct Place {
-    page: u32,
-    pages: u32,
-    chunk: u32,
-    chunks: u32,
-    rules: Vec<u16>,
+    /// Everyone's table is that of all numbers of its executable.
+    Ready(Arc<Place>),
+    Failed(NoRoom),
 }
 
 impl Catalog {
     /// An empty one.
     #[must_use]
     pub fn new(maps: TableMaps) -> Self {
-        maps.set_executable(UNLISTED, 0, state::NONE);
+        maps.set_executable(UNLISTED, 0, state::OVER_SHARE);
         let none = || Slot {
-            kind: Kind::Unmapped,
-            wanted: Vec::new(),
             refs: 1,
-            looked_for: false,
-            slow: false,
-            failures: 0,
-            state: State::Failed(String::new()),
-            seen: 0,
-            heat: 0,
+            state: State::Failed(NoRoom::OverShare),
+            ..Slot::new(Kind::Unmapped, Owner::Everyone)
         };
         let inner = Mutex::new(Inner {
             maps,
@@ -169,11 +156,17 @@ impl Catalog {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of an executable, for one user more; `wanted` is where its file is mapped.
-    pub fn number(&self, kind: &Kind, wanted: Option<Wanted>) -> u32 {
+    /// The number of an executable, for one area more; `wanted` is where its file is mapped. `owner` is asked for where
+    /// there is none for everyone.
+    pub fn number(
+        &self,
+        kind: &Kind,
+        wanted: Option<Wanted>,
+        owner: impl FnOnce() -> Owner,
+    ) -> u32 {
         let mut inner = self.lock();
         let before = inner.slots.len();
-        let number = inner.number(kind, wanted);
+        let number = inner.number(kind, wanted, owner);
         if inner.slots.len() > before {
             self.numbered.notify_one();
         }
@@ -186,7 +179,7 @@ impl Catalog {
         let _ = self.numbered.wait_timeout(self.lock(), at_most);
     }
 
-    /// One user less, each.
+    /// One area less, each.
     pub fn release(&self, numbers: &[u32]) {
         let mut inner = self.lock();
         for &number in numbers.iter().filter(|&&number| number > UNLISTED) {
@@ -195,12 +188,16 @@ impl Catalog {
         }
     }
 
-    /// The executable that wants its table most: of those looked up, or of `all`.
+    /// The executable that wants its table most: of those looked up, or of `all`. Of one user's one at a time.
     pub fn next(&self, all: bool) -> Option<Job> {
         let mut inner = self.lock();
         let inner = &mut *inner;
-        let wanting =
-            inner.slots.iter().enumerate().filter(|(_, slot)| matches!(slot.state, State::Wanting));
+        let loading = inner.slots.iter().filter(|slot| matches!(slot.state, State::Loading));
+        let busy: Vec<Owner> =
+            loading.map(|slot| slot.owner).filter(|owner| owner.is_limited()).collect();
+        let wanting = inner.slots.iter().enumerate().filter(|(_, slot)| {
+            matches!(slot.state, State::Wanting) && !busy.contains(&slot.owner)
+        });
         let (number, _) = wanting
             .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
             .filter(|(_, uses)| all || *uses > 0)
@@ -210,8 +207,8 @@ impl Catalog {
         let slot = &mut inner.slots[number];
         slot.state = State::Loading;
         let wanted = slot.wanted.iter().rev().cloned().collect();
-        let (kind, slow) = (slot.kind.clone(), slot.slow);
-        Some(Job { number: number as u32, kind, wanted, slow })
+        let (kind, owner, slow) = (slot.kind.clone(), slot.owner, slot.slow);
+        Some(Job { number: number as u32, kind, owner, wanted, slow })
     }
 
     /// An executable nobody has looked up yet and that may have its table on disk, each once, the one mapped most first;
@@ -227,8 +224,8 @@ impl Catalog {
         let (number, slot) = idle.max_by_key(|(_, slot)| slot.refs)?;
         slot.looked_for = true;
         slot.state = State::Loading;
-        let kind = slot.kind.clone();
-        Some(Job { number: number as u32, kind, wanted: Vec::new(), slow: false })
+        let (kind, owner) = (slot.kind.clone(), slot.owner);
+        Some(Job { number: number as u32, kind, owner, wanted: Vec::new(), slow: false })
     }
 
     /// Its file takes long to open: all others come first.
@@ -242,26 +239,38 @@ impl Catalog {
         self.lock().slots[number as usize].state = State::Wanting;
     }
 
-    /// Puts a table into the maps, or notes that there is none. `compiled`: how long compiling took, if it had to be.
-    pub fn install(&self, number: u32, table: Result<&Table, String>, compiled: Option<Duration>) {
+    /// Whether no table is being brought, nor waits to be.
+    pub fn is_settled(&self) -> bool {
+        let inner = self.lock();
+        !inner.slots.iter().any(|slot| matches!(slot.state, State::Wanting | State::Loading))
+    }
+
+    /// Puts a table into the maps.
+    pub fn install(&self, number: u32, table: &Table, everyones: bool) {
         let mut inner = self.lock();
-        inner.stats.compiled += u64::from(compiled.is_some() && table.is_ok());
-        inner.stats.compile_ns += compiled.unwrap_or_default().as_nanos() as u64;
-        let placed = table.and_then(|table| inner.place(number, table));
-        match placed {
-            Ok((place, pages)) => {
-                inner.stats.loaded += 1;
-                inner.slots[number as usize].state = State::Ready(place);
-                inner.maps.set_executable(number, pages, state::READY);
-            }
-            Err(why) => {
-                let slot = &mut inner.slots[number as usize];
-                slot.state = State::Failed(why);
-                slot.failures += 1;
-                inner.stats.failed += u64::from(inner.slots[number as usize].failures == 1);
-                inner.maps.set_executable(number, 0, state::NONE);
-            }
+        if everyones {
+            inner.is_everyones(number);
         }
+        let shared = if everyones { inner.shared(number) } else { None };
+        match shared.map_or_else(|| inner.place(number, table), Ok) {
+            Ok(place) => {
+                inner.stats.loaded += 1;
+                inner.ready(number, place);
+            }
+            Err(why) => inner.fail(number, why),
+        }
+    }
+
+    /// Notes that there is none, and why.
+    pub fn fail(&self, number: u32, why: String) {
+        self.lock().fail(number, NoRoom::Other(why));
+    }
+
+    /// Notes how long compiling a table took, or trying to.
+    pub fn count_compiled(&self, took: Duration, compiled: bool) {
+        let mut inner = self.lock();
+        inner.stats.compiled += u64::from(compiled);
+        inner.stats.compile_ns += took.as_nanos() as u64;
     }
 
     /// Lets what was used long ago count less. To be called once a second or so.
@@ -282,10 +291,13 @@ impl Catalog {
     #[must_use]
     pub fn missing(&self, kind: &Kind) -> Option<String> {
         let inner = self.lock();
-        match &inner.slots[*inner.numbers.get(kind)? as usize].state {
-            State::Failed(why) => Some(why.clone()),
+        let numbers = inner.numbers.get(kind)?.values();
+        // Of everyone's, if there is one; where users have their own, of one that has a reason.
+        let mut states = numbers.map(|&number| &inner.slots[number as usize].state);
+        states.find_map(|state| match state {
+            State::Failed(NoRoom::Other(why)) => Some(why.clone()),
             _ => None,
-        }
+        })
     }
 
     /// What became of tables since the start.
@@ -295,39 +307,39 @@ impl Catalog {
     }
 }
 
+impl Slot {
+    fn new(kind: Kind, owner: Owner) -> Self {
+        Self {
+            kind,
+            owner,
+            wanted: Vec::new(),
+            refs: 0,
+            looked_for: false,
+            slow: false,
+            failures: 0,
+            state: State::Wanting,
+            seen: 0,
+            heat: 0,
+        }
+    }
+}
+
 impl Inner {
-    fn number(&mut self, kind: &Kind, wanted: Option<Wanted>) -> u32 {
-        let number = match self.numbers.get(kind) {
-            Some(&number) => number,
+    fn number(
+        &mut self,
+        kind: &Kind,
+        wanted: Option<Wanted>,
+        owner: impl FnOnce() -> Owner,
+    ) -> u32 {
+        let known = |owner| self.numbers.get(kind)?.get(&owner).copied();
+        let number = match known(Owner::Everyone) {
+            Some(number) => number,
             None => {
-                let slot = Slot {
-                    kind: kind.clone(),
-                    wanted: Vec::new(),
-                    refs: 0,
-                    looked_for: false,
-                    slow: false,
-                    failures: 0,
-                    state: State::Wanting,
-                    seen: 0,
-                    heat: 0,
-                };
-                let number = if self.slots.len() < EXECUTABLES as usize {
-                    self.slots.push(slot);
-                    (self.slots.len() - 1) as u32
-                } else {
-                    let Some(number) = self.idle() else { return UNLISTED };
-                    self.drop_table(number);
-                    let seen = self.maps.uses(number);
-                    let before = &mut self.slots[number as usize];
-                    self.numbers.remove(&before.kind);
-                    *before = Slot { seen, ..slot };
-                    // A walk under way may have the number from mappings of the one before.
-                    self.maps.next_generation();
-                    number
-                };
-                self.maps.set_executable(number, 0, state::NOT_YET);
-                self.numbers.insert(kind.clone(), number);
-                number
+                let owner = if *kind == Kind::Vdso { Owner::Everyone } else { owner() };
+                match known(owner).or_else(|| self.new_number(kind, owner)) {
+                    Some(number) => number,
+                    None => return UNLISTED,
+                }
             }
         };
         let slot = &mut self.slots[number as usize];
@@ -339,11 +351,91 @@ impl Inner {
                 self.maps.set_executable(number, 0, state::NOT_YET);
             }
             if slot.wanted.len() == MAX_WANTED {
-                slot.wanted.remove(0);
+                // Everyone's first is of before anybody could have forged it; its path leads there when its process is gone.
+                slot.wanted.remove(usize::from(slot.owner == Owner::Everyone));
             }
             slot.wanted.push(wanted);
         }
         number
+    }
+
+    fn new_number(&mut self, kind: &Kind, owner: Owner) -> Option<u32> {
+        if owner.is_limited() {
+            let theirs = self.slots.iter().filter(|slot| slot.owner == owner && slot.refs > 0);
+            if theirs.count() >= (EXECUTABLES / SHARES) as usize {
+                return None;
+            }
+        }
+        let slot = Slot::new(kind.clone(), owner);
+        let number = if self.slots.len() < EXECUTABLES as usize {
+            self.slots.push(slot);
+            (self.slots.len() - 1) as u32
+        } else {
+            let number = self.idle()?;
+            self.drop_table(number);
+            self.forget(number);
+            let seen = self.maps.uses(number);
+            self.slots[number as usize] = Slot { seen, ..slot };
+            // A walk under way may have the number from mappings of the one before.
+            self.maps.next_generation();
+            number
+        };
+        self.maps.set_executable(number, 0, state::NOT_YET);
+        self.numbers.entry(kind.clone()).or_default().insert(owner, number);
+        Some(number)
+    }
+
+    /// Its executable has this number no more.
+    fn forget(&mut self, number: u32) {
+        let Slot { kind, owner, .. } = &self.slots[number as usize];
+        let Some(numbers) = self.numbers.get_mut(kind) else { return };
+        numbers.remove(owner);
+        if numbers.is_empty() {
+            self.numbers.remove(kind);
+        }
+    }
+
+    /// The number of a user's executable becomes everyone's, unless there is one.
+    fn is_everyones(&mut self, number: u32) {
+        let slot = &mut self.slots[number as usize];
+        let Some(numbers) = self.numbers.get_mut(&slot.kind) else { return };
+        if !numbers.contains_key(&Owner::Everyone) {
+            numbers.remove(&slot.owner);
+            numbers.insert(Owner::Everyone, number);
+            slot.owner = Owner::Everyone;
+        }
+    }
+
+    /// Where everyone's table of an executable is already.
+    fn shared(&self, number: u32) -> Option<Arc<Place>> {
+        let numbers = self.numbers.get(&self.slots[number as usize].kind)?;
+        match &self.slots[*numbers.get(&Owner::Everyone)? as usize].state {
+            State::Ready(place) => Some(Arc::clone(place)),
+            _ => None,
+        }
+    }
+
+    /// An executable has its table, and with everyone's all users that wait for theirs.
+    fn ready(&mut self, number: u32, place: Arc<Place>) {
+        let mut numbers = vec![number];
+        if place.owner == Owner::Everyone {
+            let all = self.numbers.get(&self.slots[number as usize].kind);
+            let waits = |other: &u32| matches!(self.slots[*other as usize].state, State::Wanting);
+            numbers.extend(all.into_iter().flat_map(BTreeMap::values).copied().filter(waits));
+        }
+        for number in numbers {
+            self.maps.set_executable(number, place.word, state::READY);
+            self.slots[number as usize].state = State::Ready(Arc::clone(&place));
+        }
+    }
+
+    fn fail(&mut self, number: u32, why: NoRoom) {
+        let told = if why == NoRoom::OverShare { state::OVER_SHARE } else { state::NONE };
+        let slot = &mut self.slots[number as usize];
+        slot.state = State::Failed(why);
+        slot.failures += 1;
+        self.stats.failed += u64::from(slot.failures == 1);
+        self.maps.set_executable(number, 0, told);
     }
 
     /// The number nobody has mapped that was used least of late.
@@ -356,93 +448,13 @@ impl Inner {
             .filter(|(_, slot)| slot.refs == 0 && !matches!(slot.state, State::Loading));
         idle.min_by_key(|(_, slot)| slot.heat).map(|(number, _)| number as u32)
     }
-
-    fn drop_table(&mut self, number: u32) {
-        let slot = &mut self.slots[number as usize];
-        if matches!(slot.state, State::Ready(_))
-            && let State::Ready(place) = std::mem::replace(&mut slot.state, State::Wanting)
-        {
-            self.maps.set_executable(number, 0, state::NOT_YET);
-            slot.seen = self.maps.uses(number);
-            self.give_back(&place);
-        }
-    }
-
-    fn give_back(&mut self, place: &Place) {
-        self.pages.give_back(place.page, place.pages);
-        self.chunks.give_back(place.chunk, place.chunks);
-        self.rules.give_back(&place.rules);
-    }
-
-    /// Writes a table; where it is, and its executable's word.
-    fn place(&mut self, number: u32, table: &Table) -> Result<(Place, u64), String> {
-        let pages = table.pages.len() as u32;
-        let chunks = (table.rows.len() as u32).div_ceil(CHUNK);
-        // Never all others for one.
-        if pages > PAGES / 2 || chunks > CHUNKS / 2 || table.rules.len() > MAX_RULES {
-            return Err("its unwind table is too large".to_owned());
-        }
-        if !self.make_room(number, (pages, chunks), &table.rules) {
-            return Err("no room for its unwind table".to_owned());
-        }
-        let unwritten = |error| format!("its unwind table cannot be written: {error}");
-        let Self { maps, rules, .. } = self;
-        let rules = rules.take(&table.rules, |number, rule| maps.write_rule(number, rule));
-        let rules = rules.map_err(unwritten)?;
-        // Both are there: this is what making room was about.
-        let page = self.pages.take(pages).unwrap_or_default();
-        let chunk = self.chunks.take(chunks).unwrap_or_default();
-        let mut first = chunk * CHUNK;
-        let words = table.pages.iter().map(|&count| {
-            let word = page_word(first, count);
-            first += count;
-            word
-        });
-        let words = words.collect();
-        let rows = table.rows.iter();
-        let rows: Vec<u32> =
-            rows.map(|&of| row((of >> 16) as u16, rules[(of & 0xffff) as usize])).collect();
-        let place = Place { page, pages, chunk, chunks, rules };
-        let written =
-            self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
-        match written {
-            Ok(()) => Ok((place, pages_word(page, pages, table.base))),
-            Err(error) => {
-                self.give_back(&place);
-                Err(unwritten(error))
-            }
-        }
-    }
-
-    /// Makes room for a table, that of others used less if need be; whether there is.
-    fn make_room(&mut self, number: u32, (pages, chunks): (u32, u32), rules: &[Rule]) -> bool {
-        let heat = self.maps.uses(number).wrapping_sub(self.slots[number as usize].seen);
-        while !(self.pages.fits(pages) && self.chunks.fits(chunks) && self.rules.fit(rules)) {
-            if !(self.pages.has_limbo() || self.chunks.has_limbo() || self.rules.has_limbo()) {
-                let ready = self.slots.iter().enumerate();
-                let ready = ready.filter(|(_, slot)| matches!(slot.state, State::Ready(_)));
-                let Some((coldest, slot)) = ready.min_by_key(|(_, slot)| slot.heat) else {
-                    return false;
-                };
-                if slot.refs > 0 && slot.heat > heat {
-                    return false;
-                }
-                self.drop_table(coldest as u32);
-                self.stats.evicted += 1;
-            }
-            self.maps.next_generation();
-            self.pages.reclaim();
-            self.chunks.reclaim();
-            self.rules.reclaim();
-        }
-        true
-    }
 }
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use stackwire_collector_ebpf::unwind::cfa;
+    use stackwire_collector_ebpf::tables::row;
+    use stackwire_collector_ebpf::unwind::{Rule, cfa};
 
     use super::*;
     use crate::unwind::maps;
@@ -469,6 +481,16 @@ mod tests {
         Some(Wanted::Mapped { pid: 1, start: 0, end: 1, path: String::new() })
     }
 
+    /// The number of a file that root has mapped.
+    fn of_root(catalog: &Catalog, file: &Kind) -> u32 {
+        catalog.number(file, wanted(), || Owner::User(0))
+    }
+
+    /// Of a file this user has mapped.
+    fn of(catalog: &Catalog, user: u32, file: &Kind) -> u32 {
+        catalog.number(file, wanted(), || Owner::User(user))
+    }
+
     #[test]
     fn the_coldest_tables_go_when_rows_or_rules_run_out() {
         let catalog = catalog();
@@ -477,15 +499,15 @@ mod tests {
         for (number, (rows, rules)) in
             [(3_000_000, 1); 9].into_iter().chain([(1000, 8000); 9]).enumerate()
         {
-            let number = catalog.number(&file(number as u32), wanted());
+            let number = of_root(&catalog, &file(number as u32));
             catalog.release(&before.replace(number).into_iter().collect::<Vec<_>>());
-            catalog.install(number, Ok(&table(rows, rules, number as i32)), None);
+            catalog.install(number, &table(rows, rules, number as i32), true);
         }
         let stats = catalog.stats();
         assert_eq!((stats.loaded, stats.failed), (18, 0));
         assert!((6..=17).contains(&stats.evicted), "{stats:?}");
-        let number = catalog.number(&file(100), wanted());
-        catalog.install(number, Ok(&table(6_000_000, 1, 0)), None);
+        let number = of_root(&catalog, &file(100));
+        catalog.install(number, &table(6_000_000, 1, 0), true);
         assert_eq!(catalog.missing(&file(100)).unwrap(), "its unwind table is too large");
         assert_eq!(catalog.stats().evicted, stats.evicted, "for nothing");
     }
@@ -494,13 +516,13 @@ mod tests {
     fn numbers_are_used_again_and_those_of_no_file_never() {
         let catalog = catalog();
         for number in 0..EXECUTABLES * 2 {
-            let number = catalog.number(&file(number), wanted());
+            let number = of_root(&catalog, &file(number));
             assert!(number > UNLISTED);
             // As areas give back what they have, code without a file among it.
             catalog.release(&[number, 0, UNLISTED]);
         }
         let held: Vec<u32> =
-            (0..EXECUTABLES * 2).map(|number| catalog.number(&file(number), wanted())).collect();
+            (0..EXECUTABLES * 2).map(|number| of_root(&catalog, &file(number))).collect();
         assert_eq!(
             held.iter().filter(|&&number| number == UNLISTED).count(),
             EXECUTABLES as usize + 2
@@ -513,13 +535,77 @@ mod tests {
         let catalog = catalog();
         let mut tries = 0;
         for _ in 0..9 {
-            let number = catalog.number(&file(1), wanted());
+            let number = of_root(&catalog, &file(1));
             if let Some(job) = catalog.next(true) {
                 assert_eq!(job.number, number);
-                catalog.install(number, Err("not to be had".to_owned()), None);
+                catalog.fail(number, "not to be had".to_owned());
                 tries += 1;
             }
         }
         assert_eq!((tries, catalog.stats().failed), (u64::from(MAX_FAILURES), 1));
+    }
+
+    #[test]
+    fn a_users_file_stands_for_nobody_elses() {
+        let catalog = catalog();
+        let (roots, theirs) = (of_root(&catalog, &file(1)), of(&catalog, 1000, &file(1)));
+        assert_ne!(roots, theirs);
+        catalog.install(theirs, &table(1000, 1, 1), false);
+        assert_eq!(of(&catalog, 1000, &file(1)), theirs);
+        assert_eq!(of(&catalog, 1001, &file(1)), theirs + 1);
+        assert_eq!(catalog.next(true).unwrap().number, roots, "it has none yet");
+        // Root's, once there, is for those who have none, and for all who come.
+        catalog.install(roots, &table(1000, 1, 2), true);
+        assert!(catalog.next(true).is_none() && catalog.is_settled());
+        assert_eq!(of(&catalog, 1002, &file(1)), roots);
+        assert_eq!(of(&catalog, 1000, &file(1)), roots);
+        // Where it is looked for again, roots comes first of all that were ever mapped, and last of those that are tried.
+        for pid in 2..20 {
+            let forged = Wanted::Mapped { pid, start: 0, end: 1, path: String::new() };
+            catalog.number(&file(1), Some(forged), || Owner::User(1000));
+        }
+        catalog.lock().drop_table(roots);
+        let job = catalog.next(true).unwrap();
+        assert_eq!((job.owner, job.wanted.last()), (Owner::Everyone, wanted().as_ref()));
+    }
+
+    #[test]
+    fn one_user_cannot_take_the_tables_of_others() {
+        let catalog = catalog();
+        let roots = of_root(&catalog, &file(0));
+        catalog.install(roots, &table(1000, 8000, 0), true);
+        let over = |number: u32| {
+            let inner = catalog.lock();
+            matches!(inner.slots[number as usize].state, State::Failed(NoRoom::OverShare))
+        };
+        // As much as is free, and no more: neither root's nor, mapped as they are, their own make room.
+        let theirs: Vec<u32> = (1..60)
+            .map(|at| {
+                let number = of(&catalog, 1000, &file(at));
+                catalog.install(number, &table(1000, 8000, at as i32), false);
+                number
+            })
+            .collect();
+        assert_eq!(theirs.iter().filter(|&&number| over(number)).count(), 56);
+        assert_eq!(catalog.stats().evicted, 0);
+        // Who has less than a share gets it from who has more.
+        for (at, user) in [(100, 1001), (101, 0)] {
+            let number = of(&catalog, user, &file(at));
+            catalog.install(number, &table(1000, 8000, at as i32), false);
+            assert!(!over(number), "user {user}");
+        }
+        assert_eq!((catalog.stats().loaded, catalog.stats().evicted), (6, 2));
+        assert!(matches!(catalog.lock().slots[roots as usize].state, State::Ready(_)));
+    }
+
+    #[test]
+    fn one_user_has_a_quarter_of_the_numbers() {
+        let catalog = catalog();
+        let given = |user: u32| {
+            let all = (0..EXECUTABLES).map(|at| of(&catalog, user, &file(at)));
+            all.filter(|&number| number != UNLISTED).count()
+        };
+        assert_eq!(given(1000), (EXECUTABLES / SHARES) as usize);
+        assert_eq!(given(1001), (EXECUTABLES / SHARES) as usize);
     }
 }

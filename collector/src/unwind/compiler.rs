@@ -3,11 +3,11 @@
 //! It can open nothing and reach nothing: no capabilities, Landlock, and only the system calls that compiling takes. Each
 //! file is compiled in a child with limits of memory and time, whose death costs that file its table.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr};
@@ -28,17 +28,11 @@ const MAX_MEMORY: u64 = 1 << 30;
 /// Largest table taken from it.
 const MAX_TABLE: u64 = 64 << 20;
 
-/// The way to the compiler. Shared between threads.
+/// The way to the compiler.
 #[derive(Debug)]
 pub struct Compiler {
-    /// `None`: there is no such process, and no tables.
-    socket: Option<Mutex<Socket>>,
-}
-
-#[derive(Debug)]
-struct Socket {
-    fd: OwnedFd,
-    serial: u64,
+    socket: OwnedFd,
+    serial: Cell<u64>,
 }
 
 impl Compiler {
@@ -47,20 +41,7 @@ impl Compiler {
     /// # Errors
     /// When there is more than one thread, or no process to be had.
     pub fn start() -> io::Result<Self> {
-        let fd = channel::start(c"sw-unwind", serve)?;
-        Ok(Self { socket: Some(Mutex::new(Socket { fd, serial: 0 })) })
-    }
-
-    /// None: nothing is compiled.
-    #[must_use]
-    pub fn none() -> Self {
-        Self { socket: None }
-    }
-
-    /// Whether there is one.
-    #[must_use]
-    pub fn is_there(&self) -> bool {
-        self.socket.is_some()
+        Ok(Self { socket: channel::start(c"sw-unwind", serve)?, serial: Cell::new(0) })
     }
 
     /// Compiles the table of a file, as bytes that [`Table::parse`] is yet to check.
@@ -68,19 +49,17 @@ impl Compiler {
     /// # Errors
     /// In words for the report.
     pub fn compile(&self, file: &File) -> Result<Vec<u8>, String> {
-        let Some(socket) = &self.socket else { return Err("there is no compiler".to_owned()) };
-        let mut socket = socket.lock().unwrap_or_else(PoisonError::into_inner);
         let gone = |error: rustix::io::Errno| format!("the unwind compiler is gone: {error}");
-        socket.serial += 1;
-        let serial = socket.serial.to_ne_bytes();
-        channel::send(&socket.fd, &serial, Some(file.as_fd())).map_err(gone)?;
+        self.serial.set(self.serial.get() + 1);
+        let serial = self.serial.get().to_ne_bytes();
+        channel::send(&self.socket, &serial, Some(file.as_fd())).map_err(gone)?;
         let deadline = Instant::now() + PATIENCE;
         let mut table = loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            if !readable(&socket.fd, left).map_err(gone)? {
+            if !readable(&self.socket, left).map_err(gone)? {
                 return Err("the unwind compiler does not answer".to_owned());
             }
-            let (message, table) = receive(&socket.fd).map_err(gone)?;
+            let (message, table) = receive(&self.socket).map_err(gone)?;
             let Some((of, reason)) = message.split_first_chunk::<8>() else {
                 return Err("the unwind compiler is gone".to_owned());
             };

@@ -1,4 +1,4 @@
-//! The loading thread: brings the tables that are wanted, the hottest first, from disk or from the compiler.
+//! A loading thread: brings the tables that are wanted, the hottest first, from disk or from its compiler.
 //!
 //! Opens files through the broker and holds no capability; content goes from descriptor to compiler unread.
 
@@ -18,6 +18,7 @@ use stackwire_unwind::Table;
 use super::catalog::{Catalog, Job};
 use super::compiler::Compiler;
 use super::disk::Disk;
+use super::owner::{Owner, is_everyones};
 use crate::broker::{Broker, HANGS, LIMIT};
 use crate::host::vdso;
 use crate::process::executable::Kind;
@@ -34,7 +35,7 @@ pub struct Loader {
     pub catalog: Arc<Catalog>,
     /// Opens.
     pub broker: Arc<Broker>,
-    /// Compiles.
+    /// Compiles, for this thread alone.
     pub compiler: Compiler,
     /// Where tables are kept from run to run.
     pub cache: Option<PathBuf>,
@@ -56,7 +57,9 @@ impl Loader {
                 Some(job) => self.bring(&job, disk.as_ref()),
                 None if self.bring_idle(disk.as_ref()) => {}
                 None => {
-                    if let Some(warmed) = warmed.take() {
+                    if self.catalog.is_settled()
+                        && let Some(warmed) = warmed.take()
+                    {
                         // Who waits may have begun without.
                         let _ = warmed.send(());
                     }
@@ -81,7 +84,7 @@ impl Loader {
             return false;
         };
         match disk.get(job.build_id()) {
-            Some(table) => self.catalog.install(job.number, Ok(&table), None),
+            Some(table) => self.catalog.install(job.number, &table, true),
             None => self.catalog.put_back(job.number),
         }
         true
@@ -90,7 +93,7 @@ impl Loader {
     fn bring(&self, job: &Job, disk: Option<&Disk>) {
         let build_id = job.build_id();
         if let Some(table) = disk.and_then(|disk| disk.get(build_id)) {
-            self.catalog.install(job.number, Ok(&table), None);
+            self.catalog.install(job.number, &table, true);
             return;
         }
         let started = Instant::now();
@@ -100,12 +103,17 @@ impl Loader {
             self.catalog.postpone(job.number);
             return;
         }
-        if let (Ok(Compiled { bytes, lasting: true, .. }), Some(disk)) = (&compiled, disk) {
-            // Without it the next run compiles again.
-            let _ = disk.put(build_id, bytes);
+        self.catalog.count_compiled(took, compiled.is_ok());
+        match compiled {
+            Ok(Compiled { bytes, table, everyones }) => {
+                if let Some(disk) = disk.filter(|_| everyones) {
+                    // Without it the next run compiles again.
+                    let _ = disk.put(build_id, &bytes);
+                }
+                self.catalog.install(job.number, &table, everyones);
+            }
+            Err(why) => self.catalog.fail(job.number, why),
         }
-        let table = compiled.as_ref().map(|compiled| &compiled.table).map_err(Clone::clone);
-        self.catalog.install(job.number, table, Some(took));
     }
 
     fn compile(&self, job: &Job) -> Result<Compiled, String> {
@@ -129,6 +137,10 @@ impl Loader {
                     {
                         Err("its file has been replaced".to_owned())
                     }
+                    // Whoever comes later may have mapped another, with its path and build-id.
+                    Kind::File { .. } if job.owner == Owner::Everyone && !compiled.everyones => {
+                        Err("its file is a user's by now".to_owned())
+                    }
                     _ => Ok(compiled),
                 });
             match compiled {
@@ -142,20 +154,18 @@ impl Loader {
     }
 
     fn compile_file(&self, file: &File) -> Result<Compiled, String> {
-        let owner = file.metadata().map_err(|error| error.to_string())?.uid();
-        let lasting = owner == 0 || owner == rustix::process::geteuid().as_raw();
+        let everyones = is_everyones(file).map_err(|error| error.to_string())?;
         let bytes = self.compiler.compile(file)?;
         let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
-        Ok(Compiled { bytes, table, lasting })
+        Ok(Compiled { bytes, table, everyones })
     }
 }
 
 struct Compiled {
     bytes: Vec<u8>,
     table: Table,
-    /// May be kept for later runs: of a file of root's or ours. Others could give theirs the build-id of one they want to
-    /// see falsified.
-    lasting: bool,
+    /// May be used for all users, and kept for later runs.
+    everyones: bool,
 }
 
 /// Whether a file without a build-id is the one that was mapped.

@@ -8,6 +8,7 @@ mod compiler;
 mod disk;
 mod loader;
 mod maps;
+mod owner;
 mod processes;
 mod rules;
 mod space;
@@ -38,8 +39,8 @@ const WARM_UP: Duration = Duration::from_millis(100);
 pub struct Sources {
     /// Opens files.
     pub broker: Arc<Broker>,
-    /// Compiles them.
-    pub compiler: Compiler,
+    /// Compile them, one at a time each.
+    pub compilers: Vec<Compiler>,
     /// Where tables are kept from run to run.
     pub cache: Option<PathBuf>,
 }
@@ -49,7 +50,7 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
-    /// Ends the loading thread. It may be waiting for a file that does not come, for seconds: nobody waits for it.
+    /// Ends the loading threads. They may be waiting for a file that does not come, for seconds: nobody waits for it.
     stop: Arc<AtomicBool>,
 }
 
@@ -71,18 +72,21 @@ impl Unwind {
         processes.walk_by_tables();
         published.update(processes);
         let stop = Arc::new(AtomicBool::new(false));
-        let Sources { broker, compiler, cache } = sources;
-        let loader = Loader {
-            catalog: Arc::clone(&catalog),
-            broker,
-            compiler,
-            cache,
-            stop: Arc::clone(&stop),
-        };
+        let Sources { broker, compilers, cache } = sources;
         let (told, warmed) = mpsc::channel();
-        std::thread::Builder::new()
-            .name("tables".to_owned())
-            .spawn(move || loader.run(warm.then_some(told)))?;
+        for compiler in compilers {
+            let loader = Loader {
+                catalog: Arc::clone(&catalog),
+                broker: Arc::clone(&broker),
+                compiler,
+                cache: cache.clone(),
+                stop: Arc::clone(&stop),
+            };
+            let told = warm.then(|| told.clone());
+            std::thread::Builder::new()
+                .name("tables".to_owned())
+                .spawn(move || loader.run(told))?;
+        }
         if warm {
             // In time or not, sampling begins.
             let _ = warmed.recv_timeout(WARM_UP);

@@ -1,5 +1,6 @@
 //! Tells the kernel side what is mapped in which process. The collecting thread's.
 
+use std::cell::LazyCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use stackwire_collector_ebpf::tables::{
 
 use super::catalog::{Catalog, UNLISTED};
 use super::maps::ProcessMaps;
+use super::owner::{Owner, SHARES};
 use super::space::Space;
 use crate::broker::Wanted;
 use crate::event::Event;
@@ -20,6 +22,8 @@ use crate::process::{Mapping, Processes};
 const MAX_MAPPINGS: u32 = MAPPINGS / 4;
 /// Likewise, executables that get a number of their own.
 const MAX_NUMBERS: usize = 2048;
+/// From so many on they are counted for the user, whom to ask for takes longer than all else.
+const MANY: u32 = 128;
 
 /// The kernel side's processes, as they were told.
 #[derive(Debug)]
@@ -30,6 +34,8 @@ pub struct Published {
     by_pid: HashMap<u32, Place>,
     /// By the address of the mappings: processes that were forked and not changed share theirs.
     areas: HashMap<*const Vec<Mapping>, Area>,
+    /// How many mappings users have, in areas of [`MANY`] and more.
+    taken: HashMap<Owner, u32>,
 }
 
 #[derive(Debug)]
@@ -41,10 +47,14 @@ struct Place {
 #[derive(Debug)]
 struct Area {
     /// Held, so that the address is not used for others.
-    mappings: Rc<Vec<Mapping>>,
+    _held: Rc<Vec<Mapping>>,
     first: u32,
+    /// Entries it takes.
+    taken: u32,
     /// Those of code that has a file or none, not the kernel's own pages.
     count: u32,
+    /// For whom they are counted.
+    owner: Option<Owner>,
     /// Of executables.
     numbers: Vec<u32>,
     users: u32,
@@ -54,8 +64,14 @@ impl Published {
     /// None so far.
     #[must_use]
     pub fn new(maps: ProcessMaps, catalog: Arc<Catalog>) -> Self {
-        let (by_pid, areas) = (HashMap::new(), HashMap::new());
-        Self { maps, catalog, space: Space::new(MAPPINGS, 0), by_pid, areas }
+        Self {
+            maps,
+            catalog,
+            space: Space::new(MAPPINGS, 0),
+            by_pid: HashMap::new(),
+            areas: HashMap::new(),
+            taken: HashMap::new(),
+        }
     }
 
     /// Tells what has changed since the last call; whether anything had.
@@ -126,40 +142,72 @@ impl Published {
             area.users += 1;
             return Some((area.first, area.count));
         }
-        let count = mappings.len() as u32;
-        if count > MAX_MAPPINGS {
+        let user = LazyCell::new(|| Owner::of_process(pid));
+        let entries = (mappings.len() as u32).max(1);
+        let owner = (entries >= MANY).then(|| *user);
+        let run =
+            if entries > MAX_MAPPINGS || owner.is_some_and(|owner| self.is_over(owner, entries)) {
+                None
+            } else {
+                self.take(entries)
+            };
+        // Without room for them it has one, of everything, that says so.
+        let (first, taken) =
+            run.map(|first| (first, entries)).or_else(|| Some((self.take(1)?, 1)))?;
+        let mut numbers = Vec::with_capacity(taken as usize);
+        let rows = match run {
+            Some(_) => self.rows(pid, mappings, &mut numbers, || *user),
+            None => vec![(0, u64::MAX, UNLISTED, 0)],
+        };
+        if self.maps.write(first, &rows).is_err() {
+            self.space.give_back(first, taken);
+            self.catalog.release(&numbers);
             return None;
         }
-        let first = self.take(count.max(1))?;
-        let mut numbers = Vec::with_capacity(mappings.len());
+        let count = rows.len() as u32;
+        let owner = owner.filter(|_| run.is_some());
+        if let Some(owner) = owner {
+            *self.taken.entry(owner).or_default() += taken;
+        }
+        let _held = Rc::clone(mappings);
+        let area = Area { _held, first, taken, count, owner, numbers, users: 1 };
+        self.areas.insert(key, area);
+        Some((first, count))
+    }
+
+    /// What is written of mappings, and the numbers that are taken for it.
+    fn rows(
+        &self,
+        pid: u32,
+        mappings: &[Mapping],
+        numbers: &mut Vec<u32>,
+        owner: impl Fn() -> Owner,
+    ) -> Vec<(u64, u64, u32, u64)> {
         let mut distinct = HashSet::new();
         let mut rows = Vec::with_capacity(mappings.len());
-        for mapping in mappings.iter() {
+        for mapping in mappings {
             let (number, offset) = match &mapping.executable.kind {
                 Kind::Anonymous => (ANONYMOUS, 0),
                 _ if distinct.len() > MAX_NUMBERS => (UNLISTED, 0),
                 // Its image begins with its mapping.
-                Kind::Vdso => (self.catalog.number(&Kind::Vdso, None), 0),
+                Kind::Vdso => (self.catalog.number(&Kind::Vdso, None, &owner), 0),
                 kind => {
                     let Kind::File { path, .. } = kind else { continue };
                     let (start, end, path) = (mapping.start, mapping.end, path.clone());
                     let wanted = Wanted::Mapped { pid, start, end, path };
-                    (self.catalog.number(kind, Some(wanted)), mapping.file_offset)
+                    (self.catalog.number(kind, Some(wanted), &owner), mapping.file_offset)
                 }
             };
             distinct.insert(number);
             numbers.push(number);
             rows.push((mapping.start, mapping.end, number, offset));
         }
-        if self.maps.write(first, &rows).is_err() {
-            self.space.give_back(first, count.max(1));
-            self.catalog.release(&numbers);
-            return None;
-        }
-        let count = rows.len() as u32;
-        let area = Area { mappings: Rc::clone(mappings), first, count, numbers, users: 1 };
-        self.areas.insert(key, area);
-        Some((first, count))
+        rows
+    }
+
+    fn is_over(&self, owner: Owner, entries: u32) -> bool {
+        let taken = self.taken.get(&owner).copied().unwrap_or(0);
+        owner.is_limited() && taken + entries > MAPPINGS / SHARES
     }
 
     fn take(&mut self, count: u32) -> Option<u32> {
@@ -180,8 +228,11 @@ impl Published {
         if area.users == 0
             && let Some(area) = self.areas.remove(&key)
         {
-            self.space.give_back(area.first, (area.mappings.len() as u32).max(1));
+            self.space.give_back(area.first, area.taken);
             self.catalog.release(&area.numbers);
+            if let Some(taken) = area.owner.and_then(|owner| self.taken.get_mut(&owner)) {
+                *taken -= area.taken;
+            }
         }
     }
 }

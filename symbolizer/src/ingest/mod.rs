@@ -134,8 +134,12 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         .iter()
         .map(|wire| into.executable(reader.executable(wire)?).map_err(|e| reader.invalid(e)))
         .collect::<Result<_, _>>()?;
+    let kernel_symbols = reader.hashes(&epoch.kernel_symbols)?;
     for (wire, &id) in epoch.executables.iter().zip(&executables) {
         into.unwind_missing(id, reader.reason(wire.unwind_missing)?);
+        if let Some(symbols) = reader.hash(&wire.symbols)? {
+            into.kernel_symbols(symbols, &kernel_symbols);
+        }
     }
     let processes: Vec<ProcessId> = epoch
         .processes

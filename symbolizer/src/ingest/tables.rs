@@ -46,6 +46,7 @@ impl Reader<'_> {
             return Err(self.invalid("a build-id is longer than 64 bytes"));
         }
         let artifact = self.hash(&wire.artifact)?;
+        let symbols = self.hash(&wire.symbols)?.or(artifact);
         Ok(match wire.kind() {
             v1::ExecutableKind::File => Executable::File {
                 path: self.string(wire.path)?,
@@ -58,12 +59,12 @@ impl Reader<'_> {
             v1::ExecutableKind::Kernel => Executable::Kernel {
                 module: String::new(),
                 build_id: wire.build_id.clone(),
-                kallsyms: artifact,
+                kallsyms: symbols,
             },
             v1::ExecutableKind::Module => Executable::Kernel {
                 module: self.string(wire.path)?,
                 build_id: wire.build_id.clone(),
-                kallsyms: artifact,
+                kallsyms: symbols,
             },
             v1::ExecutableKind::Unmapped => Executable::Unmapped,
             v1::ExecutableKind::Unspecified => {
@@ -91,11 +92,12 @@ impl Reader<'_> {
 
     /// The artifacts of one snapshot; none: there is no snapshot.
     pub(super) fn snapshot(&self, wire: &[Vec<u8>]) -> Result<Vec<Vec<ArtifactHash>>, IngestError> {
-        let mut pieces = Vec::with_capacity(wire.len());
-        for bytes in wire {
-            pieces.extend(self.hash(bytes)?);
-        }
+        let pieces = self.hashes(wire)?;
         Ok(if pieces.is_empty() { Vec::new() } else { vec![pieces] })
+    }
+
+    pub(super) fn hashes(&self, wire: &[Vec<u8>]) -> Result<Vec<ArtifactHash>, IngestError> {
+        wire.iter().filter_map(|bytes| self.hash(bytes).transpose()).collect()
     }
 
     pub(super) fn hash(&self, bytes: &[u8]) -> Result<Option<ArtifactHash>, IngestError> {
@@ -170,6 +172,7 @@ pub(super) fn end_reason(wire: v1::EndReason) -> EndReason {
         v1::EndReason::NoMappingsYet => EndReason::NoMappingsYet,
         v1::EndReason::TablesReplaced => EndReason::TablesReplaced,
         v1::EndReason::UnknownSwitch => EndReason::UnknownSwitch,
+        v1::EndReason::OverShare => EndReason::OverShare,
         v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
     }
 }

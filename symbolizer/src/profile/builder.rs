@@ -422,6 +422,13 @@ impl Builder {
         self.timeline = true;
     }
 
+    /// Notes artifacts that name functions of a kernel or module.
+    pub fn kernel_symbols(&mut self, of: ArtifactHash, pieces: &[ArtifactHash]) {
+        if !pieces.is_empty() {
+            self.profile.kernel_symbols.entry(of).or_default().extend(pieces);
+        }
+    }
+
     /// Artifacts the profile refers to.
     #[must_use]
     pub fn artifacts(&self) -> Vec<ArtifactHash> {
@@ -439,14 +446,17 @@ impl Builder {
 pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
     let of_executables = profile.executables.iter().filter_map(|executable| match executable {
         Executable::Vdso { image } => *image,
-        Executable::Kernel { kallsyms, .. } => *kallsyms,
+        Executable::Kernel { kallsyms, .. } => {
+            kallsyms.filter(|hash| !profile.kernel_symbols.contains_key(hash))
+        }
         _ => None,
     });
+    let of_kernels = profile.kernel_symbols.values().flatten().copied();
     let of_processes = profile
         .processes
         .iter()
         .flat_map(|process| process.perf_maps.iter().chain(&process.jitdumps).flatten().copied());
-    let mut hashes: Vec<_> = of_executables.chain(of_processes).collect();
+    let mut hashes: Vec<_> = of_executables.chain(of_kernels).chain(of_processes).collect();
     hashes.sort_unstable();
     hashes.dedup();
     hashes

@@ -30,7 +30,8 @@ pub enum Executable {
         module: String,
         /// GNU build-id, empty when unknown.
         build_id: Vec<u8>,
-        /// Rebased symbols.
+        /// Of all its symbols; those that are there are in the artifacts of
+        /// [`kernel_symbols`](super::Profile::kernel_symbols), else in the artifact with this hash.
         kallsyms: Option<ArtifactHash>,
     },
     /// Nothing known is mapped there.

@@ -12,7 +12,7 @@ mod reasons;
 mod shares;
 mod slice;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
@@ -255,6 +255,8 @@ pub struct Profile {
     pub lost: BTreeMap<LostReason, (u64, bool)>,
     /// What became of unwind tables.
     pub unwind_tables: UnwindTables,
+    /// Artifacts that name functions of kernels and modules, by the hash of all their symbols.
+    pub kernel_symbols: BTreeMap<ArtifactHash, BTreeSet<ArtifactHash>>,
     /// By executable, why it had no unwind table at last.
     pub unwind_missing: BTreeMap<ExecutableId, String>,
     /// Samples that are not in this part of the profile.

@@ -35,6 +35,8 @@ pub enum EndReason {
     TablesReplaced,
     /// The code changes from one stack to another in a way that is not known.
     UnknownSwitch,
+    /// The user of the process has had their share of the collector's unwind tables.
+    OverShare,
     /// Who took it did not say.
     NotSaid,
 }
@@ -60,6 +62,7 @@ impl EndReason {
             Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
             Self::TablesReplaced => "unwind tables replaced meanwhile",
             Self::UnknownSwitch => "code that changes stacks in an unknown way",
+            Self::OverShare => "no unwind table: the user's share of all tables is used up",
             Self::NotSaid => "not said by who took it",
         }
     }

@@ -111,13 +111,13 @@ impl<'t> Layout<'t> {
         if module.is_empty() {
             return Self::Kernel(table);
         }
-        let symbols = symbols.map_or(&[][..], |symbols| symbols.of(module));
+        let symbols = symbols.map_or(Vec::new(), |symbols| symbols.of(module));
         let mut addresses: HashMap<&str, Vec<u64>> = HashMap::new();
         for (address, name) in table.functions() {
             addresses.entry(name).or_default().push(address);
         }
         let mut offsets: HashMap<&str, u32> = HashMap::new();
-        for (_, name) in symbols {
+        for (_, name) in &symbols {
             *offsets.entry(name).or_default() += 1;
         }
         let known = |name: &str| match addresses.get(name).map(Vec::as_slice) {
@@ -125,7 +125,7 @@ impl<'t> Layout<'t> {
             _ => None,
         };
         let mut starts: Vec<(u64, Option<u64>)> = Vec::new();
-        for (offset, name) in symbols {
+        for (offset, name) in &symbols {
             match starts.last_mut().filter(|last| last.0 == *offset) {
                 Some(last) => last.1 = last.1.or_else(|| known(name)),
                 None => starts.push((*offset, known(name))),
@@ -135,7 +135,7 @@ impl<'t> Layout<'t> {
         // side as on the other is meant, since sections are moved as a whole.
         let anchors: Vec<_> =
             starts.iter().filter_map(|&(at, address)| Some((at, address?))).collect();
-        for (offset, name) in symbols {
+        for (offset, name) in &symbols {
             let index = starts.partition_point(|(start, _)| start < offset);
             let Some((_, address @ None)) = starts.get_mut(index) else { continue };
             let after = anchors.partition_point(|(anchor, _)| anchor < offset);

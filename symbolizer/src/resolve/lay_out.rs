@@ -62,10 +62,10 @@ pub fn lay_out(
                 }
             }
             Executable::Kernel { module, kallsyms: Some(hash), .. } if module.is_empty() => {
-                if let Some(snapshot) = artifacts.get(hash)
+                if let Some(snapshot) = artifacts.kernel_symbols(profile, hash)
                     && let Some(place) = place(directory, "[kernel.kallsyms]", id)?
                 {
-                    let text = absolute(profile, &String::from_utf8_lossy(snapshot));
+                    let text = absolute(profile, &String::from_utf8_lossy(&snapshot));
                     put(&place, "kallsyms", &mut text.as_bytes())?;
                 }
             }
@@ -129,6 +129,9 @@ fn absolute(profile: &Profile, snapshot: &str) -> String {
         else {
             continue;
         };
+        if name.is_empty() {
+            continue;
+        }
         if known.0 != module {
             known = (module, base(module));
         }

@@ -117,16 +117,16 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
         by_executable.entry(location.executable).or_default().push(LocationId(index as u32));
     }
     let mut jobs = Vec::new();
-    let mut snapshots = Snapshots::new();
+    let mut texts = HashMap::new();
     for (id, locations) in by_executable {
         match &profile.executables[id.index()] {
             Executable::File { .. } | Executable::Vdso { .. } => jobs.push((id, locations)),
             Executable::Anonymous => jit::name(profile, artifacts, id, &locations),
             Executable::Kernel { kallsyms, .. } => {
                 if let Some(hash) = kallsyms
-                    && let Some(text) = artifacts.get(hash)
+                    && let Some(text) = artifacts.kernel_symbols(profile, hash)
                 {
-                    snapshots.entry(*hash).or_insert_with(|| kallsyms::Symbols::parse(text));
+                    texts.entry(*hash).or_insert(text);
                 }
                 jobs.push((id, locations));
             }
@@ -135,6 +135,8 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
             }
         }
     }
+    let parsed = texts.iter().map(|(hash, text)| (*hash, kallsyms::Symbols::parse(text)));
+    let snapshots: Snapshots<'_> = parsed.collect();
     // The heaviest first, so that no thread is left alone with one at the end.
     jobs.sort_by_key(|(_, locations)| locations.len());
     run_jobs(profile, (artifacts, &snapshots), sources, jobs);

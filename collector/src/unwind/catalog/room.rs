@@ -1,0 +1,165 @@
+//! Where tables are in the kernel side's maps, and which must go for another.
+//!
+//! A user may have what is free. When room runs out, those that have more than their share lose theirs first, and take none from
+//! others.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES, page_word, pages_word, row, state};
+use stackwire_collector_ebpf::unwind::Rule;
+use stackwire_unwind::Table;
+
+use super::{Inner, State};
+use crate::unwind::owner::{Amount, Owner};
+
+/// Rules of one table. librustc_driver has 707.
+const MAX_RULES: usize = 8 << 10;
+
+/// Where a table is.
+#[derive(Debug)]
+pub(super) struct Place {
+    /// For whom it is.
+    pub owner: Owner,
+    /// Its executable's word: [`pages_word`].
+    pub word: u64,
+    page: u32,
+    chunk: u32,
+    amount: Amount,
+    /// By the table's own numbers.
+    rules: Vec<u16>,
+}
+
+/// Why an executable has no table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NoRoom {
+    /// Its user has had their share.
+    OverShare,
+    /// In words for the report.
+    Other(String),
+}
+
+impl Inner {
+    /// Writes a table for the owner of a number.
+    pub(super) fn place(&mut self, number: u32, table: &Table) -> Result<Arc<Place>, NoRoom> {
+        let amount = Amount {
+            pages: table.pages.len() as u32,
+            chunks: (table.rows.len() as u32).div_ceil(CHUNK),
+            rules: table.rules.len() as u32,
+        };
+        // Never all others for one.
+        if amount.pages > PAGES / 2 || amount.chunks > CHUNKS / 2 || table.rules.len() > MAX_RULES {
+            return Err(NoRoom::Other("its unwind table is too large".to_owned()));
+        }
+        self.make_room(number, amount, &table.rules)?;
+        let unwritten =
+            |error| NoRoom::Other(format!("its unwind table cannot be written: {error}"));
+        let Self { maps, rules, .. } = self;
+        let rules = rules.take(&table.rules, |number, rule| maps.write_rule(number, rule));
+        let rules = rules.map_err(unwritten)?;
+        // Both are there: this is what making room was about.
+        let page = self.pages.take(amount.pages).unwrap_or_default();
+        let chunk = self.chunks.take(amount.chunks).unwrap_or_default();
+        let mut first = chunk * CHUNK;
+        let words = table.pages.iter().map(|&count| {
+            let word = page_word(first, count);
+            first += count;
+            word
+        });
+        let words = words.collect();
+        let rows = table.rows.iter();
+        let rows: Vec<u32> =
+            rows.map(|&of| row((of >> 16) as u16, rules[(of & 0xffff) as usize])).collect();
+        let owner = self.slots[number as usize].owner;
+        let word = pages_word(page, amount.pages, table.base);
+        let place = Place { owner, word, page, chunk, amount, rules };
+        let written =
+            self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
+        match written {
+            Ok(()) => Ok(Arc::new(place)),
+            Err(error) => {
+                self.give_back(&place);
+                Err(unwritten(error))
+            }
+        }
+    }
+
+    /// Takes a table out of the maps, for all numbers that have it.
+    pub(super) fn drop_table(&mut self, number: u32) {
+        let slot = &self.slots[number as usize];
+        let State::Ready(place) = &slot.state else { return };
+        let place = Arc::clone(place);
+        let all = self.numbers.get(&slot.kind).into_iter().flat_map(BTreeMap::values);
+        let having: Vec<u32> = all.copied().filter(|&other| self.has(other, &place)).collect();
+        for number in having {
+            self.maps.set_executable(number, 0, state::NOT_YET);
+            let slot = &mut self.slots[number as usize];
+            slot.state = State::Wanting;
+            slot.seen = self.maps.uses(number);
+        }
+        self.give_back(&place);
+    }
+
+    fn has(&self, number: u32, table: &Arc<Place>) -> bool {
+        matches!(&self.slots[number as usize].state, State::Ready(place) if Arc::ptr_eq(place, table))
+    }
+
+    fn give_back(&mut self, place: &Place) {
+        self.pages.give_back(place.page, place.amount.pages);
+        self.chunks.give_back(place.chunk, place.amount.chunks);
+        self.rules.give_back(&place.rules);
+    }
+
+    /// Makes room for a table, that of others if need be.
+    fn make_room(&mut self, number: u32, need: Amount, rules: &[Rule]) -> Result<(), NoRoom> {
+        while !(self.pages.fits(need.pages)
+            && self.chunks.fits(need.chunks)
+            && self.rules.fit(rules))
+        {
+            if !(self.pages.has_limbo() || self.chunks.has_limbo() || self.rules.has_limbo()) {
+                let next = self.next_to_go(number, need)?;
+                self.drop_table(next);
+                self.stats.evicted += 1;
+            }
+            self.maps.next_generation();
+            self.pages.reclaim();
+            self.chunks.reclaim();
+            self.rules.reclaim();
+        }
+        Ok(())
+    }
+
+    /// The table that must go for that of a number.
+    fn next_to_go(&self, number: u32, need: Amount) -> Result<u32, NoRoom> {
+        let slot = &self.slots[number as usize];
+        let heat = self.maps.uses(number).wrapping_sub(slot.seen);
+        let mut taken: BTreeMap<Owner, Amount> = BTreeMap::new();
+        let mut ready = Vec::new();
+        for (number, slot) in self.slots.iter().enumerate() {
+            if let State::Ready(place) = &slot.state {
+                // Everyone's counts for each number that has it; those with a share have one number a table.
+                let amount = taken.entry(place.owner).or_default();
+                *amount = amount.and(place.amount);
+                ready.push((number as u32, slot, place.owner));
+            }
+        }
+        let coldest_of = |owner: Option<Owner>| {
+            let of = ready.iter().filter(|(_, _, of)| owner.is_none_or(|owner| owner == *of));
+            of.min_by_key(|(_, slot, _)| (slot.refs > 0, slot.heat))
+        };
+        let own = taken.get(&slot.owner).copied().unwrap_or_default();
+        if slot.owner.is_limited() && own.and(need).is_over_share() {
+            // Those that run keep theirs: tables that take each other's place would be compiled for ever.
+            let idle = coldest_of(Some(slot.owner)).filter(|(_, slot, _)| slot.refs == 0);
+            return idle.map(|(number, ..)| *number).ok_or(NoRoom::OverShare);
+        }
+        let over =
+            taken.iter().filter(|(owner, amount)| owner.is_limited() && amount.is_over_share());
+        let most = over.max_by_key(|(_, amount)| amount.part()).map(|(owner, _)| *owner);
+        let next = coldest_of(most);
+        let next =
+            next.filter(|(_, slot, _)| most.is_some() || slot.refs == 0 || slot.heat <= heat);
+        let none = || NoRoom::Other("no room for its unwind table".to_owned());
+        next.map(|(number, ..)| *number).ok_or_else(none)
+    }
+}
