@@ -449,7 +449,7 @@ fn kernel_symbols_are_those_samples_touch_and_are_in_every_capture() {
         let report = stackwire(["report".as_ref(), capture.unwrap().as_os_str(), empty.as_ref()])
             .succeeded()
             .stdout;
-        assert!(!report.contains("was not sent"), "{report}");
+        assert!(!report.contains("were not sent"), "{report}");
         assert!(report.contains("kallsyms 100.0 %"), "{report}");
     }
     // All of the kernel's symbols have 900 kB.

@@ -153,7 +153,7 @@ fn a_user_with_many_rules_leaves_those_of_others() {
     let (_, honest) = &build::unwind_corpus()[0];
     let honest = Running::start(Command::new(honest).arg("sort"));
     let captured = capture.end();
-    let over = "no unwind table: the user's share of all tables is used up";
+    let over = "no unwind table: limit of its user or process";
     let cut = captured.all().matches(over).count();
     eprintln!("{cut} of {} liars have had their share", liars.len());
     assert!(cut > 5, "{cut} of {}", liars.len());
@@ -175,7 +175,7 @@ fn a_user_with_many_mappings_leaves_room_for_others() {
     let (_, honest) = &build::unwind_corpus()[0];
     let honest = Running::start(Command::new(honest).arg("sort"));
     let captured = capture.end();
-    let over = "no unwind table: the user's share of all tables is used up";
+    let over = "no unwind table: limit of its user or process";
     let reports: Vec<String> = hoarders.iter().map(|hoarder| captured.of(hoarder)).collect();
     let cut = reports.iter().filter(|report| ended(report, over) > 0.0).count();
     let whole = reports.iter().filter(|report| complete(report) > 50.0).count();

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::Counter;
 
+use crate::artifact::Hash;
 use crate::batch::Epoch;
 use crate::clock::now_ns;
 use crate::event::Change;
@@ -231,9 +232,10 @@ impl Pipeline {
         lost.extend(self.outbox.take_dropped_losses());
         let samples = self.epoch.samples.len() as u64;
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
-        let (kernel_symbols, piece) = self.names.of(&self.epoch);
-        if let Some(piece) = piece {
-            self.outbox.add_artifact(piece, None);
+        let mut kernel_symbols = self.name_kernel();
+        if !self.outbox.keep_for(&kernel_symbols, self.epoch_number) {
+            self.names.forget();
+            kernel_symbols = self.name_kernel();
         }
         let span = Span {
             number: self.epoch_number,
@@ -259,6 +261,15 @@ impl Pipeline {
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
         self.jit.end_epoch();
+    }
+
+    /// Pieces that name the kernel frames of this epoch, the new one among them handed on.
+    fn name_kernel(&mut self) -> Vec<Hash> {
+        let (pieces, new) = self.names.of(&self.epoch);
+        if let Some(new) = new {
+            self.outbox.add_artifact(new, Some(self.epoch_number));
+        }
+        pieces
     }
 
     fn finish(mut self) -> Summary {

@@ -13,6 +13,9 @@ use crate::batch::Epoch;
 use crate::normalize::FrameKind;
 use crate::process::executable::Kind;
 
+/// Pieces an epoch may need, of 32 bytes each.
+const MAX_PIECES: usize = 16;
+
 /// The snapshot, and which of its functions are in which piece.
 #[derive(Debug, Default)]
 pub struct KernelNames {
@@ -27,6 +30,11 @@ impl KernelNames {
     #[must_use]
     pub fn new(snapshot: String) -> Self {
         Self { snapshot, pieces: HashMap::new() }
+    }
+
+    /// What was named is not to be had any more: all is named anew.
+    pub fn forget(&mut self) {
+        self.pieces.clear();
     }
 
     /// The pieces that name all kernel frames of an epoch, and the one that is new.
@@ -45,15 +53,19 @@ impl KernelNames {
                 functions.extend(self.function(module, offset));
             }
         }
-        let new = functions.iter().filter(|function| !self.pieces.contains_key(function));
+        let known = functions.iter().filter_map(|function| Some(self.pieces.get(function)?.0));
+        let parts = known.collect::<BTreeSet<[u8; 32]>>().len();
+        // Each epoch names its pieces: rather one again of all its functions than ever more of them.
+        let again = parts >= MAX_PIECES;
+        let new = functions.iter().filter(|at| again || !self.pieces.contains_key(at));
         let new: Vec<usize> = new.copied().collect();
         let mut lines = BTreeSet::new();
         for &function in &new {
             self.choose(function, &mut lines);
         }
         if self.pieces.is_empty() && !new.is_empty() {
-            // Where perf begins to count, when it reads them.
-            lines.extend(self.function("", 0));
+            // `_text`, where perf begins to count when it reads them.
+            lines.extend(self.at_place(self.first("", 0)));
         }
         let piece = (!lines.is_empty())
             .then(|| Artifact::new(ArtifactKind::Kallsyms, self.text(&lines).into_bytes()));
@@ -92,11 +104,7 @@ impl KernelNames {
     /// debug file it is.
     fn choose(&self, function: usize, lines: &mut BTreeSet<usize>) {
         let (module, start, _) = fields(self.line(function));
-        let at_place = |at: usize| {
-            let (_, offset, _) = fields(self.line(at));
-            self.from(at).take_while(move |&line| fields(self.line(line)).1 == offset)
-        };
-        let own: Vec<usize> = at_place(function).collect();
+        let own: Vec<usize> = self.at_place(function).collect();
         lines.extend(&own);
         if matches!(module, "" | "bpf") {
             return;
@@ -111,8 +119,14 @@ impl KernelNames {
         let before = start.checked_sub(1).and_then(|before| self.function(module, before));
         let after = self.from(first).find(|&line| fields(self.line(line)).1 > start);
         for neighbour in before.into_iter().chain(after) {
-            lines.extend(at_place(neighbour));
+            lines.extend(self.at_place(neighbour));
         }
+    }
+
+    /// The lines from one on that have its offset.
+    fn at_place(&self, first: usize) -> impl Iterator<Item = usize> {
+        let (_, offset, _) = fields(self.line(first));
+        self.from(first).take_while(move |&line| fields(self.line(line)).1 == offset)
     }
 
     /// The first line of the function around an offset.
@@ -209,10 +223,22 @@ mod tests {
     }
 
     #[test]
+    fn an_epoch_needs_few_pieces() {
+        let lines = (0..99).map(|at| format!("\t{:x}\tf{at}\n", at * 16));
+        let mut names = KernelNames::new(lines.collect());
+        let frames: Vec<_> = (0..99).map(|at| ("", at * 16, FrameKind::Leaf)).collect();
+        let most = (1..=99).map(|count| names.of(&epoch(&frames[..count])).0.len()).max();
+        assert_eq!(most, Some(MAX_PIECES));
+        names.forget();
+        let (pieces, piece) = names.of(&epoch(&frames));
+        assert_eq!((pieces.len(), text(piece).lines().count()), (1, 99));
+    }
+
+    #[test]
     fn of_modules_what_tells_them_apart_comes_along() {
         let mut names = KernelNames::new(SNAPSHOT.to_owned());
         let (_, piece) = names.of(&epoch(&[("ext4", 0x12, FrameKind::Leaf)]));
-        let lines = "\t0\t_text\n\t100\t\next4\t0\tfirst\next4\t10\tstatic\next4\t20\tthird\next4\t30\t\next4\t40\tstatic\n";
+        let lines = "\t0\t_text\n\t0\tstartup_64\n\t100\t\next4\t0\tfirst\next4\t10\tstatic\next4\t20\tthird\next4\t30\t\next4\t40\tstatic\n";
         assert_eq!(text(piece), lines);
         let (_, piece) = names.of(&epoch(&[("ext4", 0x99, FrameKind::Leaf)]));
         assert_eq!(

@@ -7,8 +7,8 @@ use super::text;
 pub struct Users {
     /// Who started it.
     pub real: u32,
-    /// With whose rights it acts: of a set-user-ID program the owner's.
-    pub effective: u32,
+    /// With whose rights it may act: of a set-user-ID program the owner's, also while it acts for another.
+    pub saved: u32,
 }
 
 /// The users of a process; `None` when it is gone or hidden.
@@ -21,7 +21,7 @@ pub fn of(pid: u32) -> Option<Users> {
 fn parse(status: &str) -> Option<Users> {
     let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
     let mut numbers = line.split_whitespace().map_while(|number| number.parse().ok());
-    Some(Users { real: numbers.next()?, effective: numbers.next()? })
+    Some(Users { real: numbers.next()?, saved: numbers.nth(1)? })
 }
 
 #[cfg(test)]
@@ -29,14 +29,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_two_are_real_and_effective() {
-        let found = parse("Name:\tUid:\nUmask:\t0022\nUid:\t1000\t0\t0\t0\nGid:\t1\t2\t3\t4\n");
-        assert_eq!(found, Some(Users { real: 1000, effective: 0 }));
-        assert_eq!(parse("Uid:\t7\n"), None);
-        let own = Users {
-            real: rustix::process::getuid().as_raw(),
-            effective: rustix::process::geteuid().as_raw(),
-        };
-        assert_eq!(of(std::process::id()), Some(own));
+    fn real_and_saved_are_told_apart() {
+        let found = parse("Name:\tUid:\nUmask:\t0022\nUid:\t1000\t7\t0\t0\nGid:\t1\t2\t3\t4\n");
+        assert_eq!(found, Some(Users { real: 1000, saved: 0 }));
+        assert_eq!(parse("Uid:\t7\t7\n"), None);
+        let real = rustix::process::getuid().as_raw();
+        assert_eq!(of(std::process::id()).map(|users| users.real), Some(real));
     }
 }

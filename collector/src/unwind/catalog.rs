@@ -27,7 +27,7 @@ const MAX_FAILURES: u32 = 3;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
 
-/// What the loading thread is to bring.
+/// What a loading thread is to bring.
 #[derive(Clone, Debug)]
 pub struct Job {
     /// Number of the executable.
@@ -107,6 +107,8 @@ struct Inner {
 struct Slot {
     kind: Kind,
     owner: Owner,
+    /// Who had it first: their share of the numbers has it.
+    payer: Owner,
     wanted: Vec<Wanted>,
     /// Areas that have it mapped.
     refs: u32,
@@ -194,9 +196,9 @@ impl Catalog {
         let inner = &mut *inner;
         let loading = inner.slots.iter().filter(|slot| matches!(slot.state, State::Loading));
         let busy: Vec<Owner> =
-            loading.map(|slot| slot.owner).filter(|owner| owner.is_limited()).collect();
+            loading.map(|slot| slot.payer).filter(|payer| payer.is_limited()).collect();
         let wanting = inner.slots.iter().enumerate().filter(|(_, slot)| {
-            matches!(slot.state, State::Wanting) && !busy.contains(&slot.owner)
+            matches!(slot.state, State::Wanting) && !busy.contains(&slot.payer)
         });
         let (number, _) = wanting
             .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
@@ -251,7 +253,7 @@ impl Catalog {
         if everyones {
             inner.is_everyones(number);
         }
-        let shared = if everyones { inner.shared(number) } else { None };
+        let shared = if everyones { inner.shared(number, table) } else { None };
         match shared.map_or_else(|| inner.place(number, table), Ok) {
             Ok(place) => {
                 inner.stats.loaded += 1;
@@ -291,8 +293,10 @@ impl Catalog {
     #[must_use]
     pub fn missing(&self, kind: &Kind) -> Option<String> {
         let inner = self.lock();
-        let numbers = inner.numbers.get(kind)?.values();
-        // Of everyone's, if there is one; where users have their own, of one that has a reason.
+        let numbers = inner.numbers.get(kind)?;
+        // Of everyone's alone, if there is one; where users have their own, of one that has a reason.
+        let all = if numbers.contains_key(&Owner::Everyone) { 1 } else { numbers.len() };
+        let numbers = numbers.values().take(all);
         let mut states = numbers.map(|&number| &inner.slots[number as usize].state);
         states.find_map(|state| match state {
             State::Failed(NoRoom::Other(why)) => Some(why.clone()),
@@ -312,6 +316,7 @@ impl Slot {
         Self {
             kind,
             owner,
+            payer: owner.payer(),
             wanted: Vec::new(),
             refs: 0,
             looked_for: false,
@@ -361,7 +366,8 @@ impl Inner {
 
     fn new_number(&mut self, kind: &Kind, owner: Owner) -> Option<u32> {
         if owner.is_limited() {
-            let theirs = self.slots.iter().filter(|slot| slot.owner == owner && slot.refs > 0);
+            let payer = owner.payer();
+            let theirs = self.slots.iter().filter(|slot| slot.payer == payer && slot.refs > 0);
             if theirs.count() >= (EXECUTABLES / SHARES) as usize {
                 return None;
             }
@@ -372,7 +378,7 @@ impl Inner {
             (self.slots.len() - 1) as u32
         } else {
             let number = self.idle()?;
-            self.drop_table(number);
+            self.leave_table(number);
             self.forget(number);
             let seen = self.maps.uses(number);
             self.slots[number as usize] = Slot { seen, ..slot };
@@ -406,13 +412,23 @@ impl Inner {
         }
     }
 
-    /// Where everyone's table of an executable is already.
-    fn shared(&self, number: u32) -> Option<Arc<Place>> {
-        let numbers = self.numbers.get(&self.slots[number as usize].kind)?;
-        match &self.slots[*numbers.get(&Owner::Everyone)? as usize].state {
-            State::Ready(place) => Some(Arc::clone(place)),
+    /// Where everyone's table of a build-id is already, at whatever path its file was met.
+    fn shared(&self, number: u32, table: &Table) -> Option<Arc<Place>> {
+        let build_id = |kind: &Kind| match kind {
+            Kind::File { build_id, .. } if !build_id.is_empty() => Some(build_id.clone()),
             _ => None,
-        }
+        };
+        let wanted = build_id(&self.slots[number as usize].kind)?;
+        self.slots.iter().find_map(|slot| match &slot.state {
+            State::Ready(place)
+                if place.owner == Owner::Everyone
+                    && build_id(&slot.kind).as_ref() == Some(&wanted)
+                    && place.is_as(table) =>
+            {
+                Some(Arc::clone(place))
+            }
+            _ => None,
+        })
     }
 
     /// An executable has its table, and with everyone's all users that wait for theirs.
@@ -420,7 +436,9 @@ impl Inner {
         let mut numbers = vec![number];
         if place.owner == Owner::Everyone {
             let all = self.numbers.get(&self.slots[number as usize].kind);
-            let waits = |other: &u32| matches!(self.slots[*other as usize].state, State::Wanting);
+            let waits = |other: &u32| {
+                matches!(self.slots[*other as usize].state, State::Wanting | State::Failed(_))
+            };
             numbers.extend(all.into_iter().flat_map(BTreeMap::values).copied().filter(waits));
         }
         for number in numbers {
@@ -596,6 +614,32 @@ mod tests {
         }
         assert_eq!((catalog.stats().loaded, catalog.stats().evicted), (6, 2));
         assert!(matches!(catalog.lock().slots[roots as usize].state, State::Ready(_)));
+    }
+
+    #[test]
+    fn one_file_at_many_paths_has_its_table_once() {
+        let catalog = catalog();
+        let all: Vec<u32> = (0..20)
+            .map(|path| {
+                let number = number_of_file(&catalog, &format!("/usr/{path}"));
+                catalog.install(number, &table(3_000_000, 1, 1), true);
+                number
+            })
+            .collect();
+        assert_eq!((catalog.stats().loaded, catalog.stats().evicted), (20, 0));
+        // Another file with its build-id, of other segments, has one of its own.
+        let other = number_of_file(&catalog, "/other");
+        catalog.install(other, &table(1000, 1, 1), true);
+        catalog.lock().drop_table(all[3]);
+        let ready =
+            |number: u32| matches!(catalog.lock().slots[number as usize].state, State::Ready(_));
+        assert!(all.iter().all(|&number| !ready(number)) && ready(other));
+    }
+
+    fn number_of_file(catalog: &Catalog, path: &str) -> u32 {
+        let path = path.to_owned();
+        let kind = Kind::File { path, build_id: vec![7; 20], inode: 0, device: (0, 0) };
+        of_root(catalog, &kind)
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use stackwire_unwind::{Table, VERSION};
 
@@ -44,7 +45,10 @@ impl Disk {
     /// Those of writing.
     pub fn put(&self, build_id: &[u8], bytes: &[u8]) -> io::Result<()> {
         let Some(path) = self.path(build_id) else { return Ok(()) };
-        let new = path.with_extension(format!("new-{}", std::process::id()));
+        // Two threads may have the same build-id.
+        static WRITTEN: AtomicU32 = AtomicU32::new(0);
+        let serial = WRITTEN.fetch_add(1, Ordering::Relaxed);
+        let new = path.with_extension(format!("new-{}-{serial}", std::process::id()));
         // What was left by a collector of the same pid that was killed.
         let _ = fs::remove_file(&new);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
@@ -89,7 +93,8 @@ fn is_ours(name: &str) -> bool {
     let Some((id, version)) = name.split_once('.') else { return false };
     let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     let versions = version.strip_prefix('v').or_else(|| version.strip_prefix("new-"));
-    id.bytes().all(hex) && versions.is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()))
+    let number = |byte: u8| byte.is_ascii_digit() || byte == b'-';
+    id.bytes().all(hex) && versions.is_some_and(|rest| rest.bytes().all(number))
 }
 
 #[cfg(test)]
@@ -115,7 +120,7 @@ mod tests {
         disk.put(&[], b"without").unwrap();
         for (name, ours) in [
             ("0a.v1", true),
-            ("0a.new-7", true),
+            ("0a.new-7-0", true),
             ("thesis.tar", false),
             ("ab", false),
             ("x.v1", false),

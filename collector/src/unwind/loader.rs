@@ -19,7 +19,7 @@ use super::catalog::{Catalog, Job};
 use super::compiler::Compiler;
 use super::disk::Disk;
 use super::owner::{Owner, is_everyones};
-use crate::broker::{Broker, HANGS, LIMIT};
+use crate::broker::{Broker, HANGS, LIMIT, Wanted};
 use crate::host::vdso;
 use crate::process::executable::Kind;
 
@@ -39,6 +39,8 @@ pub struct Loader {
     pub compiler: Compiler,
     /// Where tables are kept from run to run.
     pub cache: Option<PathBuf>,
+    /// This one of all lets what was used long ago count less.
+    pub cools: bool,
     /// Ends the thread.
     pub stop: Arc<AtomicBool>,
 }
@@ -66,7 +68,7 @@ impl Loader {
                     self.catalog.wait(PAUSE);
                 }
             }
-            if cooled.elapsed() > Duration::from_secs(1) {
+            if self.cools && cooled.elapsed() > Duration::from_secs(1) {
                 cooled = Instant::now();
                 self.catalog.cool();
             }
@@ -138,8 +140,8 @@ impl Loader {
                         Err("its file has been replaced".to_owned())
                     }
                     // Whoever comes later may have mapped another, with its path and build-id.
-                    Kind::File { .. } if job.owner == Owner::Everyone && !compiled.everyones => {
-                        Err("its file is a user's by now".to_owned())
+                    Kind::File { .. } if !compiled.everyones && !is_still(job.owner, wanted) => {
+                        Err("its file is another user's by now".to_owned())
                     }
                     _ => Ok(compiled),
                 });
@@ -166,6 +168,12 @@ struct Compiled {
     table: Table,
     /// May be used for all users, and kept for later runs.
     everyones: bool,
+}
+
+/// Whether a file that is a user's was opened for a process of that user: the pid may have become another's.
+fn is_still(owner: Owner, wanted: &Wanted) -> bool {
+    let (Wanted::Mapped { pid, .. } | Wanted::Own { pid, .. }) = wanted;
+    !owner.takes_everyones_only() && Owner::of_process(*pid) == owner
 }
 
 /// Whether a file without a build-id is the one that was mapped.

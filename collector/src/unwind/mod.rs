@@ -74,12 +74,13 @@ impl Unwind {
         let stop = Arc::new(AtomicBool::new(false));
         let Sources { broker, compilers, cache } = sources;
         let (told, warmed) = mpsc::channel();
-        for compiler in compilers {
+        for (index, compiler) in compilers.into_iter().enumerate() {
             let loader = Loader {
                 catalog: Arc::clone(&catalog),
                 broker: Arc::clone(&broker),
                 compiler,
                 cache: cache.clone(),
+                cools: index == 0,
                 stop: Arc::clone(&stop),
             };
             let told = warm.then(|| told.clone());

@@ -5,11 +5,13 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 
+use rustix::fs::{AtFlags, StatxFlags, statx};
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use stackwire_collector_ebpf::tables::{CHUNKS, PAGES, RULES};
 
-use crate::process::user;
+use crate::process::{text, user};
 
 /// Parts of each map that are not one user's.
 pub const SHARES: u32 = 4;
@@ -21,15 +23,30 @@ pub enum Owner {
     Everyone,
     /// Those that act with the rights of this user.
     User(u32),
-    /// This one, whose user is not known.
-    Process(u32),
+    /// This one, whose user is hidden.
+    Hidden(u32),
+    /// Those that ended before they could be asked: only a file that is everyone's will do.
+    Gone,
 }
 
 impl Owner {
     /// Of files a process has mapped, before their owner is known.
     #[must_use]
     pub fn of_process(pid: u32) -> Self {
-        user::of(pid).map_or(Self::Process(pid), |users| Self::User(users.effective))
+        if let Some(users) = user::of(pid) {
+            return Self::User(users.saved);
+        }
+        let process = Pid::from_raw(pid as i32);
+        match process.map(test_kill_process) {
+            None | Some(Err(Errno::SRCH)) => Self::Gone,
+            _ => Self::Hidden(pid),
+        }
+    }
+
+    /// In whose name what it takes is counted: nobody gets more by not being known.
+    #[must_use]
+    pub fn payer(self) -> Self {
+        if let Self::Hidden(_) = self { Self::Gone } else { self }
     }
 
     /// Whether there is a limit to what they may have.
@@ -37,25 +54,44 @@ impl Owner {
     pub fn is_limited(self) -> bool {
         !matches!(self, Self::Everyone | Self::User(0))
     }
+
+    /// Whether only tables of files that are everyone's are theirs.
+    #[must_use]
+    pub fn takes_everyones_only(self) -> bool {
+        matches!(self, Self::Everyone | Self::Gone)
+    }
 }
 
 /// Whether a table of this file may be used for everybody: only root, or the collector's user, can have written it.
 ///
 /// # Errors
-/// Those of fstat(2) and fstatfs(2).
+/// Those of statx(2).
 pub fn is_everyones(file: &File) -> io::Result<bool> {
-    let found = file.metadata()?;
-    let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
-    let by_user = found.uid() == 0 || found.uid() == user.as_raw();
-    let by_group = found.mode() & 0o020 == 0 || found.gid() == 0 || found.gid() == group.as_raw();
-    let by_others = found.mode() & 0o002 != 0;
-    // The server of such a file system is a user's program, and says what it likes.
-    let is_fuse = rustix::fs::fstatfs(file)?.f_type == FUSE;
-    Ok(by_user && by_group && !by_others && !is_fuse)
+    // Without asking a file system that may not answer.
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let found = statx(file, c"", flags, StatxFlags::BASIC_STATS)?;
+    let user = rustix::process::geteuid().as_raw();
+    let by_others = u32::from(found.stx_mode) & 0o022 != 0;
+    // The init process sees the host; elsewhere what is mounted here will do.
+    let mounts = text::read("/proc/1/mountinfo").or_else(|_| text::read("/proc/self/mountinfo"))?;
+    let device = (found.stx_dev_major, found.stx_dev_minor);
+    Ok([0, user].contains(&found.stx_uid) && !by_others && is_trusted(&mounts, device))
 }
 
-/// `FUSE_SUPER_MAGIC` of include/uapi/linux/magic.h.
-const FUSE: rustix::fs::FsWord = 0x6573_5546;
+/// Whether the owners of files on a device are who they seem: it is mounted here, so that set-user-ID programs would work, and no
+/// user's program serves it. A user's own namespace has mounts with owners of the user's choice.
+fn is_trusted(mounts: &str, (major, minor): (u32, u32)) -> bool {
+    let device = format!("{major}:{minor}");
+    // proc_pid_mountinfo(5): the device is field 3, the options field 6, the type follows a dash.
+    mounts.lines().any(|line| {
+        let Some((mount, kind)) = line.split_once(" - ") else { return false };
+        let mut fields = mount.split(' ').skip(2);
+        let (of, options) = (fields.next(), fields.nth(2).unwrap_or("nosuid"));
+        of == Some(device.as_str())
+            && options.split(',').all(|option| option != "nosuid")
+            && !kind.starts_with("fuse")
+    })
+}
 
 /// What tables take of the maps.
 #[derive(Clone, Copy, Debug, Default)]
@@ -105,7 +141,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("program");
         std::fs::write(&path, b"x").unwrap();
-        for (mode, expected) in [(0o755, true), (0o775, true), (0o757, false)] {
+        for (mode, expected) in [(0o755, true), (0o775, false), (0o757, false)] {
             std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
             assert_eq!(is_everyones(&File::open(&path).unwrap()).unwrap(), expected, "{mode:o}");
         }
@@ -116,6 +152,23 @@ mod tests {
         }
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
         assert!(!is_everyones(&File::open(&path).unwrap()).unwrap());
+    }
+
+    #[test]
+    fn mounts_of_users_are_not_trusted() {
+        let mounts = "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n\
+            30 27 0:30 / /tmp rw,nosuid,nodev shared:5 - tmpfs tmpfs rw\n\
+            31 27 0:31 / /home/a/mnt rw shared:6 - fuse.bindfs x rw\n";
+        let trusted = |device| is_trusted(mounts, device);
+        assert!(trusted((254, 0)));
+        assert!(!trusted((0, 30)) && !trusted((0, 31)) && !trusted((0, 99)));
+    }
+
+    #[test]
+    fn a_process_that_is_gone_has_no_user() {
+        assert_eq!(Owner::of_process(4_000_001), Owner::Gone);
+        let own = rustix::process::geteuid().as_raw();
+        assert_eq!(Owner::of_process(std::process::id()), Owner::User(own));
     }
 
     #[test]

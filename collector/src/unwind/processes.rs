@@ -22,8 +22,8 @@ use crate::process::{Mapping, Processes};
 const MAX_MAPPINGS: u32 = MAPPINGS / 4;
 /// Likewise, executables that get a number of their own.
 const MAX_NUMBERS: usize = 2048;
-/// From so many on they are counted for the user, whom to ask for takes longer than all else.
-const MANY: u32 = 128;
+/// From so many on they are counted for the user, whom to ask for takes longer than all else; most have fewer.
+const MANY: u32 = 32;
 
 /// The kernel side's processes, as they were told.
 #[derive(Debug)]
@@ -76,8 +76,10 @@ impl Published {
 
     /// Tells what has changed since the last call; whether anything had.
     pub fn update(&mut self, processes: &mut Processes) -> bool {
-        let changed = processes.take_changed();
+        let mut changed: Vec<u32> = processes.take_changed().into_iter().collect();
         let any = !changed.is_empty();
+        // Children share what their parents have: it is the parent's user that counts.
+        changed.sort_by_key(|&pid| processes.known_mappings(pid).map(|(_, since_ns)| since_ns));
         for pid in changed {
             let known = processes.known_mappings(pid);
             match known.map(|(mappings, since_ns)| (Rc::clone(mappings), since_ns)) {
@@ -144,13 +146,14 @@ impl Published {
         }
         let user = LazyCell::new(|| Owner::of_process(pid));
         let entries = (mappings.len() as u32).max(1);
-        let owner = (entries >= MANY).then(|| *user);
-        let run =
-            if entries > MAX_MAPPINGS || owner.is_some_and(|owner| self.is_over(owner, entries)) {
-                None
-            } else {
-                self.take(entries)
-            };
+        let owner = (entries >= MANY).then(|| user.payer());
+        let run = if entries > MAX_MAPPINGS
+            || owner.is_some_and(|owner| self.is_over(owner, pid, entries))
+        {
+            None
+        } else {
+            self.take(entries)
+        };
         // Without room for them it has one, of everything, that says so.
         let (first, taken) =
             run.map(|first| (first, entries)).or_else(|| Some((self.take(1)?, 1)))?;
@@ -205,8 +208,12 @@ impl Published {
         rows
     }
 
-    fn is_over(&self, owner: Owner, entries: u32) -> bool {
-        let taken = self.taken.get(&owner).copied().unwrap_or(0);
+    /// Whether so many for a process more, which gives up what it has, is more than its user's share.
+    fn is_over(&self, owner: Owner, pid: u32, entries: u32) -> bool {
+        let before = self.by_pid.get(&pid).and_then(|place| self.areas.get(&place.area));
+        let before = before.filter(|area| area.owner == Some(owner) && area.users == 1);
+        let given_up = before.map_or(0, |area| area.taken);
+        let taken = self.taken.get(&owner).copied().unwrap_or(0) - given_up;
         owner.is_limited() && taken + entries > MAPPINGS / SHARES
     }
 

@@ -135,11 +135,18 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         .map(|wire| into.executable(reader.executable(wire)?).map_err(|e| reader.invalid(e)))
         .collect::<Result<_, _>>()?;
     let kernel_symbols = reader.hashes(&epoch.kernel_symbols)?;
+    let mut of_kernel = std::collections::HashSet::new();
     for (wire, &id) in epoch.executables.iter().zip(&executables) {
         into.unwind_missing(id, reader.reason(wire.unwind_missing)?);
-        if let Some(symbols) = reader.hash(&wire.symbols)? {
+        if let Some(symbols) = reader.hash(&wire.symbols)?
+            && of_kernel.insert(symbols)
+        {
             into.kernel_symbols(symbols, &kernel_symbols);
         }
+    }
+    // The kernel's with its modules, and BPF programs.
+    if of_kernel.len() > 2 {
+        return Err(reader.invalid("symbols of more than one kernel"));
     }
     let processes: Vec<ProcessId> = epoch
         .processes

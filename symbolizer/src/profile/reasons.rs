@@ -62,7 +62,7 @@ impl EndReason {
             Self::NoMappingsYet => "mapping not known yet: process or mapping too young",
             Self::TablesReplaced => "unwind tables replaced meanwhile",
             Self::UnknownSwitch => "code that changes stacks in an unknown way",
-            Self::OverShare => "no unwind table: the user's share of all tables is used up",
+            Self::OverShare => "no unwind table: limit of its user or process",
             Self::NotSaid => "not said by who took it",
         }
     }

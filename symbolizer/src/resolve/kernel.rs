@@ -71,7 +71,7 @@ pub(super) fn job(
             let resolutions: Option<Vec<_>> = offsets().map(by_kallsyms).collect();
             let Some(resolutions) = resolutions else {
                 let reason = match kallsyms {
-                    Some(_) => "its kallsyms snapshot was not sent",
+                    Some(_) => "its symbols were not sent",
                     None if !profile.origin.collector.is_empty() => {
                         "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
                     }

@@ -4,6 +4,7 @@
 //! As perf lays it out itself: `DIR/NAME/BUILD-ID/{elf,debug,kallsyms}`, and `DIR/.build-id/NN/REST` that leads there
 //! (`build-id.c`). Copies files, parses none.
 
+use std::collections::{BTreeSet, HashSet};
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 use std::path::{Component, Path, PathBuf};
@@ -66,7 +67,7 @@ pub fn lay_out(
                     && let Some(place) = place(directory, "[kernel.kallsyms]", id)?
                 {
                     let text = absolute(profile, &String::from_utf8_lossy(&snapshot));
-                    put(&place, "kallsyms", &mut text.as_bytes())?;
+                    add_symbols(&place, &text)?;
                 }
             }
             _ => {}
@@ -96,6 +97,33 @@ fn place(directory: &Path, name: &str, id: &[u8]) -> io::Result<Option<PathBuf>>
         // It may lead to the same file under another name.
         _ => Ok(Some(link)),
     }
+}
+
+/// What begins where a function ends whose neighbour is not in the profile: perf lets functions reach to the next.
+const UNNAMED: &str = "[unknown]";
+
+/// Adds kernel symbols to those that are there of other captures. A file that is whole, as perf writes it, stays.
+fn add_symbols(place: &Path, text: &str) -> io::Result<()> {
+    let path = place.join("kallsyms");
+    let before = match std::fs::read_to_string(&path) {
+        Ok(before) if !before.contains(UNNAMED) => return Ok(()),
+        Ok(before) => before,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+        Err(error) => return Err(error),
+    };
+    // Addresses have sixteen digits each.
+    let mut lines: BTreeSet<&str> = before.lines().chain(text.lines()).collect();
+    let named = lines.iter().filter(|line| !line.contains(UNNAMED));
+    let named: HashSet<&str> = named.filter_map(|line| line.get(..16)).collect();
+    lines.retain(|line| {
+        !line.contains(UNNAMED) || line.get(..16).is_some_and(|at| !named.contains(at))
+    });
+    let mut file = NamedTempFile::new_in(place)?;
+    for line in lines {
+        writeln!(file, "{line}")?;
+    }
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
 }
 
 /// Writes a file, whole or not at all, unless it is there.
@@ -129,9 +157,7 @@ fn absolute(profile: &Profile, snapshot: &str) -> String {
         else {
             continue;
         };
-        if name.is_empty() {
-            continue;
-        }
+        let name = if name.is_empty() { UNNAMED } else { name };
         if known.0 != module {
             known = (module, base(module));
         }

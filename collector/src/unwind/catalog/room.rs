@@ -30,6 +30,15 @@ pub(super) struct Place {
     rules: Vec<u16>,
 }
 
+impl Place {
+    /// Whether a table of the same build-id is the one that is here: one of a file with other segments would differ.
+    pub fn is_as(&self, table: &Table) -> bool {
+        self.word == pages_word(self.page, table.pages.len() as u32, table.base)
+            && self.amount.chunks == (table.rows.len() as u32).div_ceil(CHUNK)
+            && self.rules.len() == table.rules.len()
+    }
+}
+
 /// Why an executable has no table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NoRoom {
@@ -70,7 +79,7 @@ impl Inner {
         let rows = table.rows.iter();
         let rows: Vec<u32> =
             rows.map(|&of| row((of >> 16) as u16, rules[(of & 0xffff) as usize])).collect();
-        let owner = self.slots[number as usize].owner;
+        let owner = self.slots[number as usize].owner.payer();
         let word = pages_word(page, amount.pages, table.base);
         let place = Place { owner, word, page, chunk, amount, rules };
         let written =
@@ -86,18 +95,24 @@ impl Inner {
 
     /// Takes a table out of the maps, for all numbers that have it.
     pub(super) fn drop_table(&mut self, number: u32) {
-        let slot = &self.slots[number as usize];
-        let State::Ready(place) = &slot.state else { return };
+        let State::Ready(place) = &self.slots[number as usize].state else { return };
         let place = Arc::clone(place);
-        let all = self.numbers.get(&slot.kind).into_iter().flat_map(BTreeMap::values);
-        let having: Vec<u32> = all.copied().filter(|&other| self.has(other, &place)).collect();
-        for number in having {
+        let all = 0..self.slots.len() as u32;
+        for number in all.filter(|&number| self.has(number, &place)).collect::<Vec<_>>() {
             self.maps.set_executable(number, 0, state::NOT_YET);
             let slot = &mut self.slots[number as usize];
             slot.state = State::Wanting;
             slot.seen = self.maps.uses(number);
         }
         self.give_back(&place);
+    }
+
+    /// A number is to be that of another executable; its table stays if other numbers have it.
+    pub(super) fn leave_table(&mut self, number: u32) {
+        let State::Ready(place) = &self.slots[number as usize].state else { return };
+        if Arc::strong_count(place) == 1 {
+            self.drop_table(number);
+        }
     }
 
     fn has(&self, number: u32, table: &Arc<Place>) -> bool {
@@ -133,33 +148,39 @@ impl Inner {
     fn next_to_go(&self, number: u32, need: Amount) -> Result<u32, NoRoom> {
         let slot = &self.slots[number as usize];
         let heat = self.maps.uses(number).wrapping_sub(slot.seen);
-        let mut taken: BTreeMap<Owner, Amount> = BTreeMap::new();
-        let mut ready = Vec::new();
+        // A table is as hot as the hottest number that has it.
+        let mut ready: BTreeMap<*const Place, (bool, u64, u32, &Place)> = BTreeMap::new();
         for (number, slot) in self.slots.iter().enumerate() {
             if let State::Ready(place) = &slot.state {
-                // Everyone's counts for each number that has it; those with a share have one number a table.
-                let amount = taken.entry(place.owner).or_default();
-                *amount = amount.and(place.amount);
-                ready.push((number as u32, slot, place.owner));
+                let use_of = (slot.refs > 0, slot.heat, number as u32, &**place);
+                let most = ready.entry(Arc::as_ptr(place)).or_insert(use_of);
+                if (use_of.0, use_of.1) > (most.0, most.1) {
+                    *most = use_of;
+                }
             }
         }
+        let mut taken: BTreeMap<Owner, Amount> = BTreeMap::new();
+        for (.., place) in ready.values() {
+            let amount = taken.entry(place.owner).or_default();
+            *amount = amount.and(place.amount);
+        }
         let coldest_of = |owner: Option<Owner>| {
-            let of = ready.iter().filter(|(_, _, of)| owner.is_none_or(|owner| owner == *of));
-            of.min_by_key(|(_, slot, _)| (slot.refs > 0, slot.heat))
+            let of = ready.values().filter(|(.., of)| owner.is_none_or(|owner| owner == of.owner));
+            of.min_by_key(|(refs, heat, ..)| (*refs, *heat))
         };
-        let own = taken.get(&slot.owner).copied().unwrap_or_default();
-        if slot.owner.is_limited() && own.and(need).is_over_share() {
+        let payer = slot.owner.payer();
+        let own = taken.get(&payer).copied().unwrap_or_default();
+        if payer.is_limited() && own.and(need).is_over_share() {
             // Those that run keep theirs: tables that take each other's place would be compiled for ever.
-            let idle = coldest_of(Some(slot.owner)).filter(|(_, slot, _)| slot.refs == 0);
-            return idle.map(|(number, ..)| *number).ok_or(NoRoom::OverShare);
+            let idle = coldest_of(Some(payer)).filter(|(refs, ..)| !refs);
+            return idle.map(|(_, _, number, _)| *number).ok_or(NoRoom::OverShare);
         }
         let over =
             taken.iter().filter(|(owner, amount)| owner.is_limited() && amount.is_over_share());
         let most = over.max_by_key(|(_, amount)| amount.part()).map(|(owner, _)| *owner);
         let next = coldest_of(most);
-        let next =
-            next.filter(|(_, slot, _)| most.is_some() || slot.refs == 0 || slot.heat <= heat);
+        let next = next.filter(|(refs, of, ..)| most.is_some() || !refs || *of <= heat);
         let none = || NoRoom::Other("no room for its unwind table".to_owned());
-        next.map(|(number, ..)| *number).ok_or_else(none)
+        next.map(|(_, _, number, _)| *number).ok_or_else(none)
     }
 }
