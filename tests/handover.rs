@@ -426,6 +426,8 @@ fn kernel_symbols_are_those_samples_touch_and_are_in_every_capture() {
         Ran::of(Command::new(binary("stackwire-collector")).args([
             "--all",
             "--duration=1s",
+            // Whatever else runs is not what is weighed.
+            "--share-executables=never",
             "--epoch=300ms",
             &to,
         ]))
