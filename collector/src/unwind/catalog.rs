@@ -46,10 +46,14 @@ impl Job {
     /// GNU build-id, empty when it has none.
     #[must_use]
     pub fn build_id(&self) -> &[u8] {
-        match &self.kind {
-            Kind::File { build_id, .. } => build_id,
-            _ => &[],
-        }
+        build_id(&self.kind)
+    }
+}
+
+fn build_id(kind: &Kind) -> &[u8] {
+    match kind {
+        Kind::File { build_id, .. } => build_id,
+        _ => &[],
     }
 }
 
@@ -251,7 +255,7 @@ impl Catalog {
     pub fn install(&self, number: u32, table: &Table, everyones: bool) {
         let mut inner = self.lock();
         if everyones {
-            inner.is_everyones(number);
+            inner.becomes_everyones(number);
         }
         let shared = if everyones { inner.shared(number, table) } else { None };
         match shared.map_or_else(|| inner.place(number, table), Ok) {
@@ -402,7 +406,7 @@ impl Inner {
     }
 
     /// The number of a user's executable becomes everyone's, unless there is one.
-    fn is_everyones(&mut self, number: u32) {
+    fn becomes_everyones(&mut self, number: u32) {
         let slot = &mut self.slots[number as usize];
         let Some(numbers) = self.numbers.get_mut(&slot.kind) else { return };
         if !numbers.contains_key(&Owner::Everyone) {
@@ -414,15 +418,12 @@ impl Inner {
 
     /// Where everyone's table of a build-id is already, at whatever path its file was met.
     fn shared(&self, number: u32, table: &Table) -> Option<Arc<Place>> {
-        let build_id = |kind: &Kind| match kind {
-            Kind::File { build_id, .. } if !build_id.is_empty() => Some(build_id.clone()),
-            _ => None,
-        };
-        let wanted = build_id(&self.slots[number as usize].kind)?;
-        self.slots.iter().find_map(|slot| match &slot.state {
+        let wanted = build_id(&self.slots[number as usize].kind);
+        let mut slots = self.slots.iter().filter(|_| !wanted.is_empty());
+        slots.find_map(|slot| match &slot.state {
             State::Ready(place)
                 if place.owner == Owner::Everyone
-                    && build_id(&slot.kind).as_ref() == Some(&wanted)
+                    && build_id(&slot.kind) == wanted
                     && place.is_as(table) =>
             {
                 Some(Arc::clone(place))

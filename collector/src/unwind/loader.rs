@@ -156,7 +156,8 @@ impl Loader {
     }
 
     fn compile_file(&self, file: &File) -> Result<Compiled, String> {
-        let everyones = is_everyones(file).map_err(|error| error.to_string())?;
+        // Who can have written it is not known then.
+        let everyones = is_everyones(file).unwrap_or(false);
         let bytes = self.compiler.compile(file)?;
         let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
         Ok(Compiled { bytes, table, everyones })
