@@ -39,6 +39,8 @@ mod kernel_stacks;
 mod labels;
 /// Both crates as libraries.
 mod library;
+/// Processes that have just begun, of programs met before.
+mod newborn;
 /// Whom `record` samples, what it says in the end and leaves behind, code without names.
 mod newcomers;
 /// Signal handlers, execve, io_uring workers: registers that are not where they usually are.

@@ -48,7 +48,7 @@ fn read(command: &mut Command, capture: &str, what: &[&str], cache: &Path) -> (S
 
 /// The report, and where the pprof is.
 #[track_caller]
-fn read_into(
+pub(crate) fn read_into(
     directory: &Path,
     command: &mut Command,
     capture: &str,

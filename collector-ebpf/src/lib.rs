@@ -7,6 +7,7 @@
 
 pub mod tables;
 pub mod unwind;
+pub mod vma;
 
 /// Frames of user stack a sample may carry, the interrupted instruction included.
 pub const MAX_USER_FRAMES: usize = 1024;
@@ -166,8 +167,8 @@ pub struct Config {
     pub task_fsbase: u32,
     /// Offset of `mm`.
     pub task_mm: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// The collector, in the initial pid namespace.
+    pub collector: u32,
 }
 
 /// How user stacks are walked.
@@ -201,7 +202,7 @@ impl Config {
             self.unwind,
             self.task_fsbase,
             self.task_mm,
-            self.reserved,
+            self.collector,
         ];
         for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             slot.copy_from_slice(&word.to_ne_bytes());

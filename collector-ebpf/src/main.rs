@@ -18,6 +18,8 @@ mod targets;
 #[cfg(target_arch = "bpf")]
 mod task;
 #[cfg(target_arch = "bpf")]
+mod tree;
+#[cfg(target_arch = "bpf")]
 mod user_stack;
 
 #[cfg(target_arch = "bpf")]

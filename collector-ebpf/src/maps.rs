@@ -4,10 +4,13 @@ use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
 use stackwire_collector_ebpf::unwind::{Cursor, Rule, SignalFrame};
+use stackwire_collector_ebpf::vma::{self, FILES, Layout, Question};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES,
     RING_BYTES, SampleHeader,
 };
+
+use crate::tree::Search;
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
 #[repr(C)]
@@ -98,6 +101,33 @@ pub static INHERITED: Array<tables::Inherited> = Array::with_max_entries(tables:
 #[map]
 pub static GENERATION: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
 
+/// Files whose executables have numbers. Written by the collector, through mmap.
+#[map]
+pub static KNOWN_FILES: Array<vma::File> = Array::with_max_entries(FILES, BPF_F_MMAPABLE);
+#[map]
+pub static QUESTION: Array<Question> = Array::with_max_entries(1, BPF_F_MMAPABLE);
+/// Room to search the kernel's tree of mappings: the sampler's, and that of answers to the collector.
+#[map]
+pub static SEARCH: PerCpuArray<Search> = PerCpuArray::with_max_entries(2, 0);
+
+#[unsafe(no_mangle)]
+pub static LAYOUT: Layout = Layout {
+    mm_root: 0,
+    mm_vdso: 0,
+    vma_start: 0,
+    vma_end: 0,
+    vma_mm: 0,
+    vma_flags: 0,
+    vma_page: 0,
+    vma_file: 0,
+    file_inode: 0,
+    inode_number: 0,
+    inode_device: 0,
+    inode_seconds: 0,
+    inode_nanoseconds: 0,
+    device_number: 0,
+};
+
 #[unsafe(no_mangle)]
 static CONFIG: Config = Config {
     cgroup_id: 0,
@@ -112,7 +142,7 @@ static CONFIG: Config = Config {
     unwind: 0,
     task_fsbase: 0,
     task_mm: 0,
-    reserved: 0,
+    collector: 0,
 };
 
 /// The configuration the collector wrote before load.

@@ -12,9 +12,10 @@ use stackwire_collector_ebpf::tables::{
     process_word,
 };
 
-use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES};
+use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config};
 use crate::sample::is_exec;
 use crate::task::Task;
+use crate::tree;
 
 /// First mapping and number of mappings of a process, if they are those of the program it runs now.
 #[inline(always)]
@@ -95,8 +96,14 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
 /// Until the collector has heard of it, mappings of the old program must not be taken for those of the new.
 ///
 /// Not `sched_process_exec`, which comes after the side-band records of the first mappings.
+///
+/// The collector names itself anew when it asks something.
 #[raw_tracepoint(tracepoint = "task_rename")]
 pub fn note_exec(ctx: RawTracePointContext) -> i32 {
+    if ctx.tgid() == config().collector {
+        tree::answer();
+        return 0;
+    }
     // SAFETY: `bpf_task_pt_regs` is given the current task, as it demands; bpf_probe_read_kernel checks the address.
     let saved = unsafe {
         let saved = bpf_task_pt_regs(bpf_get_current_task_btf()) as *const pt_regs;

@@ -72,7 +72,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     let interrupted = unsafe { &(*ctx.ctx).regs };
     if interrupted.cs & USER_MODE == USER_MODE {
         walk_from(scratch, Task(task as u64), pid, interrupted);
-    } else if !Task(task as u64).is_kernel_thread() && Task(task as u64).has_memory() {
+    } else if !Task(task as u64).is_kernel_thread() && Task(task as u64).memory().is_some() {
         // The interrupted registers are the kernel's; the user's were saved when it was entered.
         // SAFETY: `task` is the current task, as the helper demands.
         let saved = unsafe { bpf_task_pt_regs(task) } as *const pt_regs;

@@ -15,6 +15,7 @@ use crate::maps::{
     EXECUTABLES, MAPPINGS, PAGES, ROWS, RULES, SCRATCH, Scratch, TableWalk, WALKING, config,
 };
 use crate::processes::{find_process, generation};
+use crate::tree;
 
 /// Frames a program walks. The kernel allows 33 tail calls, which cover MAX_USER_FRAMES.
 const STEP: u64 = 32;
@@ -80,6 +81,8 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
             scratch.tables.first = first;
             scratch.tables.count = count;
         }
+        // One that has just become another program: the kernel knows its mappings all the same.
+        None if tree::is_there() => {}
         None => scratch.walk.end = UserEnd::NoMappingsYet as u64,
     }
 }
@@ -124,9 +127,13 @@ fn frame(scratch: &mut Scratch) -> u64 {
     let ip = scratch.tables.cursor.lookup_ip();
     let inside = ip >= scratch.tables.mapping.start && ip < scratch.tables.mapping.end;
     if !inside && !find_mapping(&mut scratch.tables, ip) {
-        // What runs is code: its mapping has not been told.
         let runs = scratch.tables.cursor.exact != 0;
-        return if runs { UserEnd::NoMappingsYet } else { UserEnd::NotCode } as u64;
+        match tree::find_in_tree(ip) {
+            tree::FOUND => {}
+            tree::UNKNOWN => return UserEnd::NoMappingsYet as u64,
+            // What runs is code: its mapping has not been told.
+            _ => return if runs { UserEnd::NoMappingsYet } else { UserEnd::NotCode } as u64,
+        }
     }
     let (executable, file_offset) = tables::mapping_of(scratch.tables.mapping.word);
     let end = if executable == tables::ANONYMOUS {

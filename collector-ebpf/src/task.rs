@@ -32,9 +32,9 @@ impl Task {
             .unwrap_or(0)
     }
 
-    /// Whether it has memory of its own yet, or still: none as it ends.
-    pub fn has_memory(self) -> bool {
-        self.read::<u64>(config().task_mm).is_some_and(|mm| mm != 0)
+    /// Its `struct mm_struct`; none before it has memory of its own, and as it ends.
+    pub fn memory(self) -> Option<u64> {
+        self.read(config().task_mm).filter(|&mm| mm != 0)
     }
 
     /// Where the thread's own variables are; 0 if unreadable.

@@ -224,6 +224,23 @@ pub(crate) fn hops() -> &'static [PathBuf; 2] {
     })
 }
 
+/// `brief`, with frames of two sizes.
+pub(crate) fn briefs() -> &'static [PathBuf; 2] {
+    static BUILT: OnceLock<[PathBuf; 2]> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        [("small", 40), ("large", 400)].map(|(name, frame)| {
+            let out = output(&format!("brief_{name}"));
+            run(Command::new("gcc")
+                .args(["-O2", "-g", &format!("-DFRAME={frame}")])
+                .arg(source("brief.c"))
+                .arg("-o")
+                .arg(&out)
+                .arg("-lm"));
+            out
+        })
+    })
+}
+
 /// A program of `fixtures/attacks`.
 pub(crate) fn attack(name: &str) -> PathBuf {
     static BUILT: std::sync::Mutex<()> = std::sync::Mutex::new(());

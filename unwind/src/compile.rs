@@ -52,6 +52,14 @@ const RIP: Register = Register(16);
 const ENTRY: u64 = 48;
 const RBP_: Register = Register(RBP as u16);
 
+/// The GNU build-id of an executable, empty when it has none.
+///
+/// # Errors
+/// See [`CompileError`].
+pub fn build_id(file: &File) -> Result<Vec<u8>, CompileError> {
+    Elf::open(file).map(|elf| elf.build_id)
+}
+
 /// Compiles the table of an executable.
 ///
 /// # Errors

@@ -14,6 +14,6 @@ mod shared;
 mod table;
 mod v8;
 
-pub use compile::{CompileError, compile};
+pub use compile::{CompileError, build_id, compile};
 pub use shared::Shared;
 pub use table::{Table, TableError, VERSION};

@@ -1,6 +1,6 @@
 //! Offsets of struct members, read from the kernel's BTF.
 //!
-//! Pure: bytes in, numbers out. Reads just as much BTF as `struct task_struct` needs; aya's own
+//! Pure: bytes in, numbers out. Reads structs, unions and their other names, no more; aya's own
 //! reader keeps member offsets to itself, and the one published BTF crate is LGPL.
 //! Format: Documentation/bpf/btf.rst. Called by `sampler/object.rs`.
 
@@ -27,38 +27,81 @@ pub enum BtfError {
 const MAGIC: u16 = 0xeb9f;
 const KIND_STRUCT: u32 = 4;
 const KIND_UNION: u32 = 5;
+const KIND_TYPEDEF: u32 = 8;
 
-/// Byte offsets of `members` in `struct name`, members of anonymous structs and unions included; `thread.fsbase` is one
-/// of a struct within.
-///
-/// # Errors
-/// See [`BtfError`]; a bit-field that starts inside a byte counts as missing.
-pub fn member_offsets<const N: usize>(
-    btf: &[u8],
-    name: &str,
-    members: [&str; N],
-) -> Result<[u32; N], BtfError> {
-    let reader = Reader::new(btf)?;
-    let structs = reader.index()?;
-    let root = structs
-        .iter()
-        .copied()
-        .flatten()
-        .find(|found| found.kind == KIND_STRUCT && reader.is_name(found.name, name))
-        .ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
-    let mut offsets = [0; N];
-    for (slot, member) in offsets.iter_mut().zip(members) {
-        let missing = || BtfError::NoMember { name: name.to_owned(), member: member.to_owned() };
-        let (mut bits, mut within) = (0, Some(root));
-        for part in member.split('.') {
-            let found = reader.find(&structs, within.ok_or_else(missing)?, part, 0)?;
-            let (more, kind) = found.ok_or_else(missing)?;
-            bits += more;
-            within = structs.get(kind as usize).copied().flatten();
-        }
-        *slot = Some(bits).filter(|bits| bits % 8 == 0).ok_or_else(missing)? / 8;
+/// The types of a kernel.
+pub struct Btf<'a> {
+    reader: Reader<'a>,
+    types: Vec<Type>,
+}
+
+impl<'a> Btf<'a> {
+    /// Reads it once.
+    ///
+    /// # Errors
+    /// [`BtfError::Malformed`].
+    pub fn new(bytes: &'a [u8]) -> Result<Self, BtfError> {
+        let reader = Reader::new(bytes)?;
+        let types = reader.index()?;
+        Ok(Self { reader, types })
     }
-    Ok(offsets)
+
+    /// Byte offsets of `members` in `struct name`, members of anonymous structs and unions included; `thread.fsbase` is one
+    /// of a struct within.
+    ///
+    /// # Errors
+    /// See [`BtfError`]; a bit-field that starts inside a byte counts as missing.
+    pub fn offsets<const N: usize>(
+        &self,
+        name: &str,
+        members: [&str; N],
+    ) -> Result<[u32; N], BtfError> {
+        let root = self.types.iter().find_map(|found| match found {
+            Type::Composite(found)
+                if found.kind == KIND_STRUCT && self.reader.is_name(found.name, name) =>
+            {
+                Some(*found)
+            }
+            _ => None,
+        });
+        let root = root.ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
+        let mut offsets = [0; N];
+        for (slot, member) in offsets.iter_mut().zip(members) {
+            let missing =
+                || BtfError::NoMember { name: name.to_owned(), member: member.to_owned() };
+            let (mut bits, mut within) = (0, Some(root));
+            for part in member.split('.') {
+                let found = self.reader.find(&self.types, within.ok_or_else(missing)?, part, 0)?;
+                let (more, kind) = found.ok_or_else(missing)?;
+                bits += more;
+                within = composite(&self.types, kind);
+            }
+            *slot = Some(bits).filter(|bits| bits % 8 == 0).ok_or_else(missing)? / 8;
+        }
+        Ok(offsets)
+    }
+}
+
+/// A type by its id; ids count from 1.
+#[derive(Clone, Copy)]
+enum Type {
+    Composite(Composite),
+    /// Another name of this one.
+    Typedef(u32),
+    /// Without members.
+    Other,
+}
+
+/// The struct or union of a type, whatever its names.
+fn composite(types: &[Type], mut id: u32) -> Option<Composite> {
+    for _ in 0..8 {
+        match types.get(id as usize)? {
+            Type::Composite(found) => return Some(*found),
+            Type::Typedef(of) => id = *of,
+            Type::Other => return None,
+        }
+    }
+    None
 }
 
 /// A struct or union: where its members are.
@@ -106,21 +149,23 @@ impl<'a> Reader<'a> {
         self.bytes.get(at..end) == Some(name.as_bytes()) && self.bytes.get(end) == Some(&0)
     }
 
-    /// Every type by id, structs and unions only; ids count from 1.
-    fn index(&self) -> Result<Vec<Option<Composite>>, BtfError> {
-        let mut found = vec![None];
+    fn index(&self) -> Result<Vec<Type>, BtfError> {
+        let mut found = vec![Type::Other];
         let mut at = self.types.start;
         while at < self.types.end {
             let (name, info) = (self.word(at)?, self.word(at + 4)?);
             let (kind, count) = ((info >> 24) & 0x1f, (info & 0xffff) as usize);
-            let composite = matches!(kind, KIND_STRUCT | KIND_UNION);
-            found.push(composite.then_some(Composite {
-                kind,
-                name,
-                members_at: at + 12,
-                member_count: count,
-                bit_fields: info >> 31 == 1,
-            }));
+            found.push(match kind {
+                KIND_STRUCT | KIND_UNION => Type::Composite(Composite {
+                    kind,
+                    name,
+                    members_at: at + 12,
+                    member_count: count,
+                    bit_fields: info >> 31 == 1,
+                }),
+                KIND_TYPEDEF => Type::Typedef(self.word(at + 8)?),
+                _ => Type::Other,
+            });
             // Bytes behind the 12 every type has, by kind: int, ptr, array, struct, union, enum, …
             at += 12
                 + match kind {
@@ -138,7 +183,7 @@ impl<'a> Reader<'a> {
     /// Bit offset and type of `member` in `within`; nested anonymous structs are searched, to a depth of 8.
     fn find(
         &self,
-        types: &[Option<Composite>],
+        types: &[Type],
         within: Composite,
         member: &str,
         depth: usize,
@@ -150,7 +195,7 @@ impl<'a> Reader<'a> {
             if name != 0 && self.is_name(name, member) {
                 return Ok(Some((offset, kind)));
             }
-            let inner = types.get(kind as usize).copied().flatten();
+            let inner = composite(types, kind);
             if let (0, Some(inner), true) = (name, inner, depth < 8)
                 && let Some((found, kind)) = self.find(types, inner, member, depth + 1)?
             {
@@ -168,13 +213,15 @@ mod tests {
 
     use super::*;
 
-    /// `struct task { union { int a; int b; }; int flags; }`, written by hand.
+    /// `typedef union { int b; } other; struct task { int flags; union { int b; }; other of; }`, written by hand.
     fn sample() -> Vec<u8> {
-        let strings = b"\0task\0flags\0b\0";
+        let strings = b"\0task\0flags\0b\0of\0";
         let types: Vec<u32> = [
-            vec![0, 1 << 24, 4, 32],                                 // 1: int
-            vec![0, (KIND_UNION << 24) | 1, 4, 12, 1, 0],            // 2: union { int b }
-            vec![1, (KIND_STRUCT << 24) | 2, 8, 0, 2, 64, 6, 1, 32], // 3: struct task
+            vec![0, 1 << 24, 4, 32],                      // 1: int
+            vec![0, (KIND_UNION << 24) | 1, 4, 12, 1, 0], // 2: union { int b }
+            vec![0, KIND_TYPEDEF << 24, 2],               // 3: typedef of it
+            // 4: struct task
+            vec![1, (KIND_STRUCT << 24) | 3, 16, 0, 2, 64, 6, 1, 32, 14, 3, 96],
         ]
         .concat();
         let mut bytes = Vec::new();
@@ -191,31 +238,33 @@ mod tests {
 
     #[test]
     fn finds_members_and_members_of_anonymous_unions() {
-        assert_eq!(member_offsets(&sample(), "task", ["flags", "b"]).unwrap(), [4, 8]);
+        let sample = sample();
+        let btf = Btf::new(&sample).unwrap();
+        assert_eq!(btf.offsets("task", ["flags", "b", "of.b"]).unwrap(), [4, 8, 12]);
         assert_eq!(
-            member_offsets(&sample(), "task", ["mm"]).unwrap_err().to_string(),
+            btf.offsets("task", ["mm"]).unwrap_err().to_string(),
             "kernel BTF has no member mm in struct task"
         );
-        assert!(matches!(member_offsets(&sample(), "mm", ["b"]), Err(BtfError::NoStruct(_))));
+        assert!(matches!(btf.offsets("mm", ["b"]), Err(BtfError::NoStruct(_))));
     }
 
     #[test]
     fn the_running_kernel_has_what_the_programs_need() {
-        let Ok(btf) = std::fs::read("/sys/kernel/btf/vmlinux") else { return };
+        let Ok(bytes) = std::fs::read("/sys/kernel/btf/vmlinux") else { return };
         let members = ["flags", "pid", "tgid", "thread", "thread.fsbase"];
-        let [flags, pid, tgid, thread, fsbase] =
-            member_offsets(&btf, "task_struct", members).unwrap();
+        let btf = Btf::new(&bytes).unwrap();
+        let [flags, pid, tgid, thread, fsbase] = btf.offsets("task_struct", members).unwrap();
         assert_eq!(tgid, pid + 4);
         assert!(flags < pid && thread < fsbase);
     }
 
     proptest! {
         #[test]
-        fn never_panics(cut in 0usize..200, at in 0usize..100, value: u8) {
+        fn never_panics(cut in 0usize..250, at in 0usize..150, value: u8) {
             let mut bytes = sample();
             bytes.truncate(cut);
             if let Some(byte) = bytes.get_mut(at) { *byte = value; }
-            let _ = member_offsets(&bytes, "task", ["flags", "b"]);
+            let _ = Btf::new(&bytes).and_then(|btf| btf.offsets("task", ["flags", "b", "of.b"]));
         }
     }
 }

@@ -60,6 +60,12 @@ impl Mapped {
         Ok(Self { base, length })
     }
 
+    /// Where it is.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.base.addr().get() as u64
+    }
+
     /// The 8 bytes at `offset`, which must be a multiple of 8.
     #[must_use]
     pub fn atomic(&self, offset: usize) -> &AtomicU64 {

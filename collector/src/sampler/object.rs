@@ -8,9 +8,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
 use aya::programs::{PerfEvent as PerfEventProgram, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
+use stackwire_collector_ebpf::vma::Layout;
 use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, Unwind};
 
-use super::btf::{BtfError, member_offsets};
+use super::btf::{Btf, BtfError};
 use super::mapped::Mapped;
 use crate::unwind::Descriptors;
 
@@ -74,15 +75,16 @@ impl Object {
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
         // aya reads the kernel's BTF whether it needs it or not, which takes as long as all the rest:
         // the offsets are read meanwhile.
-        let (config, mut loader) = std::thread::scope(|scope| {
-            let config = scope.spawn(|| config_with_offsets(filter));
+        let ((config, layout), mut loader) = std::thread::scope(|scope| {
+            let offsets = scope.spawn(|| offsets(filter));
             let loader = EbpfLoader::new();
-            let config = config.join().map_err(|_cause| missing("BTF"));
-            config.and_then(|config| config).map(|config| (config, loader))
+            let offsets = offsets.join().map_err(|_cause| missing("BTF"));
+            offsets.and_then(|offsets| offsets).map(|offsets| (offsets, loader))
         })?;
-        let bytes = config.to_bytes();
+        let (bytes, layout) = (config.to_bytes(), layout.to_bytes());
         let mut ebpf = loader
             .override_global("CONFIG", bytes.as_slice(), true)
+            .override_global("LAYOUT", layout.as_slice(), true)
             .load(OBJECT)
             .map_err(load_error)?;
 
@@ -150,6 +152,8 @@ impl Object {
             rows: take("ROWS")?,
             rules: take("RULES")?,
             generation: take("GENERATION")?,
+            known_files: take("KNOWN_FILES")?,
+            question: take("QUESTION")?,
         })
     }
 
@@ -187,13 +191,14 @@ impl Object {
     }
 }
 
-/// The configuration with the offsets of the running kernel.
-fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
-    let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
+/// The configuration with the offsets of the running kernel, and those of its tree of mappings.
+fn offsets(filter: &Filter) -> Result<(Config, Layout), LoadError> {
+    let bytes = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
+    let btf = Btf::new(&bytes)?;
     let members = ["flags", "pid", "tgid", "group_leader", "start_boottime", "thread.fsbase", "mm"];
     let [flags, pid, tgid, group_leader, start_boottime, fsbase, mm] =
-        member_offsets(&btf, "task_struct", members)?;
-    Ok(Config {
+        btf.offsets("task_struct", members)?;
+    let config = Config {
         task_flags: flags,
         task_pid: pid,
         task_tgid: tgid,
@@ -201,7 +206,47 @@ fn config_with_offsets(filter: &Filter) -> Result<Config, LoadError> {
         task_start_boottime: start_boottime,
         task_fsbase: fsbase,
         task_mm: mm,
+        collector: std::process::id(),
         ..filter.config
+    };
+    // Kernels older than 6.1 have another tree: mappings are known there when the collector has told them.
+    Ok((config, layout(&btf).unwrap_or_default()))
+}
+
+fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
+    // Nodes as they are known, or none at all.
+    let known = btf.offsets("maple_range_64", ["pivot", "slot"])? == [8, 128]
+        && btf.offsets("maple_arange_64", ["pivot", "slot"])? == [8, 80];
+    if !known {
+        return Ok(Layout::default());
+    }
+    let [mm_root, mm_vdso] = btf.offsets("mm_struct", ["mm_mt.ma_root", "context.vdso"])?;
+    let members = ["vm_start", "vm_end", "vm_mm", "vm_flags", "vm_pgoff", "vm_file"];
+    let [vma_start, vma_end, vma_mm, vma_flags, vma_page, vma_file] =
+        btf.offsets("vm_area_struct", members)?;
+    let [file_inode] = btf.offsets("file", ["f_inode"])?;
+    let [inode_number, inode_device] = btf.offsets("inode", ["i_ino", "i_sb"])?;
+    // Since 6.11; since 6.6; before that.
+    let [inode_seconds, inode_nanoseconds] = btf
+        .offsets("inode", ["i_ctime_sec", "i_ctime_nsec"])
+        .or_else(|_| btf.offsets("inode", ["__i_ctime.tv_sec", "__i_ctime.tv_nsec"]))
+        .or_else(|_| btf.offsets("inode", ["i_ctime.tv_sec", "i_ctime.tv_nsec"]))?;
+    let [device_number] = btf.offsets("super_block", ["s_dev"])?;
+    Ok(Layout {
+        mm_root,
+        mm_vdso,
+        vma_start,
+        vma_end,
+        vma_mm,
+        vma_flags,
+        vma_page,
+        vma_file,
+        file_inode,
+        inode_number,
+        inode_device,
+        inode_seconds,
+        inode_nanoseconds,
+        device_number,
     })
 }
 

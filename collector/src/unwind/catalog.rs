@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
+use stackwire_collector_ebpf::vma::{EVERYONE, FileKey};
 use stackwire_unwind::Table;
 
 use self::room::{NoRoom, Place};
@@ -118,6 +119,8 @@ struct Slot {
     refs: u32,
     /// On disk, by [`Catalog::next_idle`].
     looked_for: bool,
+    /// By the kernel's name for its file, by [`Catalog::next_nameless`].
+    named: bool,
     /// Its file takes long to open.
     slow: bool,
     failures: u32,
@@ -234,6 +237,22 @@ impl Catalog {
         Some(Job { number: number as u32, kind, owner, wanted: Vec::new(), slow: false })
     }
 
+    /// An executable that has its table, and of which nobody has asked what the kernel calls its file, each once, the one
+    /// used most first.
+    pub fn next_nameless(&self) -> Option<Job> {
+        let mut inner = self.lock();
+        let Inner { slots, maps, .. } = &mut *inner;
+        let nameless = slots.iter_mut().enumerate().filter(|(_, slot)| {
+            !slot.named && matches!(slot.state, State::Ready(_)) && !slot.wanted.is_empty()
+        });
+        let (number, slot) =
+            nameless.max_by_key(|(number, slot)| (maps.uses(*number as u32), slot.refs))?;
+        slot.named = true;
+        let wanted = slot.wanted.iter().rev().cloned().collect();
+        let (kind, owner) = (slot.kind.clone(), slot.owner);
+        Some(Job { number: number as u32, kind, owner, wanted, slow: false })
+    }
+
     /// Its file takes long to open: all others come first.
     pub fn postpone(&self, number: u32) {
         let slot = &mut self.lock().slots[number as usize];
@@ -265,6 +284,20 @@ impl Catalog {
             }
             Err(why) => inner.fail(number, why),
         }
+    }
+
+    /// What the kernel calls the file of an executable, `everyones` as for its table; whether that is of use.
+    pub fn name(&self, number: u32, key: FileKey, everyones: bool) -> bool {
+        let mut inner = self.lock();
+        let slot = &mut inner.slots[number as usize];
+        slot.named = true;
+        let user = match slot.owner {
+            Owner::Everyone if everyones => EVERYONE,
+            Owner::User(user) => user,
+            _ => return false,
+        };
+        inner.maps.files.insert(key, number, user);
+        true
     }
 
     /// Notes that there is none, and why.
@@ -324,6 +357,7 @@ impl Slot {
             wanted: Vec::new(),
             refs: 0,
             looked_for: false,
+            named: false,
             slow: false,
             failures: 0,
             state: State::Wanting,
@@ -397,6 +431,7 @@ impl Inner {
 
     /// Its executable has this number no more.
     fn forget(&mut self, number: u32) {
+        self.maps.files.forget(number);
         let Slot { kind, owner, .. } = &self.slots[number as usize];
         let Some(numbers) = self.numbers.get_mut(kind) else { return };
         numbers.remove(owner);

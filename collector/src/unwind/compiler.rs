@@ -15,7 +15,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, Resource, Rlimit, WaitOptions, setrlimit, waitpid};
 use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
 use stackwire_rights::capabilities;
-use stackwire_unwind::{Table, compile};
+use stackwire_unwind::{build_id, compile};
 
 use crate::channel::{self, ends, readable, receive};
 
@@ -27,6 +27,10 @@ const PATIENCE: Duration = Duration::from_secs(12);
 const MAX_MEMORY: u64 = 1 << 30;
 /// Largest table taken from it.
 const MAX_TABLE: u64 = 64 << 20;
+
+/// What is asked of a file: its table, or its build-id.
+const COMPILE: u8 = 0;
+const IDENTIFY: u8 = 1;
 
 /// The way to the compiler.
 #[derive(Debug)]
@@ -44,15 +48,28 @@ impl Compiler {
         Ok(Self { socket: channel::start(c"sw-unwind", serve)?, serial: Cell::new(0) })
     }
 
-    /// Compiles the table of a file, as bytes that [`Table::parse`] is yet to check.
+    /// Compiles the table of a file, as bytes that [`Table::parse`](stackwire_unwind::Table::parse) is yet to check.
     ///
     /// # Errors
     /// In words for the report.
     pub fn compile(&self, file: &File) -> Result<Vec<u8>, String> {
+        self.ask(file, COMPILE)
+    }
+
+    /// The build-id of a file, empty when it has none.
+    ///
+    /// # Errors
+    /// In words for the report.
+    pub fn build_id(&self, file: &File) -> Result<Vec<u8>, String> {
+        self.ask(file, IDENTIFY)
+    }
+
+    fn ask(&self, file: &File, what: u8) -> Result<Vec<u8>, String> {
         let gone = |error: rustix::io::Errno| format!("the unwind compiler is gone: {error}");
         self.serial.set(self.serial.get() + 1);
         let serial = self.serial.get().to_ne_bytes();
-        channel::send(&self.socket, &serial, Some(file.as_fd())).map_err(gone)?;
+        let request = [&serial[..], &[what]].concat();
+        channel::send(&self.socket, &request, Some(file.as_fd())).map_err(gone)?;
         let deadline = Instant::now() + PATIENCE;
         let mut table = loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -82,7 +99,8 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
         if message.is_empty() {
             return Ok(()); // the collector is gone
         }
-        let (Some(file), Some(serial)) = (file, message.first_chunk::<8>()) else { continue };
+        let parts = message.split_first_chunk::<8>();
+        let (Some(file), Some((serial, [what]))) = (file, parts) else { continue };
         let answer = |reason: &str, table: Option<BorrowedFd<'_>>| {
             channel::send(socket, &[serial, reason.as_bytes()].concat(), table)
         };
@@ -90,8 +108,8 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
         match unsafe { libc::fork() } {
             -1 => answer(&io::Error::last_os_error().to_string(), None)?,
             0 => {
-                let code = match in_child(&file) {
-                    Ok(table) => answer("", Some(table.as_fd())),
+                let code = match in_child(&file, *what) {
+                    Ok(found) => answer("", Some(found.as_fd())),
                     Err(reason) => answer(&reason, None),
                 };
                 // SAFETY: ends this process; nothing of the parent's is run.
@@ -114,15 +132,19 @@ fn serve(socket: &OwnedFd) -> io::Result<()> {
     }
 }
 
-fn in_child(file: &File) -> Result<OwnedFd, String> {
+fn in_child(file: &File, what: u8) -> Result<OwnedFd, String> {
     let limit = |amount| Rlimit { current: Some(amount), maximum: Some(amount) };
     setrlimit(Resource::As, limit(MAX_MEMORY)).map_err(|error| error.to_string())?;
     setrlimit(Resource::Cpu, limit(LIMIT.as_secs())).map_err(|error| error.to_string())?;
     setrlimit(Resource::Core, limit(0)).map_err(|error| error.to_string())?;
-    let table: Table = compile(file).map_err(|error| error.to_string())?;
+    let found = match what {
+        IDENTIFY => build_id(file),
+        _ => compile(file).map(|table| table.to_bytes()),
+    };
+    let found = found.map_err(|error| error.to_string())?;
     let memory = memfd_create(c"table", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
     let mut memory = File::from(memory);
-    memory.write_all(&table.to_bytes()).map_err(|error| error.to_string())?;
+    memory.write_all(&found).map_err(|error| error.to_string())?;
     Ok(memory.into())
 }
 

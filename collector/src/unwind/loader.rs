@@ -12,12 +12,14 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use stackwire_collector_ebpf::vma::FileKey;
 use stackwire_rights::capabilities;
 use stackwire_unwind::Table;
 
 use super::catalog::{Catalog, Job};
 use super::compiler::Compiler;
 use super::disk::Disk;
+use super::known::{Keys, VDSO_KEY};
 use super::owner::{Owner, is_everyones};
 use crate::broker::{Broker, HANGS, LIMIT, Wanted};
 use crate::host::vdso;
@@ -35,6 +37,8 @@ pub struct Loader {
     pub catalog: Arc<Catalog>,
     /// Opens.
     pub broker: Arc<Broker>,
+    /// Tells what the kernel calls a file.
+    pub keys: Arc<Keys>,
     /// Compiles, for this thread alone.
     pub compiler: Compiler,
     /// Where tables are kept from run to run.
@@ -57,7 +61,7 @@ impl Loader {
         while self.running() {
             match self.catalog.next(all) {
                 Some(job) => self.bring(&job, disk.as_ref()),
-                None if self.bring_idle(disk.as_ref()) => {}
+                None if self.bring_idle(disk.as_ref()) || self.name_next() => {}
                 None => {
                     if self.catalog.is_settled()
                         && let Some(warmed) = warmed.take()
@@ -92,6 +96,25 @@ impl Loader {
         true
     }
 
+    /// Tells the kernel side which file is one whose table was on disk; whether there was one.
+    fn name_next(&self) -> bool {
+        let Some(job) = self.catalog.next_nameless() else { return false };
+        for wanted in &job.wanted {
+            let opened = self.broker.open_within(wanted, AT_FIRST);
+            let Ok(file) = opened else { continue };
+            let (key, everyones) = (self.keys.of(&file), is_everyones(&file).unwrap_or(false));
+            // Another file may have been found than the one that was mapped.
+            let key = key.filter(|_| {
+                let found = self.compiler.build_id(&file);
+                !job.build_id().is_empty() && found.is_ok_and(|found| found == job.build_id())
+            });
+            if key.is_some_and(|key| self.catalog.name(job.number, key, everyones)) {
+                break;
+            }
+        }
+        true
+    }
+
     fn bring(&self, job: &Job, disk: Option<&Disk>) {
         let build_id = job.build_id();
         if let Some(table) = disk.and_then(|disk| disk.get(build_id)) {
@@ -107,12 +130,13 @@ impl Loader {
         }
         self.catalog.count_compiled(took, compiled.is_ok());
         match compiled {
-            Ok(Compiled { bytes, table, everyones }) => {
+            Ok(Compiled { bytes, table, everyones, key }) => {
                 if let Some(disk) = disk.filter(|_| everyones) {
                     // Without it the next run compiles again.
                     let _ = disk.put(build_id, &bytes);
                 }
                 self.catalog.install(job.number, &table, everyones);
+                key.map(|key| self.catalog.name(job.number, key, everyones));
             }
             Err(why) => self.catalog.fail(job.number, why),
         }
@@ -121,7 +145,7 @@ impl Loader {
     fn compile(&self, job: &Job) -> Result<Compiled, String> {
         let mut reason = "no process has it mapped any more".to_owned();
         if job.kind == Kind::Vdso {
-            return self.compile_file(&vdso_file()?);
+            return self.compile_file(&vdso_file()?, |_| Some(VDSO_KEY));
         }
         let limit = if job.slow { LIMIT } else { AT_FIRST };
         for wanted in &job.wanted {
@@ -130,7 +154,7 @@ impl Loader {
                 .open_within(wanted, limit)
                 .and_then(|file| {
                     is_of(&job.kind, &file)?;
-                    self.compile_file(&file)
+                    self.compile_file(&file, |file| self.keys.of(file))
                 })
                 // By a path another file may have been found.
                 .and_then(|compiled| match &job.kind {
@@ -155,12 +179,18 @@ impl Loader {
         Err(reason)
     }
 
-    fn compile_file(&self, file: &File) -> Result<Compiled, String> {
+    fn compile_file(
+        &self,
+        file: &File,
+        key: impl FnOnce(&File) -> Option<FileKey>,
+    ) -> Result<Compiled, String> {
         // Who can have written it is not known then.
         let everyones = is_everyones(file).unwrap_or(false);
+        // Before it is read: what is written to it later makes it another.
+        let key = key(file);
         let bytes = self.compiler.compile(file)?;
         let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
-        Ok(Compiled { bytes, table, everyones })
+        Ok(Compiled { bytes, table, everyones, key })
     }
 }
 
@@ -169,6 +199,7 @@ struct Compiled {
     table: Table,
     /// May be used for all users, and kept for later runs.
     everyones: bool,
+    key: Option<FileKey>,
 }
 
 /// Whether a file that is a user's was opened for a process of that user: the pid may have become another's.

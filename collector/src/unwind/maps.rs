@@ -9,6 +9,7 @@ use stackwire_collector_ebpf::tables::{
 };
 use stackwire_collector_ebpf::unwind::Rule;
 
+use super::known::{Keys, KnownFiles};
 use crate::sampler::mapped::Mapped;
 
 /// Descriptors of the maps.
@@ -28,6 +29,10 @@ pub struct Descriptors {
     pub rules: OwnedFd,
     /// One word.
     pub generation: OwnedFd,
+    /// Files whose executables have numbers.
+    pub known_files: OwnedFd,
+    /// What the kernel side is asked of a file.
+    pub question: OwnedFd,
 }
 
 #[cfg(test)]
@@ -37,6 +42,7 @@ impl Descriptors {
     pub fn in_memory() -> Self {
         use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
         use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, MAPPINGS, PAGES};
+        use stackwire_collector_ebpf::vma::{FILES, File, Question};
         let map = |bytes: usize| {
             let fd = memfd_create(c"map", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&fd, bytes.next_multiple_of(4096) as u64).unwrap();
@@ -50,6 +56,8 @@ impl Descriptors {
             rows: map((CHUNKS * CHUNK) as usize * 4),
             rules: map(RULES as usize * size_of::<Rule>()),
             generation: map(8),
+            known_files: map(FILES as usize * size_of::<File>()),
+            question: map(size_of::<Question>()),
         }
     }
 }
@@ -70,6 +78,8 @@ pub struct TableMaps {
     rows: OwnedFd,
     rules: OwnedFd,
     generation: Mapped,
+    /// Which file is which executable.
+    pub files: KnownFiles,
 }
 
 /// Bytes of a process's slot.
@@ -81,7 +91,7 @@ const EXECUTABLE: usize = size_of::<Executable>();
 ///
 /// # Errors
 /// The system call's.
-pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps)> {
+pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps, Keys)> {
     let generation = || Mapped::read_write(maps.generation.as_fd(), 8);
     let processes = ProcessMaps {
         slots: Mapped::read_write(maps.processes.as_fd(), PROCESS_SLOTS as usize * SLOT)?,
@@ -97,8 +107,9 @@ pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps)> {
         pages: maps.pages,
         rows: maps.rows,
         rules: maps.rules,
+        files: KnownFiles::new(&maps.known_files)?,
     };
-    Ok((processes, tables))
+    Ok((processes, tables, Keys::new(&maps.question)?))
 }
 
 impl ProcessMaps {

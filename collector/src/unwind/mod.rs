@@ -1,11 +1,12 @@
 //! Unwind tables at run time: which are wanted, where they come from, how they get into the kernel side's maps.
 //!
-//! `processes.rs` tells what is mapped where, `catalog.rs` numbers executables and lays out their tables, `loader.rs`
-//! brings them from `disk.rs` or from `compiler.rs`, a process without privileges. Called by `session.rs` and `pipeline.rs`.
+//! `processes.rs` tells what is mapped where, `known.rs` which file is which executable, `catalog.rs` numbers executables and
+//! lays out their tables, `loader.rs` brings them from `disk.rs` or from `compiler.rs`, a process without privileges. Called by `session.rs` and `pipeline.rs`.
 
 mod catalog;
 mod compiler;
 mod disk;
+mod known;
 mod loader;
 mod maps;
 mod owner;
@@ -66,7 +67,8 @@ impl Unwind {
         processes: &mut Processes,
         warm: bool,
     ) -> io::Result<Self> {
-        let (process_maps, table_maps) = maps::open(maps)?;
+        let (process_maps, table_maps, keys) = maps::open(maps)?;
+        let keys = Arc::new(keys);
         let catalog = Arc::new(Catalog::new(table_maps));
         let mut published = Published::new(process_maps, Arc::clone(&catalog));
         processes.walk_by_tables();
@@ -78,6 +80,7 @@ impl Unwind {
             let loader = Loader {
                 catalog: Arc::clone(&catalog),
                 broker: Arc::clone(&broker),
+                keys: Arc::clone(&keys),
                 compiler,
                 cache: cache.clone(),
                 cools: index == 0,

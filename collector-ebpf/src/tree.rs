@@ -1,0 +1,202 @@
+//! Finds what is mapped at an address of the current process in the kernel's own tree, when the collector has not told it yet.
+//!
+//! Reads only, and without the tree's lock: this may have interrupted who holds it. So what is found is checked to be of this
+//! process and to cover the address. The helper that takes the lock, `bpf_find_vma`, does so once an interrupt.
+
+use aya_ebpf::helpers::generated::{bpf_get_current_task_btf, bpf_get_current_uid_gid};
+use aya_ebpf::helpers::{bpf_probe_read_kernel, bpf_probe_read_kernel_buf};
+use stackwire_collector_ebpf::tables::{ANONYMOUS, mapping_word};
+use stackwire_collector_ebpf::unwind::masked;
+use stackwire_collector_ebpf::vma::{
+    EVERYONE, FILE_PROBES, FILES, FileKey, LEVELS, NODE_WORDS, Node, VDSO, changed, entry_of,
+    first_file, has_nodes, is_leaf, node_of,
+};
+
+use crate::maps::{KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH};
+use crate::task::Task;
+
+/// `VM_EXEC` of include/linux/mm.h.
+const VM_EXEC: u64 = 4;
+
+/// No code is there, or nobody can tell.
+pub const NOTHING: u64 = 0;
+/// Code of a file that has no number yet.
+pub const UNKNOWN: u64 = 1;
+/// It is in the scratch record.
+pub const FOUND: u64 = 2;
+
+/// Room for a search.
+#[repr(C)]
+pub struct Search {
+    node: Node,
+    found: Vma,
+}
+
+/// A mapping.
+#[repr(C)]
+struct Vma {
+    start: u64,
+    end: u64,
+    page: u64,
+    flags: u64,
+    key: FileKey,
+}
+
+macro_rules! offset {
+    ($field:ident) => {
+        // SAFETY: a static of plain integers; volatile because the loader, not this code, writes it.
+        u64::from(unsafe { core::ptr::read_volatile(&raw const LAYOUT.$field) })
+    };
+}
+
+/// Whether this kernel has a tree that is known here.
+#[inline(always)]
+pub fn is_there() -> bool {
+    offset!(mm_root) != 0
+}
+
+/// Puts the mapping of an address into the scratch record: one of the three above. A global function, as `walk_frame`.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn find_in_tree(address: u64) -> u64 {
+    let (Some(scratch), Some(search)) = (SCRATCH.get_ptr_mut(0), SEARCH.get_ptr_mut(0)) else {
+        return NOTHING;
+    };
+    // SAFETY: the pointers came from successful lookups; both are this CPU's, and the sampler's alone.
+    let (mapping, search) = unsafe { (&mut (*scratch).tables.mapping, &mut *search) };
+    if find(search, address).is_none() {
+        return NOTHING;
+    }
+    let Vma { start, end, page, flags, key } = &search.found;
+    if flags & VM_EXEC == 0 {
+        return NOTHING;
+    }
+    let number = match key.inode {
+        0 => ANONYMOUS,
+        _ => match number_of(key) {
+            Some(number) => number,
+            None => return UNKNOWN,
+        },
+    };
+    mapping.start = *start;
+    mapping.end = *end;
+    // Its image begins with its mapping.
+    mapping.word = mapping_word(number, if key.inode == VDSO { 0 } else { *page });
+    FOUND
+}
+
+/// Answers what the collector asks, of its own memory.
+#[inline(always)]
+pub fn answer() {
+    let (Some(question), Some(search)) = (QUESTION.get_ptr_mut(0), SEARCH.get_ptr_mut(1)) else {
+        return;
+    };
+    // SAFETY: the pointers came from successful lookups; volatile because the collector writes the question. Its threads ask
+    // one at a time, so that the room is this call's alone.
+    unsafe {
+        let address = core::ptr::read_volatile(&raw const (*question).address);
+        let search = &mut *search;
+        if address == 0 || find(search, address).is_none() {
+            return;
+        }
+        core::ptr::write_volatile(&raw mut (*question).key.device, search.found.key.device);
+        core::ptr::write_volatile(&raw mut (*question).key.changed, search.found.key.changed);
+        core::ptr::write_volatile(&raw mut (*question).key.inode, search.found.key.inode);
+    }
+}
+
+/// The number of a file's executable, for a process of the current user.
+#[inline(always)]
+fn number_of(key: &FileKey) -> Option<u32> {
+    // SAFETY: a helper without arguments.
+    let user = unsafe { bpf_get_current_uid_gid() } as u32;
+    let first = first_file(key.inode, key.device);
+    for probe in 0..FILE_PROBES {
+        let file = KNOWN_FILES.get_ptr((first + probe) & (FILES - 1))?;
+        // SAFETY: the pointer came from a successful lookup; volatile because the collector writes it: the inode last, and
+        // none while the rest is another's.
+        let (before, known, word, after) = unsafe {
+            let inode = &raw const (*file).key.inode;
+            let before = core::ptr::read_volatile(inode);
+            let device = core::ptr::read_volatile(&raw const (*file).key.device);
+            let changed = core::ptr::read_volatile(&raw const (*file).key.changed);
+            let word = core::ptr::read_volatile(&raw const (*file).word);
+            let known = device == key.device && changed == key.changed;
+            (before, known, word, core::ptr::read_volatile(inode))
+        };
+        let is_theirs = word as u32 == EVERYONE || word as u32 == user;
+        if before == key.inode && after == key.inode && known && is_theirs {
+            return Some((word >> 32) as u32);
+        }
+    }
+    None
+}
+
+/// The mapping an address of the current process lies in.
+#[inline(always)]
+fn find(search: &mut Search, address: u64) -> Option<()> {
+    if !is_there() {
+        return None;
+    }
+    // SAFETY: a helper without arguments.
+    let memory = Task(unsafe { bpf_get_current_task_btf() } as u64).memory()?;
+    let mut entry: u64 = read(memory, offset!(mm_root))?;
+    if !has_nodes(entry) {
+        return None;
+    }
+    let mut vma = 0;
+    for _ in 0..LEVELS {
+        let (node, kind) = node_of(entry);
+        // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault; a node is plain bytes.
+        unsafe {
+            let bytes = (&raw mut search.node).cast::<u8>();
+            let bytes = core::slice::from_raw_parts_mut(bytes, size_of::<Node>());
+            bpf_probe_read_kernel_buf(node as *const u8, bytes).ok()?;
+        }
+        let at = entry_of(&search.node, kind, address)? as u64;
+        // SAFETY: masked to less than the length.
+        entry = unsafe { *search.node.as_ptr().add(masked::<{ NODE_WORDS as u64 - 1 }>(at)) };
+        if is_leaf(kind) {
+            vma = entry;
+            break;
+        }
+    }
+    if vma == 0 || vma & 3 != 0 {
+        return None;
+    }
+    let (start, end): (u64, u64) = (read(vma, offset!(vma_start))?, read(vma, offset!(vma_end))?);
+    let of: u64 = read(vma, offset!(vma_mm))?;
+    if of != memory || address < start || address >= end {
+        return None;
+    }
+    search.found.flags = read(vma, offset!(vma_flags))?;
+    search.found.start = start;
+    search.found.end = end;
+    search.found.page = read(vma, offset!(vma_page))?;
+    let key = &mut search.found.key;
+    key.inode = 0;
+    key.device = 0;
+    key.changed = 0;
+    let file: u64 = read(vma, offset!(vma_file))?;
+    if file == 0 {
+        let vdso: u64 = read(memory, offset!(mm_vdso))?;
+        if start == vdso {
+            key.inode = VDSO;
+        }
+        return Some(());
+    }
+    let inode: u64 = read(file, offset!(file_inode))?;
+    let device: u64 = read(inode, offset!(inode_device))?;
+    key.device = u64::from(read::<u32>(device, offset!(device_number))?);
+    let seconds: u64 = read(inode, offset!(inode_seconds))?;
+    key.changed = changed(seconds, read(inode, offset!(inode_nanoseconds))?);
+    key.inode = read(inode, offset!(inode_number))?;
+    // Of a file without a number nothing can be told.
+    (key.inode != 0).then_some(())
+}
+
+#[inline(always)]
+fn read<T>(base: u64, offset: u64) -> Option<T> {
+    // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
+    unsafe { bpf_probe_read_kernel(base.wrapping_add(offset) as *const T) }.ok()
+}
