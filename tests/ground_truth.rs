@@ -91,11 +91,19 @@ fn five_hundred_calls_deep() {
     let program = start("deep", 30);
     let profile = record(program.pid(), 10, &[]);
     assert_shares(&profile, &SHARES);
+    let mut cut = 0;
     for sample in &profile.samples {
         let deep = profile.functions(sample).iter().filter(|function| **function == "deep").count();
         // A sample in the prologue of run lacks its caller, the last deep.
-        assert!(deep == 501 || deep == 500, "{deep} calls of deep");
+        let names = profile.functions(sample);
+        // On a busy machine tables come a moment after the first sample: the walk ends before the first caller.
+        if deep == 0 && names.len() < 5 {
+            cut += sample.count;
+            continue;
+        }
+        assert!(deep == 501 || deep == 500, "{deep} calls of deep: {names:?}");
     }
+    assert!(cut * 100 <= profile.count(), "{cut} of {} stacks are cut", profile.count());
 }
 
 #[test]

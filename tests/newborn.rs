@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use crate::support::{Pprof, Ran, binary, build, privileged, stackwire};
-use crate::unwinding::ended;
+use crate::unwinding::{complete, ended, recorded};
 
 /// A shell that runs commands again and again.
 struct Loop(Child);
@@ -132,4 +132,25 @@ fn a_program_in_the_file_of_another_is_another() {
         seen += sample.count;
     }
     assert!(seen > 1000, "{seen} samples");
+}
+
+/// From the first command on: each program is met for the first time once.
+#[test]
+fn a_script_of_brief_commands_is_whole() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("x.c"), "int main(void) { return 0; }\n").unwrap();
+    let script = format!(
+        "cd {}; i=0; while [ $i -lt 40 ]; do ls -lR /usr/share/doc; \
+         grep -rc e /usr/share/common-licenses; gcc -O2 -c x.c -o x.o; i=$((i+1)); done >/dev/null",
+        directory.path().display()
+    );
+    // Their tables are made in the first.
+    recorded(&["--", "sh", "-c", &script], directory.path());
+    let (report, profile) = recorded(&["--", "sh", "-c", &script], directory.path());
+    let share = complete(&report);
+    eprintln!("{share} % of {} stacks are whole", profile.count());
+    assert!(share >= 99.0 && profile.count() > 500, "{report}");
 }

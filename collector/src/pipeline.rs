@@ -127,8 +127,9 @@ impl Pipeline {
         while !stop() && self.outbox.stopped().is_none() {
             // What has been drained and not settled yet is not waited for in the rings.
             let pending = !self.batch.events.is_empty();
-            self.sampler.wait(if pending { SETTLE } else { Duration::from_millis(50) });
-            self.take(SETTLE);
+            let at_most = if pending { SETTLE } else { Duration::from_millis(50) };
+            let cut_short = self.sampler.wait(at_most);
+            self.take(SETTLE, cut_short);
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
             {
@@ -145,20 +146,19 @@ impl Pipeline {
         }
         self.sampler.stop();
         // Twice what the ring holds: the first may have been cut short by a full one.
-        self.take(Duration::ZERO);
-        self.take(Duration::ZERO);
+        self.take(Duration::ZERO, false);
+        self.take(Duration::ZERO, false);
         self.finish()
     }
 
-    /// Takes what the rings hold, up to `settle` ago; everything when `settle` is zero.
-    fn take(&mut self, settle: Duration) {
+    /// Takes what the rings hold, up to `settle` ago; everything when `settle` is zero. `hurry`: the kernel side is told of later
+    /// events, too.
+    fn take(&mut self, settle: Duration, hurry: bool) {
         let until = match settle.as_nanos() as u64 {
             0 => u64::MAX,
             settle => now_ns() - settle,
         };
-        let before = self.batch.events.len();
         self.sampler.drain(&mut self.batch);
-        let arrived = self.batch.events.len() > before;
         let mut events = 0;
         let mut samples = 0;
         while let Some(&sample) =
@@ -179,7 +179,7 @@ impl Pipeline {
         }
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
-            unwind.update(&mut self.processes, &self.batch.events, arrived);
+            unwind.update(&mut self.processes, &self.batch.events, hurry);
         }
     }
 

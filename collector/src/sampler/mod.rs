@@ -11,7 +11,7 @@ mod perf_event;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -51,8 +51,11 @@ pub enum SamplerError {
 /// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8 MiB, is a
 /// tenth full by then.
 const TURN: Duration = Duration::from_millis(10);
-/// Likewise, when there are side-band events: a program that was just executed has no whole stacks until they are read.
+/// Likewise, when there are side-band events: code that was just mapped has no whole stacks until they are read, unless it was
+/// met before.
 const EVENT_TURN: Duration = Duration::from_millis(1);
+/// Turns that short in a row, and how many come back in a second. A build or a loop of `dlopen` would take a tenth of a CPU.
+const EVENT_TURNS: u32 = 40;
 
 const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
 
@@ -120,11 +123,13 @@ pub struct Sampler {
     frequency: u32,
     refused: BTreeSet<u32>,
     buffer: Vec<u8>,
+    /// Until when short turns have been spent: at most the whole second before now is left.
+    spent: Instant,
 }
 
 impl fmt::Debug for Sampler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { object: _, ring: _, buffer: _, refused: _, events, kind, frequency } = self;
+        let Self { events, kind, frequency, .. } = self;
         let cpus: Vec<_> = events.keys().collect();
         f.debug_struct("Sampler")
             .field("kind", kind)
@@ -144,8 +149,8 @@ impl Sampler {
         let ring = object.take_ring()?;
         let events = BTreeMap::new();
         let refused = BTreeSet::new();
-        let mut sampler =
-            Self { object, ring, events, kind, frequency, refused, buffer: Vec::new() };
+        let (buffer, spent) = (Vec::new(), a_second_ago());
+        let mut sampler = Self { object, ring, events, kind, frequency, refused, buffer, spent };
         for cpu in online_cpus()? {
             sampler.attach(cpu)?;
         }
@@ -208,9 +213,13 @@ impl Sampler {
         self.refused.len() as u64
     }
 
-    /// Waits until there is much to drain or `timeout`, less than a second, is over.
-    pub fn wait(&self, timeout: Duration) {
-        std::thread::sleep(EVENT_TURN);
+    /// Waits until there is much to drain or `timeout`, less than a second, is over; whether it was cut short by an event.
+    pub fn wait(&mut self, timeout: Duration) -> bool {
+        let price = Duration::from_secs(1) / EVENT_TURNS;
+        self.spent = self.spent.max(a_second_ago());
+        let may_be_short = self.spent + price <= Instant::now();
+        let turn = if may_be_short { EVENT_TURN } else { TURN };
+        std::thread::sleep(turn);
         let events = self.events.values();
         let mut fds: Vec<PollFd<'_>> =
             events.map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)).collect();
@@ -220,10 +229,14 @@ impl Sampler {
             poll(fds, Some(&timeout)).unwrap_or(1)
         };
         // The ring is readable as soon as it holds one record: without a pause every sample would be a turn.
-        if wait(&mut fds, TURN - EVENT_TURN) == 0 {
+        let is_short = may_be_short && wait(&mut fds, TURN - turn) != 0;
+        if is_short {
+            self.spent += price;
+        } else {
             fds.push(PollFd::new(&self.ring, PollFlags::IN));
             wait(&mut fds, timeout);
         }
+        is_short
     }
 
     /// Moves everything in the rings into `batch`: samples first, so that every event older than a
@@ -278,6 +291,11 @@ impl Sampler {
         let hint = error.raw_os_error().map_or("", |code| open_hint(code, paranoid(), self.kind));
         SamplerError::Open { event: self.kind.name(), cpu, error, hint }
     }
+}
+
+fn a_second_ago() -> Instant {
+    let now = Instant::now();
+    now.checked_sub(Duration::from_secs(1)).unwrap_or(now)
 }
 
 /// What to do about an event that could not be opened. Pure.

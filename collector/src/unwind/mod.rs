@@ -51,6 +51,8 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
+    /// The kernel side has been told of events that are yet to be applied.
+    previews: bool,
     /// Ends the loading threads. They may be waiting for a file that does not come, for seconds: nobody waits for it.
     stop: Arc<AtomicBool>,
 }
@@ -95,14 +97,16 @@ impl Unwind {
             // In time or not, sampling begins.
             let _ = warmed.recv_timeout(WARM_UP);
         }
-        Ok(Self { published, catalog, stop })
+        Ok(Self { published, catalog, previews: false, stop })
     }
 
-    /// Tells the kernel side what has changed, and what `ahead` is going to change; `arrived`: there are new ones among them.
-    pub fn update(&mut self, processes: &mut Processes, ahead: &[Event], arrived: bool) {
-        let changed = self.published.update(processes);
+    /// Tells the kernel side what has changed, and in a `hurry` what `ahead` is going to change.
+    pub fn update(&mut self, processes: &mut Processes, ahead: &[Event], hurry: bool) {
+        self.published.update(processes);
         processes.told(now_ns());
-        if arrived || changed {
+        // What was told before must not be taken back by what is older.
+        self.previews = hurry || self.previews && !ahead.is_empty();
+        if self.previews {
             self.published.preview(processes, ahead);
         }
     }

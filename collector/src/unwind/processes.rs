@@ -74,10 +74,9 @@ impl Published {
         }
     }
 
-    /// Tells what has changed since the last call; whether anything had.
-    pub fn update(&mut self, processes: &mut Processes) -> bool {
+    /// Tells what has changed since the last call.
+    pub fn update(&mut self, processes: &mut Processes) {
         let mut changed: Vec<u32> = processes.take_changed().into_iter().collect();
-        let any = !changed.is_empty();
         // Children share what their parents have: it is the parent's user that counts.
         changed.sort_by_key(|&pid| processes.known_mappings(pid).map(|(_, since_ns)| since_ns));
         for pid in changed {
@@ -87,7 +86,6 @@ impl Published {
                 None => self.withdraw(pid),
             }
         }
-        any
     }
 
     /// Tells what events will change that are yet to be applied: samples wait for events of other CPUs, processes that
