@@ -429,3 +429,96 @@ fn the_symbolizer_of_root_holds_nothing_and_writes_where_root_may() {
     Ran::of(&mut nothing).failed(1, "work");
     assert_eq!(std::fs::read_dir(&theirs).unwrap().count(), 5);
 }
+
+/// Capabilities by their numbers (linux/capability.h), as capabilities(7) calls them.
+fn named(held: u64) -> String {
+    let known = [
+        (1, "CAP_DAC_OVERRIDE"),
+        (2, "CAP_DAC_READ_SEARCH"),
+        (3, "CAP_FOWNER"),
+        (19, "CAP_SYS_PTRACE"),
+        (38, "CAP_PERFMON"),
+        (40, "CAP_CHECKPOINT_RESTORE"),
+    ];
+    let rest = known.iter().fold(held, |rest, (bit, _)| rest & !(1 << bit));
+    assert_eq!(rest, 0, "{held:x} has a capability that no process may hold");
+    let names: Vec<&str> =
+        known.iter().filter(|(bit, _)| held >> bit & 1 == 1).map(|(_, name)| *name).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(" ") }
+}
+
+/// What a process is in the table: `stackwire place` by its command line, others by their names.
+fn role(pid: u32) -> Option<String> {
+    let command = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
+    let mut words = command.split('\0');
+    let program = words.next()?.rsplit('/').next()?.to_owned();
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some(match name.trim() {
+        "sw-broker" | "sw-unwind" => name.trim().to_owned(),
+        _ if words.next() == Some("place") => format!("{program} place"),
+        _ => program,
+    })
+}
+
+/// A process, and those it has started and they in turn.
+fn tree(pid: u32) -> Vec<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+    let children = children.unwrap_or_default();
+    let children = children.split_whitespace().map(|child| child.parse().unwrap());
+    std::iter::once(pid).chain(children.flat_map(tree)).collect()
+}
+
+#[test]
+fn the_table_of_capabilities_is_true() {
+    if !privileged() {
+        return;
+    }
+    let rows: Vec<Vec<&str>> = include_str!("../SECURITY.md")
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .map(|line| {
+            line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`')).collect()
+        })
+        .collect();
+    assert!(rows.len() == 5 && rows.iter().all(|row| row.len() == 4), "{rows:?}");
+    let directory = tempfile::Builder::new().prefix("stackwire-table-").tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let record = ["record", "--all", "--duration=4s", "--no-capture", "--profile-output=x.pb.gz"];
+    // Without capabilities nothing is sampled; captures of others are received.
+    let serve = ["serve", "--listen=127.0.0.1:0", "--output-dir=received"];
+    for (column, caps) in [(1, None), (2, Some(true)), (3, Some(false))] {
+        let binaries = caps.map(public_binaries);
+        let mut command = match &binaries {
+            None => Command::new(binary("stackwire")),
+            Some(binaries) => {
+                let mut command = Command::new("setpriv");
+                command.args(NOBODY).arg(binaries.path().join("stackwire"));
+                command
+            }
+        };
+        command.args(if column == 3 { &serve[..] } else { &record[..] }).current_dir(&directory);
+        let cache = directory.path().join(format!("cache-{column}"));
+        command.env("XDG_CACHE_HOME", cache).env_remove("TMPDIR").stdout(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        // They begin with more, and give it up before they read.
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        let mut held = std::collections::BTreeMap::new();
+        for pid in tree(child.id()) {
+            let rights = rights_of(pid);
+            let all = rights.iter().fold(0, |all, (held, _)| all | held);
+            held.insert(role(pid).unwrap(), (all, rights.iter().all(|(_, no_new)| *no_new)));
+        }
+        if column == 3 {
+            child.kill().unwrap();
+        }
+        assert_eq!(child.wait().unwrap().success(), column != 3);
+        for row in &rows {
+            let found = held.remove(row[0]).map(|(held, no_new)| {
+                assert!(no_new, "{}, column {column}: it could get new privileges", row[0]);
+                named(held)
+            });
+            assert_eq!(found.as_deref().unwrap_or("not there"), row[column], "{}", row[0]);
+        }
+        assert!(held.is_empty(), "not in the table: {held:?}");
+    }
+}
