@@ -36,7 +36,7 @@ fn capture(directory: &Path, seconds: u32) -> PathBuf {
 }
 
 /// User stacks of threads of this name, from this second on: how many, and the share of whole ones.
-fn whole(capture: &Path, comm: &str, from: u32) -> (u64, f64) {
+fn whole(capture: &Path, comm: &str, from: u32) -> (u64, f64, String) {
     let (comm, time) = (format!("--where=comm={comm}"), format!("--time={from}.."));
     let report = stackwire(["report", capture.to_str().unwrap(), &comm, &time]);
     let report = report.succeeded().stdout;
@@ -44,7 +44,7 @@ fn whole(capture: &Path, comm: &str, from: u32) -> (u64, f64) {
     let stacks = line
         .and_then(|line| line.split_whitespace().next())
         .map_or(0, |count| count.parse().unwrap());
-    (stacks, ended(&report, "reached the thread's root"))
+    (stacks, ended(&report, "reached the thread's root"), report)
 }
 
 #[test]
@@ -63,10 +63,14 @@ fn stacks_of_brief_processes_are_whole() {
     let capture = capture(directory.path(), 12);
     drop(running);
     let (mut all, mut roots) = (0.0, 0.0);
-    for comm in ["brief_small", "ls", "gcc", "cc1", "as"] {
+    // Of the smaller ones a single stack that ends in code without a rule may be two per cent.
+    for (comm, least) in
+        [("brief_small", 99.0), ("ls", 99.0), ("gcc", 90.0), ("cc1", 97.0), ("as", 90.0)]
+    {
         // Their tables are made in the first seconds.
-        let (stacks, share) = whole(&capture, comm, 5);
+        let (stacks, share, report) = whole(&capture, comm, 5);
         eprintln!("{comm}: {share} % of the stacks are whole, {stacks} of them");
+        assert!(stacks > 10 && share >= least, "{comm}: {share} %: {report}");
         roots += stacks as f64;
         all += stacks as f64 * 100.0 / share;
     }
@@ -91,11 +95,12 @@ fn stacks_of_brief_processes_in_a_container_are_whole() {
     let mut shell = Command::new("unshare");
     shell.args(["--mount", "sh", "-ec", script]).current_dir(directory.path());
     let running = Loop(shell.spawn().unwrap());
-    let capture = capture(directory.path(), 8);
+    let capture = capture(directory.path(), 10);
     drop(running);
     for comm in ["brief", "copied"] {
-        let (stacks, share) = whole(&capture, comm, 4);
-        assert!(share >= 99.0 && stacks > 100, "{comm}: {share} % of {stacks} stacks are whole");
+        // What was written just now may be written once more unnoticed, and is known after two seconds.
+        let (stacks, share, report) = whole(&capture, comm, 6);
+        assert!(share >= 99.0 && stacks > 100, "{comm}: {share} %: {report}");
     }
 }
 
@@ -106,32 +111,50 @@ fn a_program_in_the_file_of_another_is_another() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let [small, large] = build::briefs();
-    // `cat`: no new inode. The second program has another name, to tell the two apart.
-    let script = format!(
-        "for i in 1 2 3 4 5 6; do cat {} > x; chmod +x x; for j in 1 2 3 4 5 6 7 8 9 10; do ./x 9; done; \
-         cat {} > x; cp --preserve=mode x y; for j in 1 2 3 4 5 6 7 8 9 10; do ./x 9; done; done",
-        small.display(),
-        large.display()
-    );
-    let running = Loop::start(&script, directory.path());
-    let capture = capture(directory.path(), 10);
+    let [small, large] = build::briefs().each_ref().map(|path| std::fs::read(path).unwrap());
+    let path = directory.path().join("x");
+    let write = |content: &[u8]| {
+        // No new inode. Whoever runs just then is left alone.
+        while std::fs::write(&path, content).is_err() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    };
+    write(&small);
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let running = Loop::start("./x 9; sleep 0.005", directory.path());
+    let capture = std::thread::scope(|scope| {
+        // Each is there for longer than it takes to know it.
+        let rewrite = scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_secs(10));
+            write(&large);
+        });
+        let capture = capture(directory.path(), 20);
+        rewrite.join().unwrap();
+        capture
+    });
     drop(running);
     let output = directory.path().join("x.pb.gz");
     let resolve = ["resolve", capture.to_str().unwrap(), "-o", output.to_str().unwrap()];
     stackwire(resolve.into_iter().chain(["--where=comm=x"])).succeeded();
     let profile = Pprof::read(&output);
-    let mut seen = 0;
+    let (mut seen, mut wrong) = (0, 0);
     for sample in &profile.samples {
         let names = profile.functions(sample);
-        // A walk by the other's table would find no such callers.
         let Some(spin) = names.iter().position(|&name| name == "spin") else { continue };
-        let callers = &names[spin + 1..];
-        let expected = ["run", "main", "__libc_start_call_main", "__libc_start_main", "_start"];
-        assert!(expected.starts_with(callers) || callers.starts_with(&expected[..2]), "{names:?}");
         seen += sample.count;
+        let callers = &names[spin + 1..];
+        // A walk by the other's table finds other callers.
+        wrong +=
+            sample.count * u64::from(!callers.is_empty() && !callers.starts_with(&["run", "main"]));
     }
-    assert!(seen > 1000, "{seen} samples");
+    assert!(seen > 1000 && wrong == 0, "{wrong} of {seen} stacks are of another program");
+    // Or none, for what is where it looks is no stack. What is not known yet says so.
+    let report = stackwire(["report", capture.to_str().unwrap(), "--where=comm=x"]);
+    let report = report.succeeded().stdout;
+    let (whole, unknown) = (complete(&report), ended(&report, "process or mapping too young"));
+    let waits = ended(&report, "no unwind table yet");
+    eprintln!("{whole} % whole, {unknown} % too young, {waits} % without table yet");
+    assert!(whole + unknown + waits >= 99.5 && whole > 60.0, "{report}");
 }
 
 /// From the first command on: each program is met for the first time once.

@@ -346,7 +346,11 @@ fn stacks_of_stopped_processes_are_those_of_eu_stack() {
         for number in 0..25u64 {
             std::thread::sleep(Duration::from_micros(number * 7919 % 5000));
             rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-            std::thread::sleep(Duration::from_millis(5));
+            // On a busy machine it stops when its turn comes.
+            let stat = format!("/proc/{}/stat", running.pid());
+            while !std::fs::read_to_string(&stat).unwrap().contains(") T ") {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             let ours = ours(&Stopped::stop(running.pid()).unwrap(), &mut modules);
             let output = Command::new("eu-stack")
                 .args(["-1", "-n", "0", "-p", &running.pid().to_string()])

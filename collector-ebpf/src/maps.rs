@@ -125,7 +125,16 @@ pub static LAYOUT: Layout = Layout {
     inode_device: 0,
     inode_seconds: 0,
     inode_nanoseconds: 0,
+    inode_size: 0,
+    inode_generation: 0,
     device_number: 0,
+    device_magic: 0,
+    task_cred: 0,
+    task_files: 0,
+    cred_saved: 0,
+    files_table: 0,
+    table_files: 0,
+    reserved: 0,
 };
 
 #[unsafe(no_mangle)]

@@ -101,7 +101,7 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
 #[raw_tracepoint(tracepoint = "task_rename")]
 pub fn note_exec(ctx: RawTracePointContext) -> i32 {
     if ctx.tgid() == config().collector {
-        tree::answer();
+        tree::answer(ctx.pid());
         return 0;
     }
     // SAFETY: `bpf_task_pt_regs` is given the current task, as it demands; bpf_probe_read_kernel checks the address.

@@ -1,15 +1,15 @@
 //! Finds what is mapped at an address of the current process in the kernel's own tree, when the collector has not told it yet.
 //!
 //! Reads only, and without the tree's lock: this may have interrupted who holds it. So what is found is checked to be of this
-//! process and to cover the address. The helper that takes the lock, `bpf_find_vma`, does so once an interrupt.
+//! process, to cover the address, and to stay while it is read. The helper that takes the lock, `bpf_find_vma`, does so once an interrupt.
 
-use aya_ebpf::helpers::generated::{bpf_get_current_task_btf, bpf_get_current_uid_gid};
+use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use aya_ebpf::helpers::{bpf_probe_read_kernel, bpf_probe_read_kernel_buf};
 use stackwire_collector_ebpf::tables::{ANONYMOUS, mapping_word};
 use stackwire_collector_ebpf::unwind::masked;
 use stackwire_collector_ebpf::vma::{
     EVERYONE, FILE_PROBES, FILES, FileKey, LEVELS, NODE_WORDS, Node, VDSO, changed, entry_of,
-    first_file, has_nodes, is_leaf, node_of,
+    first_file, has_nodes, is_leaf, node_of, size,
 };
 
 use crate::maps::{KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH};
@@ -64,52 +64,92 @@ pub extern "C" fn find_in_tree(address: u64) -> u64 {
     };
     // SAFETY: the pointers came from successful lookups; both are this CPU's, and the sampler's alone.
     let (mapping, search) = unsafe { (&mut (*scratch).tables.mapping, &mut *search) };
-    if find(search, address).is_none() {
+    let Some(file) = find(search, address) else { return NOTHING };
+    let Vma { start, end, page, flags, key } = &mut search.found;
+    if *flags & VM_EXEC == 0 {
         return NOTHING;
     }
-    let Vma { start, end, page, flags, key } = &search.found;
-    if flags & VM_EXEC == 0 {
-        return NOTHING;
+    if file != 0 {
+        if identify(key, file).is_none() {
+            return UNKNOWN;
+        }
+    } else if is_vdso(*start) {
+        // Its image begins with its mapping.
+        *page = 0;
+        key.inode = VDSO;
+        key.device = 0;
+        key.changed = 0;
+        key.size = 0;
+    } else {
+        mapping.start = *start;
+        mapping.end = *end;
+        mapping.word = mapping_word(ANONYMOUS, 0);
+        return FOUND;
     }
-    let number = match key.inode {
-        0 => ANONYMOUS,
-        _ => match number_of(key) {
-            Some(number) => number,
-            None => return UNKNOWN,
-        },
-    };
+    let Some(number) = number_of(key) else { return UNKNOWN };
     mapping.start = *start;
     mapping.end = *end;
-    // Its image begins with its mapping.
-    mapping.word = mapping_word(number, if key.inode == VDSO { 0 } else { *page });
+    mapping.word = mapping_word(number, *page);
     FOUND
 }
 
-/// Answers what the collector asks, of its own memory.
+/// Answers what a thread of the collector asks.
 #[inline(always)]
-pub fn answer() {
+pub fn answer(thread: u32) {
     let (Some(question), Some(search)) = (QUESTION.get_ptr_mut(0), SEARCH.get_ptr_mut(1)) else {
         return;
     };
-    // SAFETY: the pointers came from successful lookups; volatile because the collector writes the question. Its threads ask
-    // one at a time, so that the room is this call's alone.
+    // SAFETY: the pointers came from successful lookups; volatile because the collector writes the question. One of its
+    // threads asks at a time, and the others are not answered: the room is this call's alone.
     unsafe {
-        let address = core::ptr::read_volatile(&raw const (*question).address);
-        let search = &mut *search;
-        if address == 0 || find(search, address).is_none() {
+        if core::ptr::read_volatile(&raw const (*question).thread) != u64::from(thread) {
             return;
         }
+        let address = core::ptr::read_volatile(&raw const (*question).address);
+        let descriptor = core::ptr::read_volatile(&raw const (*question).descriptor);
+        let search = &mut *search;
+        let file = if address == 0 { opened(descriptor) } else { find(search, address) };
+        let Some(magic) = file.and_then(|file| identify(&mut search.found.key, file)) else {
+            return;
+        };
+        core::ptr::write_volatile(&raw mut (*question).magic, magic);
         core::ptr::write_volatile(&raw mut (*question).key.device, search.found.key.device);
         core::ptr::write_volatile(&raw mut (*question).key.changed, search.found.key.changed);
+        core::ptr::write_volatile(&raw mut (*question).key.size, search.found.key.size);
         core::ptr::write_volatile(&raw mut (*question).key.inode, search.found.key.inode);
     }
 }
 
-/// The number of a file's executable, for a process of the current user.
+/// The `struct file` of a descriptor of the current process.
+#[inline(always)]
+fn opened(descriptor: u64) -> Option<u64> {
+    if !is_there() {
+        return None;
+    }
+    // SAFETY: a helper without arguments.
+    let task = unsafe { bpf_get_current_task_btf() } as u64;
+    let files: u64 = read(task, offset!(task_files))?;
+    let table: u64 = read(files, offset!(files_table))?;
+    let all: u64 = read(table, offset!(table_files))?;
+    read(all, descriptor << 3).filter(|&file| file != 0)
+}
+
+/// Whether the vDSO of the current process begins there.
+#[inline(always)]
+fn is_vdso(start: u64) -> bool {
+    // SAFETY: a helper without arguments.
+    let memory = Task(unsafe { bpf_get_current_task_btf() } as u64).memory();
+    let vdso = memory.and_then(|memory| read::<u64>(memory, offset!(mm_vdso)));
+    offset!(mm_vdso) != 0 && vdso == Some(start)
+}
+
+/// The number of a file's executable, for a process of the current user: the saved one, as for tables (`unwind/owner.rs`).
 #[inline(always)]
 fn number_of(key: &FileKey) -> Option<u32> {
     // SAFETY: a helper without arguments.
-    let user = unsafe { bpf_get_current_uid_gid() } as u32;
+    let task = unsafe { bpf_get_current_task_btf() } as u64;
+    let rights: u64 = read(task, offset!(task_cred))?;
+    let user: u32 = read(rights, offset!(cred_saved))?;
     let first = first_file(key.inode, key.device);
     for probe in 0..FILE_PROBES {
         let file = KNOWN_FILES.get_ptr((first + probe) & (FILES - 1))?;
@@ -120,8 +160,9 @@ fn number_of(key: &FileKey) -> Option<u32> {
             let before = core::ptr::read_volatile(inode);
             let device = core::ptr::read_volatile(&raw const (*file).key.device);
             let changed = core::ptr::read_volatile(&raw const (*file).key.changed);
+            let size = core::ptr::read_volatile(&raw const (*file).key.size);
             let word = core::ptr::read_volatile(&raw const (*file).word);
-            let known = device == key.device && changed == key.changed;
+            let known = device == key.device && changed == key.changed && size == key.size;
             (before, known, word, core::ptr::read_volatile(inode))
         };
         let is_theirs = word as u32 == EVERYONE || word as u32 == user;
@@ -132,9 +173,9 @@ fn number_of(key: &FileKey) -> Option<u32> {
     None
 }
 
-/// The mapping an address of the current process lies in.
+/// The mapping an address of the current process lies in, into the room: its `struct file`, or 0.
 #[inline(always)]
-fn find(search: &mut Search, address: u64) -> Option<()> {
+fn find(search: &mut Search, address: u64) -> Option<u64> {
     if !is_there() {
         return None;
     }
@@ -173,26 +214,27 @@ fn find(search: &mut Search, address: u64) -> Option<()> {
     search.found.start = start;
     search.found.end = end;
     search.found.page = read(vma, offset!(vma_page))?;
-    let key = &mut search.found.key;
-    key.inode = 0;
-    key.device = 0;
-    key.changed = 0;
     let file: u64 = read(vma, offset!(vma_file))?;
-    if file == 0 {
-        let vdso: u64 = read(memory, offset!(mm_vdso))?;
-        if start == vdso {
-            key.inode = VDSO;
-        }
-        return Some(());
-    }
+    // Another thread may be splitting it, or have given it back.
+    let still: (u64, u64) = (read(vma, offset!(vma_mm))?, read(vma, offset!(vma_start))?);
+    let page: u64 = read(vma, offset!(vma_page))?;
+    (still == (memory, start) && page == search.found.page).then_some(file)
+}
+
+/// What the kernel knows of a file, and of which kind its file system is.
+#[inline(always)]
+fn identify(key: &mut FileKey, file: u64) -> Option<u64> {
     let inode: u64 = read(file, offset!(file_inode))?;
     let device: u64 = read(inode, offset!(inode_device))?;
     key.device = u64::from(read::<u32>(device, offset!(device_number))?);
     let seconds: u64 = read(inode, offset!(inode_seconds))?;
     key.changed = changed(seconds, read(inode, offset!(inode_nanoseconds))?);
+    let bytes: u64 = read(inode, offset!(inode_size))?;
+    key.size = size(bytes, read(inode, offset!(inode_generation))?);
     key.inode = read(inode, offset!(inode_number))?;
     // Of a file without a number nothing can be told.
-    (key.inode != 0).then_some(())
+    let magic: u64 = read(device, offset!(device_magic))?;
+    (key.inode != 0).then_some(magic)
 }
 
 #[inline(always)]

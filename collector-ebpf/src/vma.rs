@@ -92,8 +92,26 @@ pub struct Layout {
     pub inode_seconds: u32,
     /// Nanoseconds of it.
     pub inode_nanoseconds: u32,
+    /// `i_size`.
+    pub inode_size: u32,
+    /// `i_generation`.
+    pub inode_generation: u32,
     /// `s_dev` in `struct super_block`.
     pub device_number: u32,
+    /// `s_magic`.
+    pub device_magic: u32,
+    /// `cred` in `struct task_struct`.
+    pub task_cred: u32,
+    /// `files`.
+    pub task_files: u32,
+    /// `suid` in `struct cred`.
+    pub cred_saved: u32,
+    /// `fdt` in `struct files_struct`.
+    pub files_table: u32,
+    /// `fd` in `struct fdtable`.
+    pub table_files: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 impl Layout {
@@ -115,7 +133,16 @@ impl Layout {
             self.inode_device,
             self.inode_seconds,
             self.inode_nanoseconds,
+            self.inode_size,
+            self.inode_generation,
             self.device_number,
+            self.device_magic,
+            self.task_cred,
+            self.task_files,
+            self.cred_saved,
+            self.files_table,
+            self.table_files,
+            self.reserved,
         ];
         for (slot, word) in bytes.chunks_exact_mut(4).zip(words) {
             slot.copy_from_slice(&word.to_ne_bytes());
@@ -124,7 +151,8 @@ impl Layout {
     }
 }
 
-/// A file as the kernel knows it: other than a path or build-id, nobody can give it to another file.
+/// A file as the kernel knows it. Other than a path or build-id, no user can give it to another file, where file systems keep
+/// change times: which do is for the collector to say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct FileKey {
@@ -134,6 +162,8 @@ pub struct FileKey {
     pub device: u64,
     /// When content or owner last changed: [`changed`].
     pub changed: u64,
+    /// Size and generation: [`size`].
+    pub size: u64,
 }
 
 /// Instead of an inode.
@@ -144,6 +174,13 @@ pub const VDSO: u64 = u64::MAX;
 #[must_use]
 pub fn changed(seconds: u64, nanoseconds: u32) -> u64 {
     seconds << 30 | u64::from(nanoseconds & 0x3fff_ffff)
+}
+
+/// Size in bytes, and above it the generation, which file systems count up when they use an inode again.
+#[inline(always)]
+#[must_use]
+pub fn size(bytes: u64, generation: u32) -> u64 {
+    bytes ^ u64::from(generation) << 32
 }
 
 /// Slots of the table of files, a power of two.
@@ -179,14 +216,20 @@ pub fn file_word(executable: u32, user: u32) -> u64 {
 /// All users. No user has this number: it is that of none, `(uid_t)-1`.
 pub const EVERYONE: u32 = u32::MAX;
 
-/// What the collector asks of the file that is mapped at an address of its own: it writes the address and names itself
-/// anew, which calls the program of `task_rename`; then the key is there.
+/// What a thread of the collector asks of a file it has open, or mapped: it names itself anew, which calls the program of
+/// `task_rename`; then the answer is there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Question {
-    /// An address; 0 when nothing is asked.
+    /// The thread that asks; 0 when nobody does.
+    pub thread: u64,
+    /// Where it has the file mapped; 0: it is asked of a descriptor.
     pub address: u64,
-    /// The answer. Its inode is 0 where there is none.
+    /// Its descriptor.
+    pub descriptor: u64,
+    /// The answer: of which kind the file system is (linux/magic.h).
+    pub magic: u64,
+    /// Which file it is. Its inode is 0 where there is no answer.
     pub key: FileKey,
 }
 

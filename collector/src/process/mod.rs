@@ -12,7 +12,7 @@ pub mod maps;
 pub mod text;
 pub mod user;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::rc::Rc;
 
@@ -36,17 +36,17 @@ pub struct Processes {
     executables: Executables,
     cgroups: cgroup::Paths,
     /// `None`: all processes are of interest.
-    wanted: Option<std::collections::HashSet<u32>>,
+    wanted: Option<HashSet<u32>>,
     follow: bool,
     /// Wanted, and found ended at the last look.
-    gone: std::collections::HashSet<u32>,
+    gone: HashSet<u32>,
     next_image: u64,
     /// Mappings that are others than at the last [`Processes::take_changed`].
-    changed: std::collections::HashSet<u32>,
+    changed: HashSet<u32>,
     /// Stacks are walked by tables of what is mapped: it matters when those are told.
     by_tables: bool,
     /// Processes with code in the place of other code that the kernel side has not been told of.
-    untold: std::collections::HashSet<u32>,
+    untold: HashSet<u32>,
     /// Processes to hold before the next attempt to forget some.
     most: usize,
     /// Processes whose mappings could not be read, by cause.
@@ -187,7 +187,7 @@ impl Processes {
     }
 
     /// Processes whose mappings have changed since the last call, gone ones among them.
-    pub fn take_changed(&mut self) -> std::collections::HashSet<u32> {
+    pub fn take_changed(&mut self) -> HashSet<u32> {
         std::mem::take(&mut self.changed)
     }
 
@@ -208,15 +208,19 @@ impl Processes {
         }
     }
 
-    /// Mappings of processes after events that are yet to be applied, in order of time, with since when each runs what they
-    /// are of: those that became another program or mapped something.
-    pub fn preview(&mut self, events: &[Event]) -> HashMap<u32, (Rc<Vec<Mapping>>, u64)> {
+    /// Mappings of these processes after events that are yet to be applied, in order of time, with since when each runs what
+    /// they are of: those that became another program or mapped something.
+    pub fn preview(
+        &mut self,
+        events: &[Event],
+        of: &HashSet<u32>,
+    ) -> HashMap<u32, (Rc<Vec<Mapping>>, u64)> {
         let mut ahead: HashMap<u32, Process> = HashMap::new();
         for Event { time_ns, pid, change } in events {
             match change {
                 // Its next word may be of an exec, and be here already.
                 Change::Fork { parent } => self.follow(*parent, *pid),
-                _ if !self.is_wanted(*pid) => {}
+                _ if !of.contains(pid) || !self.is_wanted(*pid) => {}
                 Change::Comm { exec: true, .. } => {
                     let mappings = Mappings::Known(Rc::default());
                     let mut process = Process::new(0, *pid, String::new(), mappings);

@@ -123,7 +123,8 @@ pub struct Sampler {
     frequency: u32,
     refused: BTreeSet<u32>,
     buffer: Vec<u8>,
-    /// Until when short turns have been spent: at most the whole second before now is left.
+    /// A short turn is allowed while this is past. Each moves it on by its share of a second; it is never more than a second
+    /// ago.
     spent: Instant,
 }
 
@@ -229,12 +230,15 @@ impl Sampler {
             poll(fds, Some(&timeout)).unwrap_or(1)
         };
         // The ring is readable as soon as it holds one record: without a pause every sample would be a turn.
-        let is_short = may_be_short && wait(&mut fds, TURN - turn) != 0;
-        if is_short {
-            self.spent += price;
-        } else {
+        if !may_be_short || wait(&mut fds, TURN - turn) == 0 {
             fds.push(PollFd::new(&self.ring, PollFlags::IN));
             wait(&mut fds, timeout);
+            fds.pop();
+        }
+        let has_events = fds.iter().any(|fd| fd.revents().contains(PollFlags::IN));
+        let is_short = may_be_short && has_events;
+        if is_short {
+            self.spent += price;
         }
         is_short
     }

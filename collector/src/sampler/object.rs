@@ -220,18 +220,25 @@ fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
     if !known {
         return Ok(Layout::default());
     }
-    let [mm_root, mm_vdso] = btf.offsets("mm_struct", ["mm_mt.ma_root", "context.vdso"])?;
+    let [mm_root] = btf.offsets("mm_struct", ["mm_mt.ma_root"])?;
+    // Without it the vDSO of brief processes is unknown, no more.
+    let [mm_vdso] = btf.offsets("mm_struct", ["context.vdso"]).unwrap_or_default();
     let members = ["vm_start", "vm_end", "vm_mm", "vm_flags", "vm_pgoff", "vm_file"];
     let [vma_start, vma_end, vma_mm, vma_flags, vma_page, vma_file] =
         btf.offsets("vm_area_struct", members)?;
     let [file_inode] = btf.offsets("file", ["f_inode"])?;
-    let [inode_number, inode_device] = btf.offsets("inode", ["i_ino", "i_sb"])?;
+    let [inode_number, inode_device, inode_size, inode_generation] =
+        btf.offsets("inode", ["i_ino", "i_sb", "i_size", "i_generation"])?;
     // Since 6.11; since 6.6; before that.
     let [inode_seconds, inode_nanoseconds] = btf
         .offsets("inode", ["i_ctime_sec", "i_ctime_nsec"])
         .or_else(|_| btf.offsets("inode", ["__i_ctime.tv_sec", "__i_ctime.tv_nsec"]))
         .or_else(|_| btf.offsets("inode", ["i_ctime.tv_sec", "i_ctime.tv_nsec"]))?;
-    let [device_number] = btf.offsets("super_block", ["s_dev"])?;
+    let [device_number, device_magic] = btf.offsets("super_block", ["s_dev", "s_magic"])?;
+    let [task_cred, task_files] = btf.offsets("task_struct", ["cred", "files"])?;
+    let [cred_saved] = btf.offsets("cred", ["suid"])?;
+    let [files_table] = btf.offsets("files_struct", ["fdt"])?;
+    let [table_files] = btf.offsets("fdtable", ["fd"])?;
     Ok(Layout {
         mm_root,
         mm_vdso,
@@ -246,7 +253,16 @@ fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
         inode_device,
         inode_seconds,
         inode_nanoseconds,
+        inode_size,
+        inode_generation,
         device_number,
+        device_magic,
+        task_cred,
+        task_files,
+        cred_saved,
+        files_table,
+        table_files,
+        reserved: 0,
     })
 }
 
@@ -305,8 +321,20 @@ fn refusal(text: &str, denied: bool, lockdown: &str) -> LoadError {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_running_kernel_has_a_tree_that_is_known() {
+        let Ok(bytes) = std::fs::read(BTF_PATH) else { return };
+        let btf = Btf::new(&bytes).unwrap();
+        // Kernels older than 6.1 have none.
+        if btf.offsets("maple_range_64", ["pivot"]).is_ok() {
+            let found = layout(&btf).unwrap();
+            assert!(found.mm_root > 0 && found.mm_vdso > 0, "{found:?}");
+        }
+    }
 
     #[test]
     fn a_refusal_says_what_to_do() {

@@ -6,8 +6,9 @@
 mod room;
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
 use stackwire_collector_ebpf::vma::{EVERYONE, FileKey};
@@ -27,6 +28,13 @@ pub const UNLISTED: u32 = 1;
 const MAX_FAILURES: u32 = 3;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
+/// Who is mapped so often is looked up, too: by processes that have ended before the kernel side has heard of it.
+const OFTEN: u32 = 8;
+/// Files held open.
+const MAX_HELD: usize = 64;
+/// How long what the kernel calls a file is not asked again, doubled each time so often at most.
+pub const ASKED_AGAIN: Duration = Duration::from_secs(1);
+const DOUBLED: u32 = 6;
 
 /// What a loading thread is to bring.
 #[derive(Clone, Debug)]
@@ -41,6 +49,8 @@ pub struct Job {
     pub wanted: Vec<Wanted>,
     /// Its file takes long to open.
     pub slow: bool,
+    /// Its file, where it was open before: the processes may be gone.
+    pub held: Option<Arc<File>>,
 }
 
 impl Job {
@@ -119,8 +129,15 @@ struct Slot {
     refs: u32,
     /// On disk, by [`Catalog::next_idle`].
     looked_for: bool,
-    /// By the kernel's name for its file, by [`Catalog::next_nameless`].
-    named: bool,
+    /// How often [`Catalog::next_nameless`] gave it out, and when it may do so again.
+    asked: u32,
+    ask_again: Instant,
+    /// How often it was mapped since the beginning of the capture.
+    mapped: u32,
+    /// It has been mapped since, perhaps from another file of its path and build-id.
+    mapped_since: bool,
+    /// Its file, until what the kernel calls it may be asked.
+    held: Option<Arc<File>>,
     /// Its file takes long to open.
     slow: bool,
     failures: u32,
@@ -197,6 +214,11 @@ impl Catalog {
         }
     }
 
+    /// The capture begins: what is mapped by now need not be what is used.
+    pub fn begin(&self) {
+        self.lock().slots.iter_mut().for_each(|slot| slot.mapped = 0);
+    }
+
     /// The executable that wants its table most: of those looked up, or of `all`. Of one user's one at a time.
     pub fn next(&self, all: bool) -> Option<Job> {
         let mut inner = self.lock();
@@ -209,7 +231,7 @@ impl Catalog {
         });
         let (number, _) = wanting
             .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
-            .filter(|(_, uses)| all || *uses > 0)
+            .filter(|&(number, uses)| all || uses > 0 || inner.slots[number].mapped >= OFTEN)
             .max_by_key(|&(number, uses)| {
                 (!inner.slots[number].slow, uses, std::cmp::Reverse(number))
             })?;
@@ -217,7 +239,7 @@ impl Catalog {
         slot.state = State::Loading;
         let wanted = slot.wanted.iter().rev().cloned().collect();
         let (kind, owner, slow) = (slot.kind.clone(), slot.owner, slot.slow);
-        Some(Job { number: number as u32, kind, owner, wanted, slow })
+        Some(Job { number: number as u32, kind, owner, wanted, slow, held: None })
     }
 
     /// An executable nobody has looked up yet and that may have its table on disk, each once, the one mapped most first;
@@ -234,23 +256,27 @@ impl Catalog {
         slot.looked_for = true;
         slot.state = State::Loading;
         let (kind, owner) = (slot.kind.clone(), slot.owner);
-        Some(Job { number: number as u32, kind, owner, wanted: Vec::new(), slow: false })
+        let wanted = Vec::new();
+        Some(Job { number: number as u32, kind, owner, wanted, slow: false, held: None })
     }
 
-    /// An executable that has its table, and of which nobody has asked what the kernel calls its file, each once, the one
-    /// used most first.
+    /// An executable that has its table, and of which nobody has asked what the kernel calls its file, or not since somebody
+    /// else has mapped it; the one used most first.
     pub fn next_nameless(&self) -> Option<Job> {
         let mut inner = self.lock();
         let Inner { slots, maps, .. } = &mut *inner;
         let nameless = slots.iter_mut().enumerate().filter(|(_, slot)| {
-            !slot.named && matches!(slot.state, State::Ready(_)) && !slot.wanted.is_empty()
+            let is_due = slot.asked == 0 || slot.mapped_since && slot.ask_again <= Instant::now();
+            // Without a build-id nobody could tell whether it is the file its table was made of.
+            is_due && matches!(slot.state, State::Ready(_)) && !build_id(&slot.kind).is_empty()
         });
         let (number, slot) =
             nameless.max_by_key(|(number, slot)| (maps.uses(*number as u32), slot.refs))?;
-        slot.named = true;
+        slot.was_asked();
+        let held = slot.held.take();
         let wanted = slot.wanted.iter().rev().cloned().collect();
         let (kind, owner) = (slot.kind.clone(), slot.owner);
-        Some(Job { number: number as u32, kind, owner, wanted, slow: false })
+        Some(Job { number: number as u32, kind, owner, wanted, slow: false, held })
     }
 
     /// Its file takes long to open: all others come first.
@@ -271,10 +297,16 @@ impl Catalog {
     }
 
     /// Puts a table into the maps.
-    pub fn install(&self, number: u32, table: &Table, everyones: bool) {
+    ///
+    /// `key` is what the kernel calls the file it was made of, if that is known.
+    pub fn install(&self, number: u32, table: &Table, everyones: bool, key: Option<FileKey>) {
         let mut inner = self.lock();
         if everyones {
             inner.becomes_everyones(number);
+        }
+        if let Some(key) = key {
+            inner.slots[number as usize].was_asked();
+            inner.name(number, key, everyones);
         }
         let shared = if everyones { inner.shared(number, table) } else { None };
         match shared.map_or_else(|| inner.place(number, table), Ok) {
@@ -286,18 +318,28 @@ impl Catalog {
         }
     }
 
-    /// What the kernel calls the file of an executable, `everyones` as for its table; whether that is of use.
-    pub fn name(&self, number: u32, key: FileKey, everyones: bool) -> bool {
+    /// What the kernel calls the file of an executable, `everyones` as for its table.
+    pub fn name(&self, job: &Job, key: FileKey, everyones: bool) {
         let mut inner = self.lock();
-        let slot = &mut inner.slots[number as usize];
-        slot.named = true;
-        let user = match slot.owner {
-            Owner::Everyone if everyones => EVERYONE,
-            Owner::User(user) => user,
-            _ => return false,
-        };
-        inner.maps.files.insert(key, number, user);
-        true
+        let slot = &inner.slots[job.number as usize];
+        // Meanwhile the number may be another's.
+        if slot.kind == job.kind && slot.owner == job.owner {
+            inner.name(job.number, key, everyones);
+        }
+    }
+
+    /// What the kernel calls its file could not be asked: after this time it will be, of the file that is open, or when somebody
+    /// has mapped it.
+    pub fn ask_again(&self, job: &Job, after: Duration, held: Option<Arc<File>>) {
+        let mut inner = self.lock();
+        let all = inner.slots.iter().filter(|slot| slot.held.is_some()).count();
+        let held = held.filter(|_| all < MAX_HELD);
+        let slot = &mut inner.slots[job.number as usize];
+        if slot.kind == job.kind {
+            slot.ask_again = Instant::now() + after;
+            (slot.asked, slot.mapped_since) = (1, slot.mapped_since || held.is_some());
+            slot.held = held;
+        }
     }
 
     /// Notes that there is none, and why.
@@ -357,13 +399,22 @@ impl Slot {
             wanted: Vec::new(),
             refs: 0,
             looked_for: false,
-            named: false,
+            asked: 0,
+            ask_again: Instant::now(),
+            mapped: 0,
+            mapped_since: false,
+            held: None,
             slow: false,
             failures: 0,
             state: State::Wanting,
             seen: 0,
             heat: 0,
         }
+    }
+
+    fn was_asked(&mut self) {
+        self.ask_again = Instant::now() + ASKED_AGAIN * (1 << self.asked.min(DOUBLED));
+        (self.asked, self.mapped_since) = (self.asked + 1, false);
     }
 }
 
@@ -387,6 +438,7 @@ impl Inner {
         };
         let slot = &mut self.slots[number as usize];
         slot.refs += 1;
+        (slot.mapped, slot.mapped_since) = (slot.mapped.saturating_add(1), true);
         if let Some(wanted) = wanted {
             // Whoever has it mapped now may have what the one before had not: life, or a file that may be opened.
             if matches!(slot.state, State::Failed(_)) && slot.failures < MAX_FAILURES {
@@ -427,6 +479,15 @@ impl Inner {
         self.maps.set_executable(number, 0, state::NOT_YET);
         self.numbers.entry(kind.clone()).or_default().insert(owner, number);
         Some(number)
+    }
+
+    fn name(&mut self, number: u32, key: FileKey, everyones: bool) {
+        let user = match self.slots[number as usize].owner {
+            Owner::Everyone if everyones => EVERYONE,
+            Owner::User(user) => user,
+            _ => return,
+        };
+        self.maps.files.insert(key, number, user);
     }
 
     /// Its executable has this number no more.
@@ -555,13 +616,13 @@ mod tests {
         {
             let number = of_root(&catalog, &file(number as u32));
             catalog.release(&before.replace(number).into_iter().collect::<Vec<_>>());
-            catalog.install(number, &table(rows, rules, number as i32), true);
+            catalog.install(number, &table(rows, rules, number as i32), true, None);
         }
         let stats = catalog.stats();
         assert_eq!((stats.loaded, stats.failed), (18, 0));
         assert!((6..=17).contains(&stats.evicted), "{stats:?}");
         let number = of_root(&catalog, &file(100));
-        catalog.install(number, &table(6_000_000, 1, 0), true);
+        catalog.install(number, &table(6_000_000, 1, 0), true, None);
         assert_eq!(catalog.missing(&file(100)).unwrap(), "its unwind table is too large");
         assert_eq!(catalog.stats().evicted, stats.evicted, "for nothing");
     }
@@ -604,12 +665,12 @@ mod tests {
         let catalog = catalog();
         let (roots, theirs) = (of_root(&catalog, &file(1)), of(&catalog, 1000, &file(1)));
         assert_ne!(roots, theirs);
-        catalog.install(theirs, &table(1000, 1, 1), false);
+        catalog.install(theirs, &table(1000, 1, 1), false, None);
         assert_eq!(of(&catalog, 1000, &file(1)), theirs);
         assert_eq!(of(&catalog, 1001, &file(1)), theirs + 1);
         assert_eq!(catalog.next(true).unwrap().number, roots, "it has none yet");
         // Root's, once there, is for those who have none, and for all who come.
-        catalog.install(roots, &table(1000, 1, 2), true);
+        catalog.install(roots, &table(1000, 1, 2), true, None);
         assert!(catalog.next(true).is_none() && catalog.is_settled());
         assert_eq!(of(&catalog, 1002, &file(1)), roots);
         assert_eq!(of(&catalog, 1000, &file(1)), roots);
@@ -627,7 +688,7 @@ mod tests {
     fn one_user_cannot_take_the_tables_of_others() {
         let catalog = catalog();
         let roots = of_root(&catalog, &file(0));
-        catalog.install(roots, &table(1000, 8000, 0), true);
+        catalog.install(roots, &table(1000, 8000, 0), true, None);
         let over = |number: u32| {
             let inner = catalog.lock();
             matches!(inner.slots[number as usize].state, State::Failed(NoRoom::OverShare))
@@ -636,7 +697,7 @@ mod tests {
         let theirs: Vec<u32> = (1..60)
             .map(|at| {
                 let number = of(&catalog, 1000, &file(at));
-                catalog.install(number, &table(1000, 8000, at as i32), false);
+                catalog.install(number, &table(1000, 8000, at as i32), false, None);
                 number
             })
             .collect();
@@ -645,7 +706,7 @@ mod tests {
         // Who has less than a share gets it from who has more.
         for (at, user) in [(100, 1001), (101, 0)] {
             let number = of(&catalog, user, &file(at));
-            catalog.install(number, &table(1000, 8000, at as i32), false);
+            catalog.install(number, &table(1000, 8000, at as i32), false, None);
             assert!(!over(number), "user {user}");
         }
         assert_eq!((catalog.stats().loaded, catalog.stats().evicted), (6, 2));
@@ -658,14 +719,14 @@ mod tests {
         let all: Vec<u32> = (0..20)
             .map(|path| {
                 let number = number_of_file(&catalog, &format!("/usr/{path}"));
-                catalog.install(number, &table(3_000_000, 1, 1), true);
+                catalog.install(number, &table(3_000_000, 1, 1), true, None);
                 number
             })
             .collect();
         assert_eq!((catalog.stats().loaded, catalog.stats().evicted), (20, 0));
         // Another file with its build-id, of other segments, has one of its own.
         let other = number_of_file(&catalog, "/other");
-        catalog.install(other, &table(1000, 1, 1), true);
+        catalog.install(other, &table(1000, 1, 1), true, None);
         catalog.lock().drop_table(all[3]);
         let ready =
             |number: u32| matches!(catalog.lock().slots[number as usize].state, State::Ready(_));
@@ -676,6 +737,44 @@ mod tests {
         let path = path.to_owned();
         let kind = Kind::File { path, build_id: vec![7; 20], inode: 0, device: (0, 0) };
         of_root(catalog, &kind)
+    }
+
+    #[test]
+    fn what_brief_processes_map_again_and_again_is_wanted() {
+        let catalog = catalog();
+        // By many before the capture began.
+        (0..20).for_each(|_| drop(of_root(&catalog, &file(1))));
+        catalog.begin();
+        for _ in 1..OFTEN {
+            of_root(&catalog, &file(2));
+        }
+        assert!(catalog.next(false).is_none());
+        let number = of_root(&catalog, &file(2));
+        assert_eq!(catalog.next(false).map(|job| job.number), Some(number));
+    }
+
+    #[test]
+    fn a_number_that_is_anothers_by_now_is_not_named() {
+        let catalog = catalog();
+        let key = FileKey { inode: 7, device: 1, ..FileKey::default() };
+        let named = |number: u32| catalog.lock().maps.files.has(number);
+        let other = of(&catalog, 1000, &file(1));
+        catalog.install(other, &table(1000, 1, 1), false, Some(key));
+        assert!(named(other), "for its user");
+        let first = of_root(&catalog, &file(1));
+        catalog.install(first, &table(1000, 1, 1), true, None);
+        let job = catalog.next_nameless().unwrap();
+        assert!(job.number == first && catalog.next_nameless().is_none(), "asked once");
+        // While its file is looked at, all numbers are wanted.
+        catalog.release(&[first]);
+        for at in 2..EXECUTABLES {
+            of_root(&catalog, &file(at));
+        }
+        catalog.name(&job, key, true);
+        assert!(!named(first) && named(other));
+        let now = Job { kind: catalog.lock().slots[first as usize].kind.clone(), ..job };
+        catalog.name(&Job { owner: Owner::User(0), ..now }, key, false);
+        assert!(named(first));
     }
 
     #[test]

@@ -7,12 +7,14 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::mem::offset_of;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use stackwire_collector_ebpf::vma::{
-    self, FILE_PROBES, FILES, FileKey, Question, VDSO, file_word, first_file,
+    self, EVERYONE, FILE_PROBES, FILES, FileKey, Question, VDSO, file_word, first_file,
 };
 
 use crate::sampler::mapped::Mapped;
@@ -21,7 +23,32 @@ use crate::sampler::mapped::Mapped;
 const SLOT: usize = size_of::<vma::File>();
 
 /// What the kernel calls the vDSO.
-pub const VDSO_KEY: FileKey = FileKey { inode: VDSO, device: 0, changed: 0 };
+pub const VDSO_KEY: FileKey = FileKey { inode: VDSO, device: 0, changed: 0, size: 0 };
+
+/// File systems whose change times tell files apart, and that answer by themselves (linux/magic.h): ext4, XFS, btrfs, bcachefs,
+/// f2fs, ZFS, tmpfs, ramfs. Images made to be the same byte by byte (squashfs, erofs) have the same times for different files.
+const LOCAL: [u64; 8] = [
+    0xef53,
+    0x5846_5342,
+    0x9123_683e,
+    0xca45_1a4e,
+    0xf2f5_2010,
+    0x2fc1_2fc1,
+    0x0102_1994,
+    0x8584_58f6,
+];
+const OVERLAYFS: u64 = 0x794c_7630;
+/// A file may change again within one tick of its file system's clock, and keep the time of its change.
+pub const TICK: Duration = Duration::from_secs(2);
+
+/// An answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Key {
+    /// What the kernel calls it.
+    Known(FileKey),
+    /// It was changed less than [`TICK`] ago.
+    TooNew,
+}
 
 /// Asks the kernel side. Shared between threads.
 #[derive(Debug)]
@@ -39,22 +66,53 @@ impl Keys {
         Ok(Self { question: Mutex::new(question) })
     }
 
-    /// What the kernel calls a file. `None` where it does not say: before 6.1, or when this process is not in the initial pid
-    /// namespace.
+    /// What the kernel calls a file that somebody maps. `None` where it does not say (before 6.1), or where that would not
+    /// tell it from others.
     #[must_use]
-    pub fn of(&self, file: &File) -> Option<FileKey> {
-        let mapped = Mapped::read_only(file.as_fd(), 1).ok()?;
+    pub fn of(&self, file: &File) -> Option<Key> {
+        let (magic, key) = self.ask(file, 0)?;
+        let (magic, key) = match magic {
+            // Who maps it has the file of the layer below. To map one of a server that is gone would hold up all memory of this
+            // process: no others are mapped.
+            OVERLAYFS => {
+                let mapped = Mapped::read_only(file.as_fd(), 1).ok()?;
+                self.ask(file, mapped.address())?
+            }
+            _ => (magic, key),
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+        let is_new = Duration::from_secs(key.changed >> 30) + TICK >= now;
+        LOCAL.contains(&magic).then_some(if is_new { Key::TooNew } else { Key::Known(key) })
+    }
+
+    /// Of a file that is mapped there, or at 0: as it is open.
+    fn ask(&self, file: &File, address: u64) -> Option<(u64, FileKey)> {
         let question = self.question.lock().unwrap_or_else(PoisonError::into_inner);
-        question.atomic(8).store(0, Ordering::SeqCst);
-        question.atomic(0).store(mapped.address(), Ordering::SeqCst);
+        let set = |at, word| question.atomic(at).store(word, Ordering::SeqCst);
+        set(offset_of!(Question, key.inode), 0);
+        set(offset_of!(Question, address), address);
+        set(offset_of!(Question, descriptor), file.as_raw_fd() as u64);
+        set(offset_of!(Question, thread), rustix::thread::gettid().as_raw_nonzero().get() as u64);
         // The kernel side answers within this call.
         let asked = rustix::thread::set_name(c"tables");
-        question.atomic(0).store(0, Ordering::SeqCst);
-        let [inode, device, changed] =
-            [8, 16, 24].map(|at| question.atomic(at).load(Ordering::SeqCst));
-        (asked.is_ok() && inode != 0).then_some(FileKey { inode, device, changed })
+        set(offset_of!(Question, thread), 0);
+        let word = |at| question.atomic(at).load(Ordering::SeqCst);
+        let key = FileKey {
+            inode: word(offset_of!(Question, key.inode)),
+            device: word(offset_of!(Question, key.device)),
+            changed: word(offset_of!(Question, key.changed)),
+            size: word(offset_of!(Question, key.size)),
+        };
+        (asked.is_ok() && key.inode != 0).then_some((word(offset_of!(Question, magic)), key))
     }
 }
+
+// Where the parts of a slot are.
+const INODE: usize = offset_of!(vma::File, key.inode);
+const DEVICE: usize = offset_of!(vma::File, key.device);
+const CHANGED: usize = offset_of!(vma::File, key.changed);
+const SIZE: usize = offset_of!(vma::File, key.size);
+const WORD: usize = offset_of!(vma::File, word);
 
 /// The kernel side's table of files.
 #[derive(Debug)]
@@ -74,22 +132,31 @@ impl KnownFiles {
         Ok(Self { table, slots: HashMap::new() })
     }
 
-    /// A file is this executable, to the processes of one user or [`vma::EVERYONE`].
+    /// A file is this executable, to the processes of one user or [`EVERYONE`]. Where there is no room for it a user's file
+    /// takes the place of another of that user, one that is everyone's that of any user.
     pub fn insert(&mut self, key: FileKey, number: u32, user: u32) {
-        let word = file_word(number, user);
         let first = first_file(key.inode, key.device);
-        let mut slots = (0..FILE_PROBES).map(|probe| (first + probe) & (FILES - 1));
-        let is_of = |slot: u32, inode| self.word(slot, 0) == inode;
-        let same = slots.clone().find(|&slot| {
-            is_of(slot, key.inode)
-                && self.word(slot, 8) == key.device
-                && self.word(slot, 24) as u32 == user
+        let slots = || (0..FILE_PROBES).map(|probe| (first + probe) & (FILES - 1));
+        let user_of = |slot| self.word(slot, WORD) as u32;
+        let same = slots().find(|&slot| {
+            self.word(slot, INODE) == key.inode
+                && self.word(slot, DEVICE) == key.device
+                && user_of(slot) == user
         });
-        // Where there is no room, one of many that had to be so close goes.
-        let slot = same.or_else(|| slots.find(|&slot| is_of(slot, 0))).unwrap_or(first);
+        let free = || slots().find(|&slot| self.word(slot, INODE) == 0);
+        let of_users = || slots().find(|&slot| user == EVERYONE && user_of(slot) != EVERYONE);
+        let theirs = || slots().find(|&slot| user_of(slot) == user);
+        let Some(slot) = same.or_else(free).or_else(of_users).or_else(theirs) else { return };
         self.clear(slot);
+        let word = file_word(number, user);
         // The inode last: without it nothing else is read.
-        for (at, word) in [(8, key.device), (16, key.changed), (24, word), (0, key.inode)] {
+        for (at, word) in [
+            (DEVICE, key.device),
+            (CHANGED, key.changed),
+            (SIZE, key.size),
+            (WORD, word),
+            (INODE, key.inode),
+        ] {
             self.table.atomic(slot as usize * SLOT + at).store(word, Ordering::SeqCst);
         }
         self.slots.entry(number).or_default().push(slot);
@@ -102,12 +169,18 @@ impl KnownFiles {
         }
     }
 
+    /// Whether a file has this number.
+    #[cfg(test)]
+    pub fn has(&self, number: u32) -> bool {
+        self.slots.contains_key(&number)
+    }
+
     fn clear(&mut self, slot: u32) {
-        if self.word(slot, 0) == 0 {
+        if self.word(slot, INODE) == 0 {
             return;
         }
-        self.table.atomic(slot as usize * SLOT).store(0, Ordering::SeqCst);
-        let number = (self.word(slot, 24) >> 32) as u32;
+        self.table.atomic(slot as usize * SLOT + INODE).store(0, Ordering::SeqCst);
+        let number = (self.word(slot, WORD) >> 32) as u32;
         if let Some(slots) = self.slots.get_mut(&number) {
             slots.retain(|&other| other != slot);
             if slots.is_empty() {
@@ -124,31 +197,33 @@ impl KnownFiles {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use stackwire_collector_ebpf::vma::EVERYONE;
-
     use super::*;
     use crate::unwind::maps::Descriptors;
 
+    fn files() -> KnownFiles {
+        KnownFiles::new(&Descriptors::in_memory().known_files).unwrap()
+    }
+
     fn found(files: &KnownFiles, key: FileKey) -> Vec<(u64, u32)> {
         let all = (0..FILES).filter(|&slot| {
-            [files.word(slot, 0), files.word(slot, 8), files.word(slot, 16)]
-                == [key.inode, key.device, key.changed]
+            [INODE, DEVICE, CHANGED, SIZE].map(|at| files.word(slot, at))
+                == [key.inode, key.device, key.changed, key.size]
         });
-        let words = all.map(|slot| files.word(slot, 24));
+        let words = all.map(|slot| files.word(slot, WORD));
         words.map(|word| (word >> 32, word as u32)).collect()
     }
 
     #[test]
     fn a_file_has_one_number_for_each_user_until_the_number_is_anothers() {
-        let mut files = KnownFiles::new(&Descriptors::in_memory().known_files).unwrap();
-        let key = |inode| FileKey { inode, device: 3, changed: 5 };
-        files.insert(key(7), 20, EVERYONE);
-        files.insert(key(7), 21, 1000);
-        assert_eq!(found(&files, key(7)), [(20, EVERYONE), (21, 1000)]);
+        let mut files = files();
+        let key = FileKey { inode: 7, device: 3, changed: 5, size: 100 };
+        files.insert(key, 20, EVERYONE);
+        files.insert(key, 21, 1000);
+        assert_eq!(found(&files, key), [(20, EVERYONE), (21, 1000)]);
         // Rewritten in its place: the inode stays.
-        let rewritten = FileKey { changed: 6, ..key(7) };
+        let rewritten = FileKey { changed: 6, ..key };
         files.insert(rewritten, 22, EVERYONE);
-        assert_eq!(found(&files, key(7)), [(21, 1000)]);
+        assert_eq!(found(&files, key), [(21, 1000)]);
         files.forget(20);
         assert_eq!(found(&files, rewritten), [(22, EVERYONE)]);
         files.forget(22);
@@ -157,16 +232,20 @@ mod tests {
     }
 
     #[test]
-    fn more_files_than_slots() {
-        let mut files = KnownFiles::new(&Descriptors::in_memory().known_files).unwrap();
+    fn more_files_than_slots_and_no_users_in_the_place_of_everyones() {
+        let mut files = files();
+        let key = |inode: u32| FileKey { inode: inode.into(), device: 1, ..FileKey::default() };
         for inode in 1..2 * FILES {
-            let key = FileKey { inode: inode.into(), device: 1, changed: 0 };
-            files.insert(key, inode, EVERYONE);
-            assert_eq!(found(&files, key).len(), 1, "{inode}");
-            if inode > 64 {
-                files.forget(inode - 64);
-            }
+            files.insert(key(inode), inode, EVERYONE);
+            assert_eq!(found(&files, key(inode)).len(), 1, "{inode}");
         }
-        assert!((1..=64).contains(&files.slots.len()));
+        let full = files.slots.len();
+        assert!(full > FILES as usize * 3 / 4, "{full}");
+        let users = (1..200).filter(|&inode| {
+            files.insert(key(inode), 1_000_000 + inode, 1000);
+            found(&files, key(inode)).iter().any(|(_, user)| *user == 1000)
+        });
+        assert!(users.count() < 50);
+        assert!(files.slots.values().map(Vec::len).sum::<usize>() >= full);
     }
 }

@@ -16,10 +16,10 @@ use stackwire_collector_ebpf::vma::FileKey;
 use stackwire_rights::capabilities;
 use stackwire_unwind::Table;
 
-use super::catalog::{Catalog, Job};
+use super::catalog::{ASKED_AGAIN, Catalog, Job};
 use super::compiler::Compiler;
 use super::disk::Disk;
-use super::known::{Keys, VDSO_KEY};
+use super::known::{Key, Keys, TICK, VDSO_KEY};
 use super::owner::{Owner, is_everyones};
 use crate::broker::{Broker, HANGS, LIMIT, Wanted};
 use crate::host::vdso;
@@ -61,7 +61,7 @@ impl Loader {
         while self.running() {
             match self.catalog.next(all) {
                 Some(job) => self.bring(&job, disk.as_ref()),
-                None if self.bring_idle(disk.as_ref()) || self.name_next() => {}
+                None if self.bring_idle(disk.as_ref()) => {}
                 None => {
                     if self.catalog.is_settled()
                         && let Some(warmed) = warmed.take()
@@ -69,7 +69,9 @@ impl Loader {
                         // Who waits may have begun without.
                         let _ = warmed.send(());
                     }
-                    self.catalog.wait(PAUSE);
+                    if !self.name_next() {
+                        self.catalog.wait(PAUSE);
+                    }
                 }
             }
             if self.cools && cooled.elapsed() > Duration::from_secs(1) {
@@ -90,27 +92,50 @@ impl Loader {
             return false;
         };
         match disk.get(job.build_id()) {
-            Some(table) => self.catalog.install(job.number, &table, true),
+            Some(table) => self.catalog.install(job.number, &table, true, None),
             None => self.catalog.put_back(job.number),
         }
         true
     }
 
-    /// Tells the kernel side which file is one whose table was on disk; whether there was one.
+    /// Tells the kernel side which file is an executable whose table it has; whether there was one.
     fn name_next(&self) -> bool {
         let Some(job) = self.catalog.next_nameless() else { return false };
-        for wanted in &job.wanted {
-            let opened = self.broker.open_within(wanted, AT_FIRST);
-            let Ok(file) = opened else { continue };
-            let (key, everyones) = (self.keys.of(&file), is_everyones(&file).unwrap_or(false));
-            // Another file may have been found than the one that was mapped.
-            let key = key.filter(|_| {
-                let found = self.compiler.build_id(&file);
-                !job.build_id().is_empty() && found.is_ok_and(|found| found == job.build_id())
-            });
-            if key.is_some_and(|key| self.catalog.name(job.number, key, everyones)) {
-                break;
+        let held = job.held.iter().map(|file| (Ok(Arc::clone(file)), true));
+        let opened = job.wanted.iter().map(|wanted| {
+            let opened = self.broker.open_within(wanted, AT_FIRST).map(Arc::new);
+            // Nobody asks whose it is where it could not be opened.
+            let theirs = opened.is_ok() && is_still(job.owner, wanted);
+            (opened, theirs)
+        });
+        let mut found = false;
+        for (opened, theirs) in held.chain(opened) {
+            let file = match opened {
+                Ok(file) => file,
+                Err(why) if why.starts_with(HANGS) => return true,
+                Err(_) => continue,
+            };
+            found = true;
+            // Of file systems that may not answer there is no key: nothing is read of their files here.
+            let key = match self.keys.of(&file) {
+                Some(Key::Known(key)) => key,
+                Some(Key::TooNew) => {
+                    self.catalog.ask_again(&job, TICK, Some(file));
+                    return true;
+                }
+                None => continue,
+            };
+            let everyones = is_everyones(&file).unwrap_or(false);
+            // Another file may have been found than the one that was mapped, and read for the table.
+            let build_id = self.compiler.build_id(&file).unwrap_or_default();
+            if build_id == job.build_id() && (everyones || theirs) {
+                self.catalog.name(&job, key, everyones);
+                return true;
             }
+        }
+        if !found {
+            // All of them have ended. The next may live longer.
+            self.catalog.ask_again(&job, ASKED_AGAIN, None);
         }
         true
     }
@@ -118,7 +143,7 @@ impl Loader {
     fn bring(&self, job: &Job, disk: Option<&Disk>) {
         let build_id = job.build_id();
         if let Some(table) = disk.and_then(|disk| disk.get(build_id)) {
-            self.catalog.install(job.number, &table, true);
+            self.catalog.install(job.number, &table, true, None);
             return;
         }
         let started = Instant::now();
@@ -130,13 +155,15 @@ impl Loader {
         }
         self.catalog.count_compiled(took, compiled.is_ok());
         match compiled {
-            Ok(Compiled { bytes, table, everyones, key }) => {
+            Ok(Compiled { bytes, table, everyones, key, held }) => {
                 if let Some(disk) = disk.filter(|_| everyones) {
                     // Without it the next run compiles again.
                     let _ = disk.put(build_id, &bytes);
                 }
-                self.catalog.install(job.number, &table, everyones);
-                key.map(|key| self.catalog.name(job.number, key, everyones));
+                self.catalog.install(job.number, &table, everyones, key);
+                if held.is_some() {
+                    self.catalog.ask_again(job, TICK, held);
+                }
             }
             Err(why) => self.catalog.fail(job.number, why),
         }
@@ -145,7 +172,9 @@ impl Loader {
     fn compile(&self, job: &Job) -> Result<Compiled, String> {
         let mut reason = "no process has it mapped any more".to_owned();
         if job.kind == Kind::Vdso {
-            return self.compile_file(&vdso_file()?, |_| Some(VDSO_KEY));
+            let compiled = self.compile_file(vdso_file()?)?;
+            // The kernel's own, whose image this process has.
+            return Ok(Compiled { everyones: true, key: Some(VDSO_KEY), ..compiled });
         }
         let limit = if job.slow { LIMIT } else { AT_FIRST };
         for wanted in &job.wanted {
@@ -154,7 +183,7 @@ impl Loader {
                 .open_within(wanted, limit)
                 .and_then(|file| {
                     is_of(&job.kind, &file)?;
-                    self.compile_file(&file, |file| self.keys.of(file))
+                    self.compile_file(file)
                 })
                 // By a path another file may have been found.
                 .and_then(|compiled| match &job.kind {
@@ -179,18 +208,19 @@ impl Loader {
         Err(reason)
     }
 
-    fn compile_file(
-        &self,
-        file: &File,
-        key: impl FnOnce(&File) -> Option<FileKey>,
-    ) -> Result<Compiled, String> {
+    fn compile_file(&self, file: File) -> Result<Compiled, String> {
         // Who can have written it is not known then.
-        let everyones = is_everyones(file).unwrap_or(false);
+        let everyones = is_everyones(&file).unwrap_or(false);
         // Before it is read: what is written to it later makes it another.
-        let key = key(file);
-        let bytes = self.compiler.compile(file)?;
+        let key = self.keys.of(&file);
+        let bytes = self.compiler.compile(&file)?;
         let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
-        Ok(Compiled { bytes, table, everyones, key })
+        let (key, held) = match key {
+            Some(Key::Known(key)) => (Some(key), None),
+            Some(Key::TooNew) => (None, Some(Arc::new(file))),
+            None => (None, None),
+        };
+        Ok(Compiled { bytes, table, everyones, key, held })
     }
 }
 
@@ -200,6 +230,8 @@ struct Compiled {
     /// May be used for all users, and kept for later runs.
     everyones: bool,
     key: Option<FileKey>,
+    /// The file, where it was too early to ask for the key.
+    held: Option<Arc<File>>,
 }
 
 /// Whether a file that is a user's was opened for a process of that user: the pid may have become another's.

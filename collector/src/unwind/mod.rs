@@ -14,6 +14,7 @@ mod processes;
 mod rules;
 mod space;
 
+use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,8 +52,8 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
-    /// The kernel side has been told of events that are yet to be applied.
-    previews: bool,
+    /// Processes of which the kernel side has been told what events say that are yet to be applied.
+    told_ahead: HashSet<u32>,
     /// Ends the loading threads. They may be waiting for a file that does not come, for seconds: nobody waits for it.
     stop: Arc<AtomicBool>,
 }
@@ -75,6 +76,7 @@ impl Unwind {
         let mut published = Published::new(process_maps, Arc::clone(&catalog));
         processes.walk_by_tables();
         published.update(processes);
+        catalog.begin();
         let stop = Arc::new(AtomicBool::new(false));
         let Sources { broker, compilers, cache } = sources;
         let (told, warmed) = mpsc::channel();
@@ -97,17 +99,20 @@ impl Unwind {
             // In time or not, sampling begins.
             let _ = warmed.recv_timeout(WARM_UP);
         }
-        Ok(Self { published, catalog, previews: false, stop })
+        Ok(Self { published, catalog, told_ahead: HashSet::new(), stop })
     }
 
     /// Tells the kernel side what has changed, and in a `hurry` what `ahead` is going to change.
     pub fn update(&mut self, processes: &mut Processes, ahead: &[Event], hurry: bool) {
         self.published.update(processes);
         processes.told(now_ns());
-        // What was told before must not be taken back by what is older.
-        self.previews = hurry || self.previews && !ahead.is_empty();
-        if self.previews {
-            self.published.preview(processes, ahead);
+        // What was told ahead must not be taken back by what is older.
+        self.told_ahead.retain(|pid| ahead.iter().any(|event| event.pid == *pid));
+        if hurry {
+            self.told_ahead.extend(ahead.iter().map(|event| event.pid));
+        }
+        if !self.told_ahead.is_empty() {
+            self.published.preview(processes, ahead, &self.told_ahead);
         }
     }
 

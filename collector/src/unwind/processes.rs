@@ -88,10 +88,10 @@ impl Published {
         }
     }
 
-    /// Tells what events will change that are yet to be applied: samples wait for events of other CPUs, processes that
-    /// have become another program should not.
-    pub fn preview(&mut self, processes: &mut Processes, events: &[Event]) {
-        for (pid, (mappings, since_ns)) in processes.preview(events) {
+    /// Tells what events will change that are yet to be applied, of these processes: samples wait for events of other CPUs,
+    /// processes that have become another program should not.
+    pub fn preview(&mut self, processes: &mut Processes, events: &[Event], of: &HashSet<u32>) {
+        for (pid, (mappings, since_ns)) in processes.preview(events, of) {
             self.publish(pid, &mappings, since_ns);
         }
     }
