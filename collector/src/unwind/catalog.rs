@@ -743,7 +743,9 @@ mod tests {
     fn what_brief_processes_map_again_and_again_is_wanted() {
         let catalog = catalog();
         // By many before the capture began.
-        (0..20).for_each(|_| drop(of_root(&catalog, &file(1))));
+        for _ in 0..20 {
+            of_root(&catalog, &file(1));
+        }
         catalog.begin();
         for _ in 1..OFTEN {
             of_root(&catalog, &file(2));
