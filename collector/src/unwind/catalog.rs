@@ -265,8 +265,9 @@ impl Catalog {
     pub fn next_nameless(&self) -> Option<Job> {
         let mut inner = self.lock();
         let Inner { slots, maps, .. } = &mut *inner;
+        let now = Instant::now();
         let nameless = slots.iter_mut().enumerate().filter(|(_, slot)| {
-            let is_due = slot.asked == 0 || slot.mapped_since && slot.ask_again <= Instant::now();
+            let is_due = slot.asked == 0 || slot.mapped_since && slot.ask_again <= now;
             // Without a build-id nobody could tell whether it is the file its table was made of.
             is_due && matches!(slot.state, State::Ready(_)) && !build_id(&slot.kind).is_empty()
         });

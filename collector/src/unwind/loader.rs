@@ -116,6 +116,10 @@ impl Loader {
                 Err(_) => continue,
             };
             found = true;
+            let everyones = is_everyones(&file).unwrap_or(false);
+            if !everyones && !theirs {
+                continue;
+            }
             // Of file systems that may not answer there is no key: nothing is read of their files here.
             let key = match self.keys.of(&file) {
                 Some(Key::Known(key)) => key,
@@ -125,10 +129,8 @@ impl Loader {
                 }
                 None => continue,
             };
-            let everyones = is_everyones(&file).unwrap_or(false);
             // Another file may have been found than the one that was mapped, and read for the table.
-            let build_id = self.compiler.build_id(&file).unwrap_or_default();
-            if build_id == job.build_id() && (everyones || theirs) {
+            if self.compiler.build_id(&file).is_ok_and(|found| found == job.build_id()) {
                 self.catalog.name(&job, key, everyones);
                 return true;
             }
@@ -161,7 +163,7 @@ impl Loader {
                     let _ = disk.put(build_id, &bytes);
                 }
                 self.catalog.install(job.number, &table, everyones, key);
-                if held.is_some() {
+                if held.is_some() && !build_id.is_empty() {
                     self.catalog.ask_again(job, TICK, held);
                 }
             }

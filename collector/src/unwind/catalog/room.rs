@@ -103,6 +103,8 @@ impl Inner {
             let slot = &mut self.slots[number as usize];
             slot.state = State::Wanting;
             slot.seen = self.maps.uses(number);
+            // That it was mapped often has brought it here once.
+            slot.mapped = 0;
         }
         self.give_back(&place);
     }
