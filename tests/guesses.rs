@@ -174,6 +174,6 @@ fn children_of_a_command_are_known_as_early_as_with_all() {
     let report = Ran::of(&mut report).succeeded().stdout;
     let share = complete(&report);
     eprintln!("children of 10 ms: {share} % of the stacks are whole");
-    // 1.2 % where the collector learns of them late. What is left are their first milliseconds.
-    assert!(share >= 60.0, "{report}");
+    // 1.2 % where the collector learns of them late, 80 % where it learns of each after some milliseconds.
+    assert!(share >= 98.0, "{report}");
 }

@@ -38,16 +38,19 @@ const LOCAL: [u64; 8] = [
     0x8584_58f6,
 ];
 const OVERLAYFS: u64 = 0x794c_7630;
-/// A file may change again within one tick of its file system's clock, and keep the time of its change.
-pub const TICK: Duration = Duration::from_secs(2);
+/// A file may change again within one tick of its file system's clock, and keep the time of its change: those of the kernel take
+/// 10 ms at most.
+const TICK: Duration = Duration::from_millis(50);
+/// Likewise, where a file system keeps whole seconds.
+const WHOLE_SECONDS: Duration = Duration::from_secs(2);
 
 /// An answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Key {
     /// What the kernel calls it.
     Known(FileKey),
-    /// It was changed less than [`TICK`] ago.
-    TooNew,
+    /// It was changed a moment ago, and may be asked of in so long.
+    TooNew(Duration),
 }
 
 /// Asks the kernel side. Shared between threads.
@@ -81,8 +84,10 @@ impl Keys {
             _ => (magic, key),
         };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
-        let is_new = Duration::from_secs(key.changed >> 30) + TICK >= now;
-        LOCAL.contains(&magic).then_some(if is_new { Key::TooNew } else { Key::Known(key) })
+        let nanoseconds = (key.changed & 0x3fff_ffff) as u32;
+        let tick = if nanoseconds == 0 { WHOLE_SECONDS } else { TICK };
+        let is_new = Duration::new(key.changed >> 30, nanoseconds) + tick >= now;
+        LOCAL.contains(&magic).then_some(if is_new { Key::TooNew(tick) } else { Key::Known(key) })
     }
 
     /// Of a file that is mapped there, or at 0: as it is open.

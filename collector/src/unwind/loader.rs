@@ -19,7 +19,7 @@ use stackwire_unwind::Table;
 use super::catalog::{ASKED_AGAIN, Catalog, Job};
 use super::compiler::Compiler;
 use super::disk::Disk;
-use super::known::{Key, Keys, TICK, VDSO_KEY};
+use super::known::{Key, Keys, VDSO_KEY};
 use super::owner::{Owner, is_everyones};
 use crate::broker::{Broker, HANGS, LIMIT, Wanted};
 use crate::host::vdso;
@@ -123,8 +123,8 @@ impl Loader {
             // Of file systems that may not answer there is no key: nothing is read of their files here.
             let key = match self.keys.of(&file) {
                 Some(Key::Known(key)) => key,
-                Some(Key::TooNew) => {
-                    self.catalog.ask_again(&job, TICK, Some(file));
+                Some(Key::TooNew(wait)) => {
+                    self.catalog.ask_again(&job, wait, Some(file));
                     return true;
                 }
                 None => continue,
@@ -163,8 +163,8 @@ impl Loader {
                     let _ = disk.put(build_id, &bytes);
                 }
                 self.catalog.install(job.number, &table, everyones, key);
-                if held.is_some() && !build_id.is_empty() {
-                    self.catalog.ask_again(job, TICK, held);
+                if let Some((file, wait)) = held.filter(|_| !build_id.is_empty()) {
+                    self.catalog.ask_again(job, wait, Some(file));
                 }
             }
             Err(why) => self.catalog.fail(job.number, why),
@@ -219,7 +219,7 @@ impl Loader {
         let table = Table::parse(&bytes).map_err(|error| error.to_string())?;
         let (key, held) = match key {
             Some(Key::Known(key)) => (Some(key), None),
-            Some(Key::TooNew) => (None, Some(Arc::new(file))),
+            Some(Key::TooNew(wait)) => (None, Some((Arc::new(file), wait))),
             None => (None, None),
         };
         Ok(Compiled { bytes, table, everyones, key, held })
@@ -232,8 +232,8 @@ struct Compiled {
     /// May be used for all users, and kept for later runs.
     everyones: bool,
     key: Option<FileKey>,
-    /// The file, where it was too early to ask for the key.
-    held: Option<Arc<File>>,
+    /// The file, where it was too early to ask for the key, and how long to wait.
+    held: Option<(Arc<File>, Duration)>,
 }
 
 /// Whether a file that is a user's was opened for a process of that user: the pid may have become another's.
