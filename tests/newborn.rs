@@ -98,7 +98,7 @@ fn stacks_of_brief_processes_in_a_container_are_whole() {
     let capture = capture(directory.path(), 10);
     drop(running);
     for comm in ["brief", "copied"] {
-        // What was written just now may be written once more unnoticed, and is known after two seconds.
+        // Their tables are made in the first seconds.
         let (stacks, share, report) = whole(&capture, comm, 6);
         assert!(share >= 99.0 && stacks > 100, "{comm}: {share} %: {report}");
     }

@@ -176,7 +176,7 @@ pub fn changed(seconds: u64, nanoseconds: u32) -> u64 {
     seconds << 30 | u64::from(nanoseconds & 0x3fff_ffff)
 }
 
-/// Size in bytes, and above it the generation, which file systems count up when they use an inode again.
+/// Size in bytes, mixed with the generation, which file systems change when they use an inode again.
 #[inline(always)]
 #[must_use]
 pub fn size(bytes: u64, generation: u32) -> u64 {

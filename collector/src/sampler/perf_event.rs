@@ -82,7 +82,7 @@ impl PerfEvent {
         attr.set_comm_exec(1);
         attr.set_task(1);
         attr.set_watermark(1);
-        // At once: until the kernel side hears of a new program's mappings, its stacks are one frame deep.
+        // At once: until the kernel side hears of the mappings of a program not met before, its stacks are one frame deep.
         attr.__bindgen_anon_2.wakeup_watermark = 1;
 
         // SAFETY: attr is fully initialised and outlives the call; the other arguments are integers.
@@ -144,7 +144,7 @@ impl PerfEvent {
         advanced
     }
 
-    /// Becomes readable when a quarter of the ring is full.
+    /// Becomes readable as soon as the ring holds a record.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()

@@ -1,8 +1,9 @@
 //! The executables the kernel side knows by number, and their tables in its maps: who has one, who wants one.
 //!
 //! Shared by the collecting thread, which numbers what it sees mapped, and the loading threads, which bring tables. Where
-//! they are put, and which must go for them, is in `room.rs`. Opens and parses nothing.
+//! they are put, and which must go for them, is in `room.rs`, what the kernel calls their files in `naming.rs`. Opens and parses nothing.
 
+mod naming;
 mod room;
 
 use std::collections::{BTreeMap, HashMap};
@@ -11,9 +12,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
-use stackwire_collector_ebpf::vma::{EVERYONE, FileKey};
+use stackwire_collector_ebpf::vma::FileKey;
 use stackwire_unwind::Table;
 
+pub use self::naming::ASKED_AGAIN;
 use self::room::{NoRoom, Place};
 use super::maps::TableMaps;
 use super::owner::{Owner, SHARES};
@@ -30,11 +32,6 @@ const MAX_FAILURES: u32 = 3;
 const MAX_WANTED: usize = 4;
 /// Who is mapped so often is looked up, too: by processes that have ended before the kernel side has heard of it.
 const OFTEN: u32 = 8;
-/// Files held open.
-const MAX_HELD: usize = 64;
-/// How long what the kernel calls a file is not asked again, doubled each time so often at most.
-pub const ASKED_AGAIN: Duration = Duration::from_secs(1);
-const DOUBLED: u32 = 6;
 
 /// What a loading thread is to bring.
 #[derive(Clone, Debug)]
@@ -260,26 +257,6 @@ impl Catalog {
         Some(Job { number: number as u32, kind, owner, wanted, slow: false, held: None })
     }
 
-    /// An executable that has its table, and of which nobody has asked what the kernel calls its file, or not since somebody
-    /// else has mapped it; the one used most first.
-    pub fn next_nameless(&self) -> Option<Job> {
-        let mut inner = self.lock();
-        let Inner { slots, maps, .. } = &mut *inner;
-        let now = Instant::now();
-        let nameless = slots.iter_mut().enumerate().filter(|(_, slot)| {
-            let is_due = slot.asked == 0 || slot.mapped_since && slot.ask_again <= now;
-            // Without a build-id nobody could tell whether it is the file its table was made of.
-            is_due && matches!(slot.state, State::Ready(_)) && !build_id(&slot.kind).is_empty()
-        });
-        let (number, slot) =
-            nameless.max_by_key(|(number, slot)| (maps.uses(*number as u32), slot.refs))?;
-        slot.was_asked();
-        let held = slot.held.take();
-        let wanted = slot.wanted.iter().rev().cloned().collect();
-        let (kind, owner) = (slot.kind.clone(), slot.owner);
-        Some(Job { number: number as u32, kind, owner, wanted, slow: false, held })
-    }
-
     /// Its file takes long to open: all others come first.
     pub fn postpone(&self, number: u32) {
         let slot = &mut self.lock().slots[number as usize];
@@ -316,30 +293,6 @@ impl Catalog {
                 inner.ready(number, place);
             }
             Err(why) => inner.fail(number, why),
-        }
-    }
-
-    /// What the kernel calls the file of an executable, `everyones` as for its table.
-    pub fn name(&self, job: &Job, key: FileKey, everyones: bool) {
-        let mut inner = self.lock();
-        let slot = &inner.slots[job.number as usize];
-        // Meanwhile the number may be another's.
-        if slot.kind == job.kind && slot.owner == job.owner {
-            inner.name(job.number, key, everyones);
-        }
-    }
-
-    /// What the kernel calls its file could not be asked: after this time it will be, of the file that is open, or when somebody
-    /// has mapped it.
-    pub fn ask_again(&self, job: &Job, after: Duration, held: Option<Arc<File>>) {
-        let mut inner = self.lock();
-        let all = inner.slots.iter().filter(|slot| slot.held.is_some()).count();
-        let held = held.filter(|_| all < MAX_HELD);
-        let slot = &mut inner.slots[job.number as usize];
-        if slot.kind == job.kind {
-            slot.ask_again = Instant::now() + after;
-            (slot.asked, slot.mapped_since) = (1, slot.mapped_since || held.is_some());
-            slot.held = held;
         }
     }
 
@@ -412,11 +365,6 @@ impl Slot {
             heat: 0,
         }
     }
-
-    fn was_asked(&mut self) {
-        self.ask_again = Instant::now() + ASKED_AGAIN * (1 << self.asked.min(DOUBLED));
-        (self.asked, self.mapped_since) = (self.asked + 1, false);
-    }
 }
 
 impl Inner {
@@ -480,15 +428,6 @@ impl Inner {
         self.maps.set_executable(number, 0, state::NOT_YET);
         self.numbers.entry(kind.clone()).or_default().insert(owner, number);
         Some(number)
-    }
-
-    fn name(&mut self, number: u32, key: FileKey, everyones: bool) {
-        let user = match self.slots[number as usize].owner {
-            Owner::Everyone if everyones => EVERYONE,
-            Owner::User(user) => user,
-            _ => return,
-        };
-        self.maps.files.insert(key, number, user);
     }
 
     /// Its executable has this number no more.
@@ -575,17 +514,17 @@ mod tests {
     use super::*;
     use crate::unwind::maps;
 
-    fn catalog() -> Catalog {
+    pub(super) fn catalog() -> Catalog {
         Catalog::new(maps::open(maps::Descriptors::in_memory()).unwrap().1)
     }
 
-    fn file(number: u32) -> Kind {
+    pub(super) fn file(number: u32) -> Kind {
         let build_id = number.to_le_bytes().to_vec();
         Kind::File { path: String::new(), build_id, inode: 0, device: (0, 0) }
     }
 
     /// Of this many rows, one page of 64 KiB for each thousand, and rules of its own.
-    fn table(rows: u32, rules: i32, seed: i32) -> Table {
+    pub(super) fn table(rows: u32, rules: i32, seed: i32) -> Table {
         let rule = |at| Rule { cfa: cfa::REGISTER, offset: seed * 100_000 + at, ..Rule::default() };
         let rules = std::iter::once(Rule::default()).chain((1..=rules).map(rule)).collect();
         let pages = vec![1000; (rows / 1000) as usize];
@@ -598,12 +537,12 @@ mod tests {
     }
 
     /// The number of a file that root has mapped.
-    fn of_root(catalog: &Catalog, file: &Kind) -> u32 {
+    pub(super) fn of_root(catalog: &Catalog, file: &Kind) -> u32 {
         catalog.number(file, wanted(), || Owner::User(0))
     }
 
     /// Of a file this user has mapped.
-    fn of(catalog: &Catalog, user: u32, file: &Kind) -> u32 {
+    pub(super) fn of(catalog: &Catalog, user: u32, file: &Kind) -> u32 {
         catalog.number(file, wanted(), || Owner::User(user))
     }
 
@@ -754,30 +693,6 @@ mod tests {
         assert!(catalog.next(false).is_none());
         let number = of_root(&catalog, &file(2));
         assert_eq!(catalog.next(false).map(|job| job.number), Some(number));
-    }
-
-    #[test]
-    fn a_number_that_is_anothers_by_now_is_not_named() {
-        let catalog = catalog();
-        let key = FileKey { inode: 7, device: 1, ..FileKey::default() };
-        let named = |number: u32| catalog.lock().maps.files.has(number);
-        let other = of(&catalog, 1000, &file(1));
-        catalog.install(other, &table(1000, 1, 1), false, Some(key));
-        assert!(named(other), "for its user");
-        let first = of_root(&catalog, &file(1));
-        catalog.install(first, &table(1000, 1, 1), true, None);
-        let job = catalog.next_nameless().unwrap();
-        assert!(job.number == first && catalog.next_nameless().is_none(), "asked once");
-        // While its file is looked at, all numbers are wanted.
-        catalog.release(&[first]);
-        for at in 2..EXECUTABLES {
-            of_root(&catalog, &file(at));
-        }
-        catalog.name(&job, key, true);
-        assert!(!named(first) && named(other));
-        let now = Job { kind: catalog.lock().slots[first as usize].kind.clone(), ..job };
-        catalog.name(&Job { owner: Owner::User(0), ..now }, key, false);
-        assert!(named(first));
     }
 
     #[test]
