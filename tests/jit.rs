@@ -5,8 +5,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::identical::{Server, profiles};
 use crate::support::interpreters::javas;
-use crate::support::{Pprof, Running, privileged, record, stackwire};
+use crate::support::{Pprof, Running, binary, build, privileged, record, stackwire};
 
 /// Share of the samples that have this function.
 fn share(profile: &Pprof, function: &str) -> f64 {
@@ -142,6 +143,55 @@ fn functions_made_during_the_capture_are_named() {
     // Taken in pieces: what did not change is there once. The whole map at each second would be some times as long.
     let report = stackwire(["report".as_ref(), capture.as_os_str()]).succeeded().stdout;
     assert!(report.contains("perf-map"), "{report}");
+}
+
+/// Resident memory of a process, MiB (proc_pid_status(5)).
+fn resident(pid: u32) -> f64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
+}
+
+/// A window is a capture of its own and asks for all of the map, which the collector reads again. Each second is an epoch,
+/// of 10 s otherwise: an hour is `STACKWIRE_LONG=360`.
+#[test]
+fn a_large_perf_map_is_not_kept_in_memory_and_names_every_window() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let seconds =
+        std::env::var("STACKWIRE_LONG").map_or(24, |s| s.trim_end_matches('s').parse().unwrap());
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=4s"]);
+    let program = Running::start(&mut Command::new(build::large_map()));
+    let map = format!("/tmp/perf-{}.map", program.pid());
+    let mut collector = Command::new(binary("stackwire-collector"));
+    collector.args([format!("--pid={}", program.pid()), format!("--to=http://{}", server.address)]);
+    collector.args(["--epoch=1s".to_owned(), format!("--duration={seconds}s")]);
+    let mut collector = collector.spawn().unwrap();
+    let mut memory = Vec::new();
+    for _ in 2..seconds {
+        std::thread::sleep(Duration::from_secs(1));
+        memory.push(resident(collector.id()));
+    }
+    assert!(collector.wait().unwrap().success());
+    drop(program);
+    let _ = std::fs::remove_file(map);
+    server.terminate();
+    let windows = profiles(directory.path());
+    assert!(windows.len() as u64 >= seconds / 4 - 1, "{windows:?}");
+    for window in windows {
+        let profile = Pprof::read(&window);
+        // What is left when the server ends may be a few samples.
+        let hot = share(&profile, "hot_loop");
+        assert!(hot > 80.0 || profile.count() < 20, "{}: hot_loop {hot} %", window.display());
+    }
+    // The first copy is let go once it is delivered.
+    let later = &mut memory[5..];
+    eprintln!("resident, MiB: {later:.0?}");
+    later.sort_by(f64::total_cmp);
+    let median = later[later.len() / 2];
+    assert!(median < 55.0, "{median} MiB of memory while the map has 24 MB: {later:.1?}");
 }
 
 #[test]

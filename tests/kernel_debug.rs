@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use stackwire_proto::v1::collector_message::Body;
-use stackwire_proto::{FORMAT, FrameWriter, seal_epoch, seal_pieces, v1};
+use stackwire_proto::{FORMAT, FrameWriter, seal_epoch, seal_piece, v1};
 
 use crate::inlined::oracle;
 use crate::perf_data::perfs;
@@ -203,12 +203,14 @@ impl Kernel {
             }),
             ..Default::default()
         };
-        let pieces = seal_pieces(&hash, v1::ArtifactKind::Kallsyms, kallsyms.as_bytes());
+        let (kind, length) = (v1::ArtifactKind::Kallsyms, kallsyms.len() as u64);
+        let piece = seal_piece(&hash, kind, length, (0, kallsyms.as_bytes()));
         let end = v1::End { epochs: 1, taken, ..Default::default() };
-        let bodies = [Body::Hello(hello)]
-            .into_iter()
-            .chain(pieces.map(Body::Artifact))
-            .chain([Body::Epoch(seal_epoch(&epoch)), Body::End(end)]);
+        let bodies = [Body::Hello(hello)].into_iter().chain([
+            Body::Artifact(piece),
+            Body::Epoch(seal_epoch(&epoch)),
+            Body::End(end),
+        ]);
         bodies.for_each(|body| out.write(&v1::CollectorMessage { body: Some(body) }).unwrap());
         path
     }

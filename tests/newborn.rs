@@ -27,17 +27,20 @@ impl Drop for Loop {
 
 /// Captures the host for so many seconds at 997 Hz.
 fn capture(directory: &Path, seconds: u32) -> PathBuf {
+    captured_by(Command::new(binary("stackwire-collector")), directory, seconds)
+}
+
+fn captured_by(mut collector: Command, directory: &Path, seconds: u32) -> PathBuf {
     let file = directory.join("x.stackwire");
     let duration = format!("--duration={seconds}s");
-    let mut collector = Command::new(binary("stackwire-collector"));
     collector.args(["-a", "--sample-rate=997", &duration]).arg("--output").arg(&file);
     Ran::of(collector.env("XDG_CACHE_HOME", directory.join("cache"))).succeeded();
     file
 }
 
-/// User stacks of threads of this name, from this second on: how many, and the share of whole ones.
-fn whole(capture: &Path, comm: &str, from: u32) -> (u64, f64, String) {
-    let (comm, time) = (format!("--where=comm={comm}"), format!("--time={from}.."));
+/// User stacks of threads of this name in these seconds: how many, and the share of whole ones.
+fn whole(capture: &Path, comm: &str, seconds: &str) -> (u64, f64, String) {
+    let (comm, time) = (format!("--where=comm={comm}"), format!("--time={seconds}"));
     let report = stackwire(["report", capture.to_str().unwrap(), &comm, &time]);
     let report = report.succeeded().stdout;
     let line = report.lines().find(|line| line.ends_with("reached the thread's root"));
@@ -68,7 +71,7 @@ fn stacks_of_brief_processes_are_whole() {
         [("brief_small", 99.0), ("ls", 99.0), ("gcc", 90.0), ("cc1", 97.0), ("as", 90.0)]
     {
         // Their tables are made in the first seconds.
-        let (stacks, share, report) = whole(&capture, comm, 5);
+        let (stacks, share, report) = whole(&capture, comm, "5..");
         eprintln!("{comm}: {share} % of the stacks are whole, {stacks} of them");
         assert!(stacks > 10 && share >= least, "{comm}: {share} %: {report}");
         roots += stacks as f64;
@@ -99,8 +102,31 @@ fn stacks_of_brief_processes_in_a_container_are_whole() {
     drop(running);
     for comm in ["brief", "copied"] {
         // Their tables are made in the first seconds.
-        let (stacks, share, report) = whole(&capture, comm, 6);
+        let (stacks, share, report) = whole(&capture, comm, "6..");
         assert!(share >= 99.0 && stacks > 100, "{comm}: {share} %: {report}");
+    }
+}
+
+/// The kernel's times have no offset, the collector's clocks have: as of a container that CRIU restored.
+#[test]
+fn a_collector_in_a_time_namespace_knows_when_samples_were_taken() {
+    if !privileged() {
+        return;
+    }
+    let uptime = std::fs::read_to_string("/proc/uptime").unwrap();
+    let uptime: u64 = uptime.split('.').next().unwrap().parse().unwrap();
+    for offset in [format!("-{}", uptime / 2), "1000000".to_string()] {
+        let directory = tempfile::tempdir().unwrap();
+        let running =
+            Loop::start(&format!("{} 20", build::briefs()[0].display()), directory.path());
+        let mut collector = Command::new("unshare");
+        collector.args(["--time", "--monotonic", &offset, "--fork"]);
+        collector.arg(binary("stackwire-collector"));
+        let capture = captured_by(collector, directory.path(), 7);
+        drop(running);
+        let (stacks, share, report) = whole(&capture, "brief_small", "3..5");
+        eprintln!("{offset} s: {share} % of {stacks}");
+        assert!((300..2_100).contains(&stacks) && share >= 99.0, "{offset}: {share} %: {report}");
     }
 }
 

@@ -113,6 +113,40 @@ fn stacks_of_running_programs_are_whole() {
     }
 }
 
+/// In the parent of a new task glibc says nothing of its frame, and a thread's root is in the same function: who is there is
+/// not at its root.
+#[test]
+fn who_starts_a_process_or_a_thread_has_callers() {
+    if !privileged() {
+        return;
+    }
+    let cache = tempfile::tempdir().unwrap();
+    for (name, options) in [("dynamic", &[][..]), ("static", &["-static"])] {
+        let running = Running::start(&mut Command::new(build::spawn(name, options)));
+        let pid = format!("--pid={}", running.pid());
+        recorded(&[&pid, "--duration=500ms"], cache.path());
+        let (report, profile) = recorded(&[&pid, "--duration=3s"], cache.path());
+        let mut found = [("spawns", 0), ("threads", 0), ("clones", 0)];
+        for sample in &profile.samples {
+            let functions = profile.functions(sample);
+            let inside = functions.iter().any(|name| name.contains("sys_clone"));
+            if inside {
+                let by = found.iter_mut().find(|(by, _)| functions.contains(by));
+                let Some((_, count)) = by else { panic!("{name}: nobody called {functions:?}") };
+                *count += sample.count;
+                assert!(functions.contains(&"main"), "{name}: {functions:?}");
+            }
+        }
+        eprintln!("{name}: {found:?}");
+        assert!(found.iter().all(|(_, count)| *count >= 5), "{name}: {found:?}");
+        assert_complete(name, &report);
+        // The children spend much of their time in functions that GCC adds to every program.
+        let (report, _) = recorded(&[&pid, "--follow", "--duration=3s"], cache.path());
+        let without_rule = ended(&report, "no unwind rule for this code");
+        assert!(without_rule <= 0.1, "{name}: {report}");
+    }
+}
+
 /// Go of every release, every kind of program.
 #[test]
 fn stacks_of_every_go_are_whole() {

@@ -74,6 +74,9 @@ pub mod cfa {
     pub const OTHER_STACK: u8 = 10;
     /// This code changes stacks in a way that is not known.
     pub const UNKNOWN_SWITCH: u8 = 11;
+    /// Returns from the system call `clone`, in two tasks. As `REGISTER` in the parent. The child has a new stack, on which is no
+    /// return address: the root.
+    pub const CLONE: u8 = 12;
 }
 
 /// Where the caller's rbp is.
@@ -198,6 +201,12 @@ pub fn step(
     let mut proven = true;
     match rule.cfa {
         cfa::REGISTER => {}
+        cfa::CLONE => {
+            let from = memory.word(plus(frame, ra_offset));
+            if !from.is_some_and(|from| follows_call(memory, from, false)) {
+                return UserEnd::Root as u64;
+            }
+        }
         cfa::OTHER_STACK => lowest = 0,
         cfa::MEMORY => match memory.word(frame) {
             Some(word) => frame = plus(word, rule.offset2),

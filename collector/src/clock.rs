@@ -1,14 +1,23 @@
 //! The kernel's clocks as nanoseconds.
+//!
+//! Sample and event times come from the kernel, which knows no time namespaces. A collector inside one (`unshare -T`, a container
+//! that CRIU restored) reads clocks with an offset, so the offset is taken off here.
+
+use std::fs;
+use std::path::Path;
+use std::sync::OnceLock;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// `CLOCK_MONOTONIC`, nanoseconds.
+/// `CLOCK_MONOTONIC` of the initial time namespace, nanoseconds: the clock of sample times.
 #[must_use]
 pub fn now_ns() -> u64 {
-    nanoseconds(ClockId::Monotonic)
+    static OFFSET: OnceLock<i64> = OnceLock::new();
+    let offset = *OFFSET.get_or_init(|| own_offset(Path::new("/proc/self")));
+    nanoseconds(ClockId::Monotonic).wrapping_sub(offset as u64)
 }
 
-/// `CLOCK_REALTIME`, nanoseconds.
+/// `CLOCK_REALTIME`, nanoseconds. Time namespaces do not change it.
 #[must_use]
 pub fn realtime_ns() -> u64 {
     nanoseconds(ClockId::Realtime)
@@ -17,4 +26,68 @@ pub fn realtime_ns() -> u64 {
 fn nanoseconds(clock: ClockId) -> u64 {
     let now = clock_gettime(clock);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// What this process's time namespace adds to `CLOCK_MONOTONIC`, nanoseconds; 0 on kernels without time namespaces (before 5.6).
+///
+/// `timens_offsets` is of the namespace of children. It differs from the own one after `unshare` without a fork (time_namespaces(7));
+/// whoever calls `unshare` is in the initial one then, unless namespaces are nested.
+fn own_offset(process: &Path) -> i64 {
+    let namespace = |name| fs::read_link(process.join("ns").join(name)).ok();
+    if namespace("time") != namespace("time_for_children") {
+        return 0;
+    }
+    fs::read_to_string(process.join("timens_offsets")).map_or(0, |text| monotonic_offset(&text))
+}
+
+/// The line `monotonic SECONDS NANOSECONDS` of `/proc/PID/timens_offsets`, in nanoseconds; 0 if there is none.
+fn monotonic_offset(text: &str) -> i64 {
+    let fields = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut offsets = fields.filter_map(|fields| match fields[..] {
+        ["monotonic", seconds, nanoseconds] => Some(
+            seconds
+                .parse::<i64>()
+                .ok()?
+                .checked_mul(1_000_000_000)?
+                .checked_add(nanoseconds.parse().ok()?)?,
+        ),
+        _ => None,
+    });
+    offsets.next().unwrap_or(0)
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn offsets_of_a_time_namespace_are_read() {
+        // From `unshare -T --monotonic=-100 cat /proc/self/timens_offsets`.
+        assert_eq!(
+            monotonic_offset("monotonic        -100         0\nboottime            5         0\n"),
+            -100_000_000_000
+        );
+        // The kernel keeps nanoseconds positive.
+        assert_eq!(monotonic_offset("monotonic -1 999999999\nboottime 0 0\n"), -1);
+        assert_eq!(monotonic_offset(""), 0);
+        assert_eq!(monotonic_offset("monotonic x y"), 0);
+        assert_eq!(monotonic_offset("monotonic 99999999999999999 0"), 0);
+    }
+
+    #[test]
+    fn offsets_of_children_are_not_the_own() {
+        let process = tempfile::tempdir().unwrap();
+        let links = process.path().join("ns");
+        fs::create_dir(&links).unwrap();
+        fs::write(process.path().join("timens_offsets"), "monotonic 7 1\nboottime 0 0\n").unwrap();
+        symlink("time:[4026531834]", links.join("time")).unwrap();
+        symlink("time:[4026532345]", links.join("time_for_children")).unwrap();
+        assert_eq!(own_offset(process.path()), 0);
+        fs::remove_file(links.join("time")).unwrap();
+        symlink("time:[4026532345]", links.join("time")).unwrap();
+        assert_eq!(own_offset(process.path()), 7_000_000_001);
+    }
 }

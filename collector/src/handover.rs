@@ -5,14 +5,12 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use sha2::{Digest, Sha256};
-use stackwire_proto::{ARTIFACT_PIECE_BYTES, MAX_FILE_BYTES};
+use stackwire_proto::MAX_FILE_BYTES;
 
-use crate::artifact::Hash;
+use crate::artifact::{Extent, Hash};
 use crate::batch::Epoch;
 use crate::broker::{Broker, Wanted};
 use crate::process::executable::Kind;
@@ -142,11 +140,10 @@ fn inode(file: &File) -> Option<u64> {
 /// An opened file.
 #[derive(Debug)]
 pub struct Content {
-    file: File,
+    /// All of it.
+    pub extent: Extent,
     /// SHA-256 of all of it.
     pub hash: Hash,
-    /// Bytes.
-    pub length: u64,
 }
 
 impl Content {
@@ -157,27 +154,9 @@ impl Content {
                 "it has {length} bytes, more than the {MAX_FILE_BYTES} that are sent"
             ));
         }
-        let mut content = Self { file, hash: Hash([0; 32]), length };
-        let mut hasher = Sha256::new();
-        let mut at = 0;
-        while at < length {
-            let piece = content.piece(at).map_err(|error| error.to_string())?;
-            hasher.update(&piece);
-            at += piece.len() as u64;
-        }
-        content.hash = Hash(hasher.finalize().into());
-        Ok(content)
-    }
-
-    /// The piece that starts at `offset`, empty at the end.
-    ///
-    /// # Errors
-    /// When the file cannot be read, or has become shorter.
-    pub fn piece(&self, offset: u64) -> io::Result<Vec<u8>> {
-        let left = self.length.saturating_sub(offset).min(ARTIFACT_PIECE_BYTES as u64);
-        let mut piece = vec![0; left as usize];
-        self.file.read_exact_at(&mut piece, offset)?;
-        Ok(piece)
+        let extent = Extent { file: Arc::new(file), offset: 0, length };
+        let hash = extent.hash().map_err(|error| error.to_string())?;
+        Ok(Self { extent, hash })
     }
 }
 
@@ -185,6 +164,8 @@ impl Content {
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::rc::Rc;
+
+    use stackwire_proto::ARTIFACT_PIECE_BYTES;
 
     use super::*;
     use crate::batch::MappingDef;
@@ -224,11 +205,11 @@ mod tests {
             handover
         };
         let content = of(Share::Missing).open(&id).unwrap();
-        assert_eq!(content.length, bytes.len() as u64);
-        assert_eq!(content.hash.0, <[u8; 32]>::from(Sha256::digest(&bytes)));
-        let end = content.piece(ARTIFACT_PIECE_BYTES as u64).unwrap();
+        assert_eq!(content.extent.length, bytes.len() as u64);
+        assert_eq!(content.hash, Hash::of(&bytes));
+        let end = content.extent.piece(ARTIFACT_PIECE_BYTES as u64).unwrap();
         assert_eq!(end, bytes[ARTIFACT_PIECE_BYTES..]);
-        assert!(content.piece(content.length).unwrap().is_empty());
+        assert!(content.extent.piece(content.extent.length).unwrap().is_empty());
         let said = of(Share::Missing).open(&FileId::default()).unwrap_err();
         assert_eq!(said, "the collector does not know it");
         assert!(of(Share::Never).open(&id).unwrap_err().contains("told to share no files"));

@@ -27,6 +27,7 @@ mod config;
 mod event;
 mod handover;
 mod host;
+mod in_time;
 mod normalize;
 mod outbox;
 mod pipeline;

@@ -4,7 +4,7 @@
 //! Filled by the pipeline, emptied by a sink (`sink/`) on another thread. An epoch stays until it
 //! is acknowledged, so that a new connection can send it again.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -25,8 +25,8 @@ pub struct Limits {
     pub memory: usize,
     /// Directory of the spool file and its largest size in bytes; none: no spool.
     pub spool: Option<(PathBuf, u64)>,
-    /// Bytes of artifacts in memory, kallsyms and vDSO aside.
-    pub artifacts: usize,
+    /// Bytes of artifacts kept until they are delivered, the vDSO aside.
+    pub artifacts: u64,
 }
 
 impl Default for Limits {
@@ -58,12 +58,20 @@ struct Inner {
     memory: usize,
     spool: Option<Spool>,
     artifacts: HashMap<Hash, Artifact>,
-    /// Those that may be forgotten, with the last epoch that refers to them; oldest first.
-    evictable: VecDeque<(Hash, u64)>,
+    /// Those that epochs refer to; the ones referred to last come last.
+    evictable: VecDeque<Referred>,
     end: Option<End>,
     dropped_samples: u64,
     dropped_losses: Vec<(LostReason, u64)>,
     stopped: Option<String>,
+}
+
+/// An artifact that may be forgotten, and the first and the last epoch that refer to it.
+#[derive(Clone, Copy, Debug)]
+struct Referred {
+    hash: Hash,
+    first: u64,
+    last: u64,
 }
 
 #[derive(Debug)]
@@ -131,16 +139,16 @@ impl Outbox {
     pub fn add_artifact(&self, artifact: Artifact, epoch: Option<u64>) -> bool {
         let mut inner = self.lock();
         if let Some(epoch) = epoch {
-            inner.evictable.retain(|(hash, _)| *hash != artifact.hash);
-            let mut bytes = inner.evictable_bytes() + artifact.content.len();
+            inner.evictable.retain(|kept| kept.hash != artifact.hash);
+            let mut bytes = inner.evictable_bytes() + artifact.kept();
             while bytes > self.limits.artifacts {
                 // Those of this very epoch have not been sent yet.
-                let Some((oldest, _)) = inner.evictable.pop_front_if(|(_, of)| *of < epoch) else {
+                let Some(oldest) = inner.evictable.pop_front_if(|kept| kept.last < epoch) else {
                     return false;
                 };
-                bytes -= inner.artifacts.remove(&oldest).map_or(0, |gone| gone.content.len());
+                bytes -= inner.artifacts.remove(&oldest.hash).map_or(0, |gone| gone.kept());
             }
-            inner.evictable.push_back((artifact.hash, epoch));
+            inner.evictable.push_back(Referred { hash: artifact.hash, first: epoch, last: epoch });
         }
         inner.artifacts.insert(artifact.hash, artifact);
         true
@@ -150,12 +158,12 @@ impl Outbox {
     pub fn keep_for(&self, hashes: &[Hash], epoch: u64) -> bool {
         let mut inner = self.lock();
         for kept in &mut inner.evictable {
-            if hashes.contains(&kept.0) {
-                kept.1 = epoch;
+            if hashes.contains(&kept.hash) {
+                kept.last = epoch;
             }
         }
         // The oldest first, as making room expects them.
-        inner.evictable.make_contiguous().sort_by_key(|&(_, epoch)| epoch);
+        inner.evictable.make_contiguous().sort_by_key(|kept| kept.last);
         hashes.iter().all(|hash| inner.artifacts.contains_key(hash))
     }
 
@@ -165,10 +173,11 @@ impl Outbox {
         self.lock().artifacts.get(&hash).cloned()
     }
 
-    /// All artifacts, in no order.
+    /// All artifacts but these, in no order.
     #[must_use]
-    pub fn all_artifacts(&self) -> Vec<Artifact> {
-        self.lock().artifacts.values().cloned().collect()
+    pub fn artifacts_beside(&self, known: &HashSet<Hash>) -> Vec<Artifact> {
+        let inner = self.lock();
+        inner.artifacts.values().filter(|kept| !known.contains(&kept.hash)).cloned().collect()
     }
 
     /// Samples in epochs dropped since the last call.
@@ -217,9 +226,10 @@ impl Outbox {
         }
     }
 
-    /// Epochs up to and including `number` are durable elsewhere.
+    /// Epochs up to and including `number` are durable elsewhere, and what was asked for with them was sent.
     pub fn acknowledge(&self, number: u64) {
         let mut inner = self.lock();
+        inner.delivered(number);
         while inner.waiting.front().is_some_and(|epoch| epoch.number <= number) {
             inner.pop_front();
         }
@@ -291,20 +301,36 @@ impl Inner {
         Some(first)
     }
 
-    fn evictable_bytes(&self) -> usize {
-        self.evictable
-            .iter()
-            .filter_map(|(hash, _)| self.artifacts.get(hash))
-            .map(|a| a.content.len())
-            .sum()
+    /// Artifacts that epochs up to this one refer to need no memory any more, if they can be read again.
+    fn delivered(&mut self, number: u64) {
+        let Self { evictable, artifacts, .. } = self;
+        evictable.retain(|kept| {
+            let Some(artifact) = artifacts.get_mut(&kept.hash) else { return false };
+            if kept.first <= number {
+                artifact.delivered();
+            }
+            let gone = artifact.is_gone();
+            if gone {
+                artifacts.remove(&kept.hash);
+            }
+            !gone
+        });
+    }
+
+    fn evictable_bytes(&self) -> u64 {
+        let kept = self.evictable.iter().filter_map(|kept| self.artifacts.get(&kept.hash));
+        kept.map(Artifact::kept).sum()
     }
 }
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::io::Write;
+    use std::sync::Arc;
+
     use super::*;
-    use crate::artifact::Kind;
+    use crate::artifact::{Extent, Kind};
 
     fn epoch(number: u64) -> SealedEpoch {
         SealedEpoch { number, length: 1, zstd: vec![number as u8; 100] }
@@ -363,6 +389,26 @@ mod tests {
         assert_eq!(losses, (0..40 - kept).sum());
         outbox.acknowledge(39);
         assert_eq!(outbox.unacknowledged(), 0);
+    }
+
+    #[test]
+    fn artifacts_of_files_are_kept_until_they_are_delivered() {
+        let outbox = Outbox::new(Limits::default());
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"f8000 10 work\n").unwrap();
+        let extent = Extent { file: Arc::new(file), offset: 0, length: 14 };
+        let artifact = Artifact::of_file(Kind::PerfMap, extent.clone()).unwrap();
+        let hash = artifact.hash;
+        let kept = || outbox.artifact(hash).map(|artifact| artifact.kept());
+        assert!(outbox.add_artifact(artifact, Some(3)));
+        outbox.acknowledge(2);
+        assert_eq!(kept(), Some(14), "nobody has it yet");
+        outbox.acknowledge(3);
+        assert_eq!(kept(), Some(0));
+        assert!(outbox.keep_for(&[hash], 4), "as good as in memory");
+        drop(extent);
+        outbox.acknowledge(4);
+        assert!(kept().is_none() && !outbox.keep_for(&[hash], 5), "its process is gone");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use stackwire_proto::{FORMAT, seal_epoch, seal_piece, seal_pieces, v1};
+use stackwire_proto::{FORMAT, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
 use crate::batch::Epoch;
@@ -237,16 +237,25 @@ pub fn end(now_ns: u64, epochs: u64, taken: u64, totals: &[(LostReason, u64)]) -
     v1::End { clock_monotonic_ns: now_ns, epochs, taken, lost: lost(totals) }
 }
 
-/// An artifact as messages, one at a time.
-pub fn pieces(artifact: &Artifact) -> impl Iterator<Item = v1::CollectorMessage> + '_ {
+/// An artifact as messages, one at a time; none when it is not what it was. Each blocks for two seconds at most, where a file is
+/// read.
+pub fn pieces(artifact: Artifact) -> impl Iterator<Item = v1::CollectorMessage> + Send {
     let kind = match artifact.kind {
         artifact::Kind::Kallsyms => v1::ArtifactKind::Kallsyms,
         artifact::Kind::PerfMap => v1::ArtifactKind::PerfMap,
         artifact::Kind::Jitdump => v1::ArtifactKind::Jitdump,
         artifact::Kind::Vdso => v1::ArtifactKind::Vdso,
     };
-    seal_pieces(&artifact.hash.0, kind, &artifact.content)
-        .map(|chunk| message(v1::collector_message::Body::Artifact(chunk)))
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        if at >= artifact.length || at == 0 && !artifact.is_intact() {
+            return None;
+        }
+        let content = artifact.piece(at)?;
+        let chunk = seal_piece(&artifact.hash.0, kind, artifact.length, (at, &content));
+        at += content.len() as u64;
+        Some(message(v1::collector_message::Body::Artifact(chunk)))
+    })
 }
 
 /// What a symbolizer asks for when it asks for a file.

@@ -10,7 +10,7 @@ mod seal;
 pub use frame::{FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, write_frame};
 pub use seal::{
     ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, MAX_EPOCH_ENTRIES, MAX_FILE_BYTES,
-    SealError, open_epoch, open_piece, seal_epoch, seal_piece, seal_pieces,
+    SealError, open_epoch, open_piece, seal_epoch, seal_piece,
 };
 
 /// Version of the contract: of the messages and of the framing. A reader takes this one and older.

@@ -241,6 +241,25 @@ pub(crate) fn briefs() -> &'static [PathBuf; 2] {
     })
 }
 
+/// `large_map`.
+pub(crate) fn large_map() -> PathBuf {
+    let out = output("large_map");
+    run(Command::new("gcc").args(["-O2", "-g"]).arg(source("large_map.c")).arg("-o").arg(&out));
+    out
+}
+
+/// `spawn`, linked with these options.
+pub(crate) fn spawn(name: &str, options: &[&str]) -> PathBuf {
+    let out = output(&format!("spawn_{name}"));
+    run(Command::new("gcc")
+        .args(["-O2", "-g"])
+        .args(options)
+        .arg(source("spawn.c"))
+        .arg("-o")
+        .arg(&out));
+    out
+}
+
 /// A program of `fixtures/attacks`.
 pub(crate) fn attack(name: &str) -> PathBuf {
     static BUILT: std::sync::Mutex<()> = std::sync::Mutex::new(());

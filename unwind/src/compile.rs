@@ -18,7 +18,7 @@ use crate::expression::{Shape, shape};
 use crate::pages::Spans;
 use crate::shared::Shared;
 use crate::table::Table;
-use crate::{go, v8};
+use crate::{go, startup, v8};
 
 /// There is no table to be had.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +50,11 @@ type Bytes<'a> = EndianSlice<'a, LittleEndian>;
 const RIP: Register = Register(16);
 /// Bytes of the code a program begins with.
 const ENTRY: u64 = 48;
+const SYSCALL: [u8; 2] = [0x0f, 0x05];
+/// Bytes from there to where the child goes its own way.
+const MAX_CLONE: u64 = 32;
+/// A C library has two.
+const MAX_CLONES: usize = 16;
 const RBP_: Register = Register(RBP as u16);
 
 /// The GNU build-id of an executable, empty when it has none.
@@ -100,6 +105,7 @@ fn compile_with(
         add_section(&section_, &bases, elf, &mut spans, (&[], kept));
     }
     let covered = spans.covered();
+    add_clones(elf, &mut spans);
     if let Some(table) = go {
         table.add(elf, &covered, kept, &mut spans);
     }
@@ -117,6 +123,7 @@ fn compile_with(
         return Err(CompileError::Nothing);
     }
     v8::add(elf, &covered, &mut spans);
+    startup::add(elf, &covered, kept, &mut spans);
     add_stubs(elf, &covered, &mut spans);
     add_entry(elf, &covered, &mut spans);
     Ok(spans)
@@ -130,17 +137,32 @@ fn add_entry(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
     spans.add(offset, end, Rule { cfa: cfa::ROOT, register: RSP as u8, ..Rule::default() });
 }
 
-/// The linkage table of a static program, of functions chosen at its start: jumps and nothing else, of which linkers
-/// write no call frame information.
+/// `clone` and `clone3` of C libraries: their call frame information leaves out what runs in the parent and in the child, from the
+/// system call to where the child goes its own way (sysdeps/unix/sysv/linux/x86_64/clone3.S of glibc).
+fn add_clones(elf: &Elf<'_>, spans: &mut Spans) {
+    let at_rsp = |rule: &Rule| {
+        let in_memory = rule.ra == ra::AT_CFA && rule.fp == fp::SAME;
+        rule.cfa == cfa::REGISTER && u32::from(rule.register & 15) == RSP && in_memory
+    };
+    let gaps = spans.gaps_before_roots(MAX_CLONE).filter(|(_, _, rule)| at_rsp(rule));
+    let gaps = gaps.filter(|&(start, ..)| elf.has_at(start, &SYSCALL)).take(MAX_CLONES);
+    for (start, end, rule) in gaps.collect::<Vec<_>>() {
+        spans.add(start, end, Rule { cfa: cfa::CLONE, ..rule });
+    }
+}
+
+/// Linkage tables of functions chosen at the start of the program, of static programs and of LLVM's linker: jumps and nothing else,
+/// of which linkers write no call frame information.
 fn add_stubs(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
-    let is_static = elf.section(".dynamic").is_none();
-    let Some(section) = elf.section(".plt").filter(|_| is_static) else { return };
-    let Some(offset) = elf.offset(section.address) else { return };
-    let next = covered.partition_point(|&(_, end)| end <= offset);
-    if covered.get(next).is_none_or(|&(start, _)| offset.saturating_add(section.size) <= start) {
-        let at_rsp = Rule { cfa: cfa::REGISTER, register: RSP as u8, offset: 8, ..Rule::default() };
+    let of_static = elf.section(".plt").filter(|_| elf.section(".dynamic").is_none());
+    for section in of_static.into_iter().chain(elf.section(".iplt")) {
+        let Some(offset) = elf.offset(section.address) else { continue };
         let end = offset.saturating_add(section.size);
-        spans.add(offset, end, Rule { ra_offset: -8, ..at_rsp });
+        let next = covered.partition_point(|&(_, end)| end <= offset);
+        if covered.get(next).is_none_or(|&(start, _)| end <= start) {
+            let rule = Rule { cfa: cfa::REGISTER, register: RSP as u8, ..Rule::default() };
+            spans.add(offset, end, Rule { offset: 8, ra_offset: -8, ..rule });
+        }
     }
 }
 

@@ -160,6 +160,32 @@ impl<'f> Elf<'f> {
         Some(content)
     }
 
+    /// Words of 8 bytes from an address on, as they are once the program is loaded: of position-independent ones in relocations.
+    #[must_use]
+    pub fn words(&self, address: u64, count: usize) -> Option<Vec<u64>> {
+        let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        let content = self.code(address, 8 * count as u64)?;
+        let mut words: Vec<u64> = content.chunks_exact(8).map(word).collect();
+        let relocations = self.section(".rela.dyn").and_then(|section| self.content(section).ok());
+        for one in relocations.as_deref().unwrap_or_default().chunks_exact(24) {
+            let inside = word(&one[..8]).wrapping_sub(address);
+            if word(&one[8..16]) == u64::from(elf::R_X86_64_RELATIVE)
+                && inside.is_multiple_of(8)
+                && let Some(changed) = words.get_mut((inside / 8) as usize)
+            {
+                *changed = word(&one[16..]);
+            }
+        }
+        Some(words)
+    }
+
+    /// Whether the file has these bytes at an offset.
+    #[must_use]
+    pub fn has_at(&self, offset: u64, bytes: &[u8]) -> bool {
+        let mut found = vec![0; bytes.len()];
+        self.file.read_exact_at(&mut found, offset).is_ok() && found == bytes
+    }
+
     /// What is at an address and after it in the same segment, at most so many bytes.
     #[must_use]
     pub fn code_until(&self, address: u64, length: u64) -> Vec<u8> {
@@ -221,11 +247,12 @@ mod tests {
         assert_eq!((one.address, one.offset), (other.address, other.offset));
         assert!(other.size >= one.size);
         let [rules, same] = [&whole, &stripped].map(|elf| crate::compile(elf.file).unwrap());
-        // Code that has none is found by section headers: entries of a PLT.
+        // Code that has none is found by section headers: entries of a PLT, and what GCC adds (`startup.rs`).
         let differ = |at: &u64| rules.rule(*at).is_some() && rules.rule(*at) != same.rule(*at);
         let text = whole.section(".text").unwrap();
         let places = (text.offset..text.offset + text.size).step_by(97);
         assert!(places.clone().filter(|at| rules.rule(*at).is_some()).count() > 1000);
-        assert_eq!(places.filter(differ).count(), 0);
+        assert!(places.clone().filter(differ).all(|at| same.rule(at).is_none()));
+        assert!(places.filter(differ).count() < 5);
     }
 }

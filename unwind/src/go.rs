@@ -23,8 +23,6 @@ const ALIGNED: usize = 32;
 const HEADER_TEXT: u64 = 24;
 const MODULE: &str = ".go.module";
 const MODULE_TEXT: u64 = 22 * 8;
-/// `R_X86_64_RELATIVE`.
-const RELATIVE: u64 = 8;
 /// `TOPFRAME`, `SPWRITE` and `ASM` of `internal/abi`'s FuncFlag.
 const TOPFRAME: u8 = 1;
 const SPWRITE: u8 = 2;
@@ -273,16 +271,9 @@ fn text(elf: &Elf<'_>, table: u64) -> Option<u64> {
     pointer(elf, table + HEADER_TEXT).filter(|&text| text != 0).or_else(module)
 }
 
-/// What is at an address once the program is loaded: of position-independent ones in a relocation.
+/// What is at an address once the program is loaded.
 fn pointer(elf: &Elf<'_>, address: u64) -> Option<u64> {
-    let relocations = elf.section(".rela.dyn").and_then(|section| elf.content(section).ok());
-    let mut found = relocations.as_deref().unwrap_or_default().chunks_exact(24);
-    let found =
-        found.find(|one| one[..8] == address.to_le_bytes() && one[8..16] == RELATIVE.to_le_bytes());
-    match found {
-        Some(found) => number(found, 16, 8),
-        None => number(&elf.code(address, 8)?, 0, 8),
-    }
+    elf.words(address, 1)?.first().copied()
 }
 
 fn from_rsp(offset: i32) -> Rule {

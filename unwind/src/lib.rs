@@ -11,6 +11,7 @@ mod go;
 mod go_stacks;
 mod pages;
 mod shared;
+mod startup;
 mod table;
 mod v8;
 

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use stackwire_collector_ebpf::tables::{RULES, row};
-use stackwire_collector_ebpf::unwind::{NO_RULE, Rule};
+use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa};
 
 use crate::table::{MAX_PAGES, Table, none};
 
@@ -67,6 +67,17 @@ impl Spans {
             }
         }
         covered
+    }
+
+    /// Gaps of at most this length in front of code without a caller: start, end, the rule before. After [`Spans::covered`].
+    pub fn gaps_before_roots(&self, most: u64) -> impl Iterator<Item = (u64, u64, Rule)> {
+        self.spans.windows(2).filter_map(move |two| {
+            let [before, after] = [&two[0], &two[1]];
+            let is_root = self.rules[usize::from(after.rule)].cfa == cfa::ROOT;
+            let is_gap = before.end < after.start && after.start - before.end <= most;
+            let rule = self.rules[usize::from(before.rule)];
+            (is_root && is_gap).then_some((before.end, after.start, rule))
+        })
     }
 
     /// The table, of the file with this build-id.
@@ -136,7 +147,6 @@ impl Pages {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use stackwire_collector_ebpf::unwind::cfa;
 
     use super::*;
 

@@ -8,7 +8,7 @@ use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one: tables are kept on disk.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
 const HEADER: usize = 36;
@@ -150,7 +150,7 @@ fn rule(bytes: &[u8]) -> Rule {
 
 fn is_sound(rule: &Rule) -> bool {
     let place = rule.ra & !ra::EXACT;
-    rule.cfa <= cfa::UNKNOWN_SWITCH
+    rule.cfa <= cfa::CLONE
         && rule.fp <= fp::LOST
         && place <= ra::AT_RBX
         && (place != ra::REGISTER || (0..16).contains(&rule.ra_offset))

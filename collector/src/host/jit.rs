@@ -7,26 +7,20 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stackwire_rights::capabilities;
-
-use crate::artifact::{Artifact, Hash, Kind};
+use crate::artifact::{Artifact, Extent, Hash, Kind};
 use crate::broker::{self, Broker, Wanted};
+use crate::in_time::in_time;
 use crate::outbox::Outbox;
 
 /// Largest file taken.
 pub const MAX_BYTES: u64 = 64 << 20;
 /// Pieces a file is taken in before it is taken once more as a whole: an epoch names each of them.
 const MAX_PIECES: usize = 64;
-/// How long a file may take to read.
-const LIMIT: Duration = Duration::from_secs(2);
 /// Time for all files of an epoch: samples wait meanwhile.
 const EPOCH_LIMIT: Duration = Duration::from_secs(2);
-/// Threads that may hang at once before no more are started.
-const MAX_HANGING: usize = 8;
 /// Bytes in front of what is taken next that must be what they were.
 const TAIL: u64 = 4096;
 
@@ -130,18 +124,12 @@ impl Snapshots {
         let broker = Arc::clone(&self.broker);
         let start = before.clone().filter(|before| kept && before.pieces.len() < MAX_PIECES);
         let read = match self.spent < EPOCH_LIMIT {
-            true => in_time(move || read(&broker, &wanted, start)).and_then(|read| read),
+            true => in_time(move || read(&broker, kind, &wanted, start)).and_then(|read| read),
             false => Err("processes write more than there is time for".to_owned()),
         };
-        let taken = read.and_then(|(mut growing, content)| {
-            if !content.is_empty() {
-                let artifact = Artifact::new(kind, content);
-                growing.pieces.push(artifact.hash);
-                if !outbox.add_artifact(artifact, Some(epoch)) {
-                    return Err("processes write more than can be kept".to_owned());
-                }
-            }
-            Ok(growing)
+        let taken = read.and_then(|(growing, new)| {
+            let fits = new.is_none_or(|new| outbox.add_artifact(new, Some(epoch)));
+            fits.then_some(growing).ok_or("processes write more than can be kept".to_owned())
         });
         match taken {
             Ok(growing) => {
@@ -156,12 +144,13 @@ impl Snapshots {
     }
 }
 
-/// Opens the file and reads what is new in it.
+/// Opens the file and takes what is new in it, if anything is.
 fn read(
     broker: &Broker,
+    kind: Kind,
     wanted: &Wanted,
     before: Option<Growing>,
-) -> Result<(Growing, Vec<u8>), String> {
+) -> Result<(Growing, Option<Artifact>), String> {
     let said = |error: std::io::Error| error.to_string();
     let file = match (broker.open(wanted), &before) {
         (Ok(file), _) => Arc::new(file),
@@ -175,53 +164,31 @@ fn read(
         return Err(format!("it has {size} bytes, more than the {MAX_BYTES} that are taken"));
     }
     let grown = before.filter(|before| {
-        let mut tail = vec![0; before.tail.len()];
-        let from = before.taken - tail.len() as u64;
         before.identity == identity
             && before.taken <= size
-            && file.read_exact_at(&mut tail, from).is_ok()
-            && tail == before.tail
+            && tail(&file, before.taken).is_ok_and(|tail| tail == before.tail)
     });
-    let (taken, pieces, mut tail) =
-        grown.map_or((0, Vec::new(), Vec::new()), |b| (b.taken, b.pieces, b.tail));
-    let mut content = vec![0; (size - taken) as usize];
-    let mut filled = 0;
-    while filled < content.len() {
-        match file.read_at(&mut content[filled..], taken + filled as u64) {
-            Ok(0) => break, // cut meanwhile
-            Ok(read) => filled += read,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error.to_string()),
-        }
+    // Pieces taken before are read again through the descriptor they were taken through.
+    let mut growing =
+        grown.unwrap_or(Growing { file, identity, taken: 0, tail: Vec::new(), pieces: Vec::new() });
+    if growing.taken == size {
+        return Ok((growing, None));
     }
-    content.truncate(filled);
-    tail.extend_from_slice(&content[content.len().saturating_sub(TAIL as usize)..]);
-    tail.drain(..tail.len().saturating_sub(TAIL as usize));
-    let taken = taken + filled as u64;
-    Ok((Growing { file, identity, taken, tail, pieces }, content))
+    let (file, offset) = (Arc::clone(&growing.file), growing.taken);
+    let extent = Extent { file, offset, length: size - offset };
+    let new = Artifact::of_file(kind, extent).map_err(said)?;
+    growing.taken = size;
+    growing.tail = tail(&growing.file, size).map_err(said)?;
+    growing.pieces.push(new.hash);
+    Ok((growing, Some(new)))
 }
 
-/// Does something on a thread of its own, which is given up after [`LIMIT`].
-fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    static HANGING: AtomicUsize = AtomicUsize::new(0);
-    if HANGING.fetch_add(1, Ordering::Relaxed) >= MAX_HANGING {
-        HANGING.fetch_sub(1, Ordering::Relaxed);
-        return Err("too many files hang already".to_owned());
-    }
-    let (done, result) = mpsc::channel();
-    std::thread::Builder::new()
-        .name("snapshot".to_owned())
-        .spawn(move || {
-            // It needs none, and the file is not ours.
-            let _ = capabilities::drop_all();
-            let made = work();
-            HANGING.fetch_sub(1, Ordering::Relaxed);
-            // Who asked may have given up.
-            let _ = done.send(made);
-        })
-        .map_err(|error| error.to_string())?;
-    let seconds = LIMIT.as_secs();
-    result.recv_timeout(LIMIT).map_err(|_late| format!("it was not read within {seconds} s"))
+/// The bytes before `end`, [`TAIL`] at most.
+fn tail(file: &File, end: u64) -> std::io::Result<Vec<u8>> {
+    let length = end.min(TAIL);
+    let mut tail = vec![0; length as usize];
+    file.read_exact_at(&mut tail, end - length)?;
+    Ok(tail)
 }
 
 /// The pid in the innermost namespace: the last of `NSpid` in `/proc/PID/status`.
@@ -252,7 +219,7 @@ mod tests {
             let path = path.to_str().unwrap().to_owned();
             let wanted = Wanted::Own { pid: std::process::id(), path, here: true };
             let (pieces, reason) = snapshots.grow(1, Kind::PerfMap, wanted, epoch, &outbox);
-            let whole = pieces.iter().map(|hash| outbox.artifact(*hash).unwrap().content.to_vec());
+            let whole = pieces.iter().map(|hash| outbox.artifact(*hash).unwrap().piece(0).unwrap());
             let whole = whole.collect::<Vec<_>>().concat();
             (pieces.len(), String::from_utf8(whole).unwrap(), reason)
         };
@@ -287,17 +254,6 @@ mod tests {
         assert!(pieces.is_empty() && reason.unwrap().contains("more than there is time for"));
         snapshots.end_epoch();
         assert_eq!(snapshots.grow(1, Kind::PerfMap, wanted(), 1, &outbox).1, None);
-    }
-
-    #[test]
-    fn what_hangs_is_given_up() {
-        let started = std::time::Instant::now();
-        let (_hold, forever) = mpsc::channel::<()>();
-        let hung = in_time(move || {
-            let _ = forever.recv_timeout(Duration::from_secs(60));
-        });
-        assert!(hung.unwrap_err().contains("not read within"));
-        assert!(started.elapsed() < Duration::from_secs(30));
     }
 
     #[test]

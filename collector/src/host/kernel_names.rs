@@ -200,7 +200,7 @@ mod tests {
     }
 
     fn text(piece: Option<Artifact>) -> String {
-        String::from_utf8(piece.unwrap().content.to_vec()).unwrap()
+        String::from_utf8(piece.unwrap().piece(0).unwrap()).unwrap()
     }
 
     #[test]

@@ -34,11 +34,10 @@ pub async fn run(
     loop {
         match outbox.next(from).await.map_err(SinkError::Spool)? {
             Next::Epoch(epoch) => {
-                for artifact in outbox.all_artifacts() {
-                    if written.insert(artifact.hash) {
-                        for piece in wire::pieces(&artifact) {
-                            out.write(&piece).map_err(failed)?;
-                        }
+                for artifact in outbox.artifacts_beside(&written) {
+                    written.insert(artifact.hash);
+                    for piece in wire::pieces(artifact) {
+                        out.write(&piece).map_err(failed)?;
                     }
                 }
                 let number = epoch.number;

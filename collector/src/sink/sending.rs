@@ -59,17 +59,17 @@ fn read(handover: &Handover, id: &FileId, offset: u64, out: &mpsc::Sender<Collec
         }
     };
     // What is there of a longer one is of another file: from the beginning.
-    let mut at = if offset <= content.length { offset } else { 0 };
+    let mut at = if offset <= content.extent.length { offset } else { 0 };
     loop {
-        let (message, next) = match content.piece(at) {
+        let (message, next) = match content.extent.piece(at) {
             Ok(piece) => {
-                let whole = (&content.hash, content.length);
+                let whole = (&content.hash, content.extent.length);
                 let next = at + piece.len() as u64;
                 (wire::file_piece(id, whole, Ok((at, &piece))), next)
             }
-            Err(error) => (refused(error.to_string()), content.length),
+            Err(error) => (refused(error.to_string()), content.extent.length),
         };
-        if out.blocking_send(message).is_err() || next >= content.length {
+        if out.blocking_send(message).is_err() || next >= content.extent.length {
             return;
         }
         at = next;

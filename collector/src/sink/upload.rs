@@ -10,13 +10,14 @@ use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
 use stackwire_proto::{FORMAT, v1};
 use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 
 use super::SinkError;
 use super::sending::Sending;
-use crate::artifact::Hash;
+use crate::artifact::{Artifact, Hash};
 use crate::handover::{FileId, Handover};
 use crate::outbox::{Next, Outbox};
 use crate::wire;
@@ -221,17 +222,28 @@ async fn connect_and_send(
                 Some(Some(Answer::Want(want))) => {
                     let hash = <[u8; 32]>::try_from(want.hash.as_slice()).ok().map(Hash);
                     let Some(artifact) = hash.and_then(|hash| outbox.artifact(hash)) else { continue };
-                    for piece in wire::pieces(&artifact) {
-                        let Some(out) = &sending else { break };
-                        if out.send(piece).await.is_err() {
-                            return Err(unreachable("it closed the stream".to_owned()));
-                        }
+                    let Some(out) = &sending else { continue };
+                    if !send_artifact(artifact, out).await {
+                        return Err(unreachable("it closed the stream".to_owned()));
                     }
                 }
                 Some(Some(Answer::Welcome(_)) | None) => {}
             },
         }
     }
+}
+
+/// False when the stream is closed.
+async fn send_artifact(artifact: Artifact, out: &mpsc::Sender<v1::CollectorMessage>) -> bool {
+    let mut pieces = wire::pieces(artifact);
+    // They are read from files that may hang.
+    while let Ok((Some(piece), rest)) = spawn_blocking(move || (pieces.next(), pieces)).await {
+        if out.send(piece).await.is_err() {
+            return false;
+        }
+        pieces = rest;
+    }
+    true
 }
 
 async fn next_piece(file: &mut Option<Sending>) -> Option<v1::CollectorMessage> {

@@ -47,17 +47,18 @@ pub struct Cut {
 
 /// Where threads begin in glibc and musl, and fibers (`makecontext`). glibc calls `main` without a frame pointer, so that a walk ends
 /// there for want of one, though nothing is missing.
-const FIRST_FUNCTIONS: [&str; 9] = [
+const FIRST_FUNCTIONS: [&str; 7] = [
     "_start",
     "__libc_start_call_main",
     "__libc_start_main",
     "__libc_start_main_impl",
     "libc_start_main_stage2",
     "start_thread",
-    "clone",
-    "clone3",
     "__start_context",
 ];
+/// They call the first function of a thread. Who is in them without having called it is in the middle of starting a thread or a
+/// process, and has callers.
+const CLONES: [&str; 2] = ["clone", "clone3"];
 
 impl Profile {
     /// Frames with a name, of all.
@@ -113,15 +114,17 @@ impl Profile {
     #[must_use]
     pub fn end(&self, stack: StackId) -> EndReason {
         let stack = &self.stacks[stack.index()];
-        let resolution = stack.locations.last().and_then(|at| self.resolutions.get(at.index()));
-        let first = match resolution {
-            Some(Resolution::Found { lines, .. }) => lines.last(),
-            _ => None,
-        };
-        let begun = first.is_some_and(|line| {
-            let name = line.function.trim_start_matches("__GI_");
-            FIRST_FUNCTIONS.contains(&name)
-                || FIRST_FUNCTIONS.contains(&name.trim_start_matches('_'))
+        let begun = stack.locations.last().is_some_and(|at| {
+            let Some(Resolution::Found { lines, .. }) = self.resolutions.get(at.index()) else {
+                return false;
+            };
+            let called = stack.locations.len() > 1;
+            let Some(first) = lines.last() else { return false };
+            let name = first.function.trim_start_matches("__GI_");
+            let known = |names: &[&str]| {
+                names.contains(&name) || names.contains(&name.trim_start_matches('_'))
+            };
+            known(&FIRST_FUNCTIONS) || called && known(&CLONES)
         });
         if begun { EndReason::Root } else { stack.end }
     }
