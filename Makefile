@@ -39,6 +39,7 @@ bench: build
 	tests/setup.sh
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-unwind -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-workloads -- $(OUT)
 	tests/corpus.sh target/corpus
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-symbols -- $(OUT)
 	$(CARGO) bench --locked -q -p stackwire --bench lookup

@@ -32,9 +32,11 @@ root=$(dirname "$(readlink -f "$0")")
 program=$1
 shift
 # Where /lib is not yet a link to /usr/lib, that in /lib64 is one to the host's.
-linker=$root/usr/lib64/ld-linux-x86-64.so.2
-[ -e "$linker" ] || linker=$(echo "$root"/lib/x86_64-linux-gnu/ld-2.*.so)
-exec "$linker" --library-path "$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu" "$root/usr/bin/$program" "$@"
+for linker in "$root"/usr/lib64/ld-linux-x86-64.so.2 "$root"/lib/x86_64-linux-gnu/ld-*.so*; do
+  [ ! -e "$linker" ] || break
+done
+[ -e "$root/usr/bin/$program" ] && program=bin/$program || program=sbin/$program
+exec "$linker" --library-path "$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu" "$root/usr/$program" "$@"
 RUN
 echo "$*" > "$to/packages"
 chmod +x "$to/run"

@@ -6,8 +6,12 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::support::nginx::Nginx;
 use crate::support::postgres::Postgres;
-use crate::support::{Pprof, Ran, Running, binary, build, can, privileged, record, recorded, run};
+use crate::support::{
+    Pprof, Ran, Running, binary, build, can, of_debian, privileged, record, recorded, run,
+};
+use crate::unwinding;
 
 /// Samples by process.
 fn by_pid(profile: &Pprof) -> BTreeMap<u32, u64> {
@@ -79,6 +83,34 @@ fn workers_of_postgresql_are_followed_from_their_master() {
     let named = profile.samples.iter().filter(|it| profile.functions(it).contains(&"main"));
     let named: u64 = named.map(|sample| sample.count).sum();
     assert!(named * 100 >= profile.count() * 95, "{named} of {}", profile.count());
+}
+
+/// Debian's nginx has no symbols: its functions and those of libz are one row each.
+#[test]
+fn workers_of_nginx_are_followed_from_their_master() {
+    if !privileged() {
+        return;
+    }
+    let Some(nginx) = of_debian("bookworm", "nginx") else { return };
+    let nginx = Nginx::start(nginx);
+    let (pid, cache) = (format!("--pid={}", nginx.master()), tempfile::tempdir().unwrap());
+    // Tables are made meanwhile.
+    unwinding::recorded(&[&pid, "--follow", "--duration=1s"], cache.path());
+    let (report, profile) = unwinding::recorded(&[&pid, "--follow", "--duration=4s"], cache.path());
+    let found = by_pid(&profile);
+    assert!(found.values().filter(|&&count| count > 30).count() >= 2, "{found:?}");
+    assert!(unwinding::complete(&report) >= 99.0, "{report}");
+    let compressed: BTreeMap<&str, u64> = profile
+        .samples
+        .iter()
+        .filter(|sample| profile.file_of(sample.locations[0]).contains("libz"))
+        .fold(BTreeMap::new(), |mut rows, sample| {
+            *rows.entry(profile.functions(sample)[0]).or_default() += sample.count;
+            rows
+        });
+    let count: u64 = compressed.values().sum();
+    assert!(count * 4 > profile.count(), "{count} of {} in libz", profile.count());
+    assert!((1..=12).contains(&compressed.len()), "{compressed:?}");
 }
 
 #[test]

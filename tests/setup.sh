@@ -34,9 +34,11 @@ if [ ${#wanted[@]} -gt 0 ]; then
   fi
 fi
 if [ "${1:-}" != ebpf ]; then
-  # An older perf; a newer CPython, perf and Go; samply, which Debian 12 has not, and the newest Go.
+  # An older perf; a newer CPython, perf and Go; samply, which Debian 12 has not, and the newest Go; servers and interpreters that are
+  # not installed, so that nothing is started.
   { tests/debian.sh bullseye "$cache/bullseye" linux-perf-5.10 \
       && tests/debian.sh trixie "$cache/trixie" python3.13-minimal libpython3.13-stdlib linux-perf golang-1.24-go \
+      && tests/debian.sh bookworm "$cache/bookworm" nginx-light ruby php-cli \
       && tests/debian.sh sid "$cache/sid" samply golang-go; } \
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2

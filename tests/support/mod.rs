@@ -7,6 +7,7 @@ pub(crate) mod gimli_walk;
 pub(crate) mod go;
 pub(crate) mod interpreters;
 pub(crate) mod lying;
+pub(crate) mod nginx;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod stopped;
