@@ -34,11 +34,13 @@ fn assert_honest(profile: &Pprof, honest: u32, hostile: &[Running]) {
         let of = profile.samples.iter().filter(|sample| sample.labels["pid"] == pid.to_string());
         of.map(|sample| sample.count).sum()
     };
-    let named =
-        profile.samples.iter().filter(|sample| profile.functions(sample).contains(&"alpha"));
+    // Shares of the three say little in as few samples as it gets beside all the others.
+    let works =
+        |functions: Vec<&str>| functions.iter().any(|it| ["alpha", "beta", "gamma_"].contains(it));
+    let named = profile.samples.iter().filter(|sample| works(profile.functions(sample)));
     let named: u64 = named.map(|sample| sample.count).sum();
     let all = samples(honest);
-    assert!(named > 20 && named * 2 > all, "{named} of {all} samples of the honest are in alpha");
+    assert!(named > 20 && named * 10 > all * 9, "{named} of {all} samples of the honest are named");
     for (way, process) in WAYS.iter().zip(hostile) {
         assert!(samples(process.pid()) > 0, "{way}: no sample");
     }

@@ -7,6 +7,8 @@ use crate::UserEnd;
 
 /// Registers by DWARF number: rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8 to r15 (System V ABI, figure 3.36).
 pub const REGISTERS: usize = 16;
+/// DWARF number of rax.
+pub const RAX: u32 = 0;
 /// DWARF number of rbx.
 pub const RBX: u32 = 3;
 /// DWARF number of r12.
@@ -74,8 +76,8 @@ pub mod cfa {
     pub const OTHER_STACK: u8 = 10;
     /// This code changes stacks in a way that is not known.
     pub const UNKNOWN_SWITCH: u8 = 11;
-    /// Returns from the system call `clone`, in two tasks. As `REGISTER` in the parent. The child has a new stack, on which is no
-    /// return address: the root.
+    /// Returns from the system call `clone`, in two tasks. As `REGISTER` in the parent. The child, of which rax is 0 (clone(2)), has
+    /// a new stack and no caller.
     pub const CLONE: u8 = 12;
 }
 
@@ -201,12 +203,9 @@ pub fn step(
     let mut proven = true;
     match rule.cfa {
         cfa::REGISTER => {}
-        cfa::CLONE => {
-            let from = memory.word(plus(frame, ra_offset));
-            if !from.is_some_and(|from| follows_call(memory, from, false)) {
-                return UserEnd::Root as u64;
-            }
-        }
+        cfa::CLONE if at.known >> RAX & 1 == 0 => return UserEnd::RegisterLost as u64,
+        cfa::CLONE if at.registers[RAX as usize] == 0 => return UserEnd::Root as u64,
+        cfa::CLONE => {}
         cfa::OTHER_STACK => lowest = 0,
         cfa::MEMORY => match memory.word(frame) {
             Some(word) => frame = plus(word, rule.offset2),

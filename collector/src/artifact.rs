@@ -12,8 +12,6 @@ use std::sync::{Arc, Weak};
 use sha2::{Digest, Sha256};
 use stackwire_proto::ARTIFACT_PIECE_BYTES;
 
-use crate::in_time::in_time;
-
 /// SHA-256 of an artifact's content.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Hash(pub [u8; 32]);
@@ -84,7 +82,7 @@ impl Extent {
     }
 }
 
-/// An artifact: its content, or the file to read it from.
+/// An artifact: its content, or the files to read it from.
 #[derive(Clone, Debug)]
 pub struct Artifact {
     /// Its address.
@@ -94,8 +92,9 @@ pub struct Artifact {
     /// Bytes.
     pub length: u64,
     content: Content,
-    /// Where it can be read again, for as long as the file is kept open elsewhere: while its process is known.
-    origin: Option<(Weak<File>, u64)>,
+    /// Where it can be read again, for as long as a file is kept open elsewhere: while its process is known. Several where
+    /// processes wrote the same, as children that copy their parent's perf-map.
+    origins: Vec<(Weak<File>, u64)>,
 }
 
 #[derive(Clone, Debug)]
@@ -111,7 +110,7 @@ impl Artifact {
     #[must_use]
     pub fn new(kind: Kind, content: Vec<u8>) -> Self {
         let (hash, length) = (Hash::of(&content), content.len() as u64);
-        Self { hash, kind, length, content: Content::Memory(content.into()), origin: None }
+        Self { hash, kind, length, content: Content::Memory(content.into()), origins: Vec::new() }
     }
 
     /// Content of a file. A piece or less is kept in memory, so that many small files do not cost a descriptor each.
@@ -119,66 +118,88 @@ impl Artifact {
     /// # Errors
     /// When the file cannot be read.
     pub fn of_file(kind: Kind, extent: Extent) -> io::Result<Self> {
-        let origin = Some((Arc::downgrade(&extent.file), extent.offset));
+        let origins = vec![(Arc::downgrade(&extent.file), extent.offset)];
         if extent.length <= ARTIFACT_PIECE_BYTES as u64 {
-            return Ok(Self { origin, ..Self::new(kind, extent.piece(0)?) });
+            return Ok(Self { origins, ..Self::new(kind, extent.piece(0)?) });
         }
         let (hash, length) = (extent.hash()?, extent.length);
-        Ok(Self { hash, kind, length, content: Content::File(extent), origin })
+        Ok(Self { hash, kind, length, content: Content::File(extent), origins })
     }
 
-    /// Bytes that are kept for it, in memory or in a file that would be closed otherwise.
-    #[must_use]
-    pub fn kept(&self) -> u64 {
-        match self.content {
-            Content::Memory(_) | Content::File(_) => self.length,
-            Content::Delivered => 0,
+    /// Adds where another has the same content.
+    pub fn merge(&mut self, other: Self) {
+        self.origins.retain(|(file, _)| file.strong_count() > 0);
+        self.origins.extend(other.origins);
+        if matches!(self.content, Content::Delivered) {
+            self.content = other.content;
         }
     }
 
     /// A symbolizer has it: nothing is kept of what can be read again.
     pub fn delivered(&mut self) {
-        if self.origin.is_some() {
+        if !self.origins.is_empty() {
             self.content = Content::Delivered;
+        }
+    }
+
+    /// A symbolizer may ask for it again: its file stays open.
+    pub fn needed(&mut self) {
+        if matches!(self.content, Content::Delivered)
+            && let Some(extent) = self.extents().into_iter().next()
+        {
+            self.content = Content::File(extent);
         }
     }
 
     /// Nobody can have its content any more.
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        let closed = |(file, _): &(Weak<File>, u64)| file.strong_count() == 0;
-        matches!(self.content, Content::Delivered) && self.origin.as_ref().is_none_or(closed)
+        matches!(self.content, Content::Delivered)
+            && self.origins.iter().all(|(file, _)| file.strong_count() == 0)
     }
 
-    /// Whether its content is still what it was. Blocks: a file is read, for two seconds at most.
+    /// Its content, if it is still what it was. Blocks: all of a file is read, which may hang.
     #[must_use]
-    pub fn is_intact(&self) -> bool {
-        match self.extent() {
-            None => matches!(self.content, Content::Memory(_)),
-            Some(extent) => {
-                in_time(move || extent.hash()).is_ok_and(|hash| hash.ok() == Some(self.hash))
-            }
+    pub fn open(self) -> Option<Source> {
+        if let Content::Memory(content) = self.content {
+            return Some(Source::Memory(content));
         }
+        let is_intact = |extent: &Extent| extent.hash().is_ok_and(|hash| hash == self.hash);
+        self.extents().into_iter().find(is_intact).map(Source::File)
     }
 
-    /// The piece that starts at `at`, [`ARTIFACT_PIECE_BYTES`] at most; `None` where it cannot be read. Blocks for two seconds at most.
+    fn extents(&self) -> Vec<Extent> {
+        let held = match &self.content {
+            Content::File(extent) => Some(extent.clone()),
+            Content::Memory(_) | Content::Delivered => None,
+        };
+        let others = self.origins.iter().filter_map(|(file, offset)| {
+            Some(Extent { file: file.upgrade()?, offset: *offset, length: self.length })
+        });
+        held.into_iter().chain(others).collect()
+    }
+}
+
+/// The content of an artifact.
+#[derive(Debug)]
+pub enum Source {
+    /// In memory.
+    Memory(Arc<[u8]>),
+    /// In a file.
+    File(Extent),
+}
+
+impl Source {
+    /// The piece that starts at `at`, [`ARTIFACT_PIECE_BYTES`] at most; `None` where it cannot be read. Blocks as
+    /// [`Artifact::open`].
     #[must_use]
     pub fn piece(&self, at: u64) -> Option<Vec<u8>> {
-        if let Content::Memory(content) = &self.content {
-            let end = content.len().min(at as usize + ARTIFACT_PIECE_BYTES);
-            return content.get(at as usize..end).map(<[u8]>::to_vec);
-        }
-        let extent = self.extent()?;
-        in_time(move || extent.piece(at)).ok()?.ok()
-    }
-
-    fn extent(&self) -> Option<Extent> {
-        match (&self.content, &self.origin) {
-            (Content::File(extent), _) => Some(extent.clone()),
-            (Content::Delivered, Some((file, offset))) => {
-                Some(Extent { file: file.upgrade()?, offset: *offset, length: self.length })
+        match self {
+            Self::Memory(content) => {
+                let end = content.len().min(at as usize + ARTIFACT_PIECE_BYTES);
+                content.get(at as usize..end).map(<[u8]>::to_vec)
             }
-            (Content::Memory(_) | Content::Delivered, _) => None,
+            Self::File(extent) => extent.piece(at).ok(),
         }
     }
 }
@@ -192,12 +213,10 @@ mod tests {
 
     /// All of it, as a sink reads it.
     fn read(artifact: &Artifact) -> Option<Vec<u8>> {
+        let source = artifact.clone().open()?;
         let mut content = Vec::new();
-        if !artifact.is_intact() {
-            return None;
-        }
         while (content.len() as u64) < artifact.length {
-            content.extend(artifact.piece(content.len() as u64)?);
+            content.extend(source.piece(content.len() as u64)?);
         }
         Some(content)
     }
@@ -218,9 +237,10 @@ mod tests {
         {
             let (file, mut artifact, content) = of_file(length);
             assert_eq!(artifact.hash, Hash::of(&content));
-            assert_eq!((read(&artifact), artifact.kept()), (Some(content.clone()), length as u64));
+            assert_eq!(read(&artifact), Some(content.clone()));
             artifact.delivered();
-            assert_eq!((read(&artifact), artifact.kept()), (Some(content), 0));
+            assert_eq!(Arc::strong_count(&file), 1);
+            assert_eq!(read(&artifact), Some(content));
             file.write_all_at(b"other", 0).unwrap();
             assert!(read(&artifact).is_none(), "{length} bytes: it was written anew");
             drop(file);
@@ -229,14 +249,36 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_delivered_is_kept_when_its_process_is_gone() {
+    fn what_is_needed_is_kept_when_its_process_is_gone() {
         for length in [7, ARTIFACT_PIECE_BYTES + 1] {
-            let (file, artifact, content) = of_file(length);
+            let (file, mut artifact, content) = of_file(length);
             drop(file);
-            assert_eq!(read(&artifact), Some(content));
+            assert_eq!(read(&artifact), Some(content.clone()), "nobody has it yet");
+            artifact.delivered();
+            assert!(artifact.is_gone());
+            let (file, mut artifact, _) = of_file(length);
+            artifact.delivered();
+            artifact.needed();
+            drop(file);
+            assert_eq!(read(&artifact), Some(content), "an epoch refers to it again");
         }
         let mut other = Artifact::new(Kind::Vdso, vec![1]);
         other.delivered();
         assert_eq!(read(&other), Some(vec![1]), "nothing to read it from again");
+    }
+
+    #[test]
+    fn of_several_processes_that_wrote_the_same_one_is_enough() {
+        let (one, mut artifact, content) = of_file(9);
+        let (two, same, _) = of_file(9);
+        artifact.delivered();
+        artifact.merge(same);
+        artifact.delivered();
+        one.write_all_at(b"other", 4).unwrap();
+        assert_eq!(read(&artifact), Some(content.clone()), "one was written anew");
+        drop(one);
+        assert_eq!(read(&artifact), Some(content), "one is gone");
+        drop(two);
+        assert!(artifact.is_gone());
     }
 }

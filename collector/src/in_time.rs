@@ -1,5 +1,5 @@
 //! Reads of files that may never answer: on a thread that is given up when it hangs. `host/jit.rs` takes what JIT compilers wrote
-//! this way, `artifact.rs` reads it again.
+//! this way, `sink/sending.rs` reads it again.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -12,26 +12,41 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// Threads that may hang at once before no more are started.
 const MAX_HANGING: usize = 8;
 
+/// Room for one thread that may hang, given back when it ends.
+#[derive(Debug)]
+pub struct Slot(&'static AtomicUsize);
+
+impl Slot {
+    /// One of eight; none when as many threads hang already.
+    #[must_use]
+    pub fn of(taken: &'static AtomicUsize) -> Option<Self> {
+        let slot = Self(taken);
+        (taken.fetch_add(1, Ordering::Relaxed) < MAX_HANGING).then_some(slot)
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Does something on a thread of its own and without capabilities.
 ///
 /// # Errors
 /// The reason in words: it took longer than two seconds, or eight threads hang already.
 pub fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    static HANGING: AtomicUsize = AtomicUsize::new(0);
-    if HANGING.fetch_add(1, Ordering::Relaxed) >= MAX_HANGING {
-        HANGING.fetch_sub(1, Ordering::Relaxed);
-        return Err("too many files hang already".to_owned());
-    }
+    static TAKEN: AtomicUsize = AtomicUsize::new(0);
+    let slot = Slot::of(&TAKEN).ok_or("too many files hang already")?;
     let (done, result) = mpsc::channel();
     std::thread::Builder::new()
         .name("snapshot".to_owned())
         .spawn(move || {
+            let _slot = slot;
             // It needs none, and the file is not ours.
             let _ = capabilities::drop_all();
-            let made = work();
-            HANGING.fetch_sub(1, Ordering::Relaxed);
             // Who asked may have given up.
-            let _ = done.send(made);
+            let _ = done.send(work());
         })
         .map_err(|error| error.to_string())?;
     let seconds = LIMIT.as_secs();

@@ -4,6 +4,7 @@
 //! Filled by the pipeline, emptied by a sink (`sink/`) on another thread. An epoch stays until it
 //! is acknowledged, so that a new connection can send it again.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
 use std::io;
@@ -25,7 +26,7 @@ pub struct Limits {
     pub memory: usize,
     /// Directory of the spool file and its largest size in bytes; none: no spool.
     pub spool: Option<(PathBuf, u64)>,
-    /// Bytes of artifacts kept until they are delivered, the vDSO aside.
+    /// Bytes of artifacts, in memory or in files, the vDSO aside.
     pub artifacts: u64,
 }
 
@@ -58,20 +59,12 @@ struct Inner {
     memory: usize,
     spool: Option<Spool>,
     artifacts: HashMap<Hash, Artifact>,
-    /// Those that epochs refer to; the ones referred to last come last.
-    evictable: VecDeque<Referred>,
+    /// Those that may be forgotten, with the last epoch that refers to them; oldest first.
+    evictable: VecDeque<(Hash, u64)>,
     end: Option<End>,
     dropped_samples: u64,
     dropped_losses: Vec<(LostReason, u64)>,
     stopped: Option<String>,
-}
-
-/// An artifact that may be forgotten, and the first and the last epoch that refer to it.
-#[derive(Clone, Copy, Debug)]
-struct Referred {
-    hash: Hash,
-    first: u64,
-    last: u64,
 }
 
 #[derive(Debug)]
@@ -139,32 +132,44 @@ impl Outbox {
     pub fn add_artifact(&self, artifact: Artifact, epoch: Option<u64>) -> bool {
         let mut inner = self.lock();
         if let Some(epoch) = epoch {
-            inner.evictable.retain(|kept| kept.hash != artifact.hash);
-            let mut bytes = inner.evictable_bytes() + artifact.kept();
+            inner.evictable.retain(|(hash, _)| *hash != artifact.hash);
+            let mut bytes = inner.evictable_bytes() + artifact.length;
             while bytes > self.limits.artifacts {
                 // Those of this very epoch have not been sent yet.
-                let Some(oldest) = inner.evictable.pop_front_if(|kept| kept.last < epoch) else {
+                let Some((oldest, _)) = inner.evictable.pop_front_if(|(_, of)| *of < epoch) else {
                     return false;
                 };
-                bytes -= inner.artifacts.remove(&oldest.hash).map_or(0, |gone| gone.kept());
+                bytes -= inner.artifacts.remove(&oldest).map_or(0, |gone| gone.length);
             }
-            inner.evictable.push_back(Referred { hash: artifact.hash, first: epoch, last: epoch });
+            inner.evictable.push_back((artifact.hash, epoch));
         }
-        inner.artifacts.insert(artifact.hash, artifact);
+        match inner.artifacts.entry(artifact.hash) {
+            Entry::Occupied(mut known) => known.get_mut().merge(artifact),
+            Entry::Vacant(new) => drop(new.insert(artifact)),
+        }
         true
     }
 
     /// Artifacts of earlier epochs that this one refers to as well; false when one is not there any more.
     pub fn keep_for(&self, hashes: &[Hash], epoch: u64) -> bool {
         let mut inner = self.lock();
-        for kept in &mut inner.evictable {
-            if hashes.contains(&kept.hash) {
-                kept.last = epoch;
+        let Inner { evictable, artifacts, .. } = &mut *inner;
+        for (hash, last) in evictable.iter_mut().filter(|(hash, _)| hashes.contains(hash)) {
+            *last = epoch;
+            if let Some(artifact) = artifacts.get_mut(hash) {
+                artifact.needed();
             }
         }
         // The oldest first, as making room expects them.
-        inner.evictable.make_contiguous().sort_by_key(|kept| kept.last);
-        hashes.iter().all(|hash| inner.artifacts.contains_key(hash))
+        evictable.make_contiguous().sort_by_key(|&(_, epoch)| epoch);
+        hashes.iter().all(|hash| artifacts.contains_key(hash))
+    }
+
+    /// An artifact cannot be read any more, or is not what it was: epochs to come do not refer to it.
+    pub fn forget(&self, hash: Hash) {
+        let mut inner = self.lock();
+        inner.evictable.retain(|(kept, _)| *kept != hash);
+        inner.artifacts.remove(&hash);
     }
 
     /// An artifact, if it is still there.
@@ -226,10 +231,22 @@ impl Outbox {
         }
     }
 
-    /// Epochs up to and including `number` are durable elsewhere, and what was asked for with them was sent.
+    /// Epochs up to and including `number` are durable elsewhere.
     pub fn acknowledge(&self, number: u64) {
         let mut inner = self.lock();
-        inner.delivered(number);
+        let Inner { evictable, artifacts, .. } = &mut *inner;
+        // Whoever asks for it later has an epoch that refers to it again.
+        evictable.retain(|(hash, last)| {
+            let Some(artifact) = artifacts.get_mut(hash) else { return false };
+            if *last <= number {
+                artifact.delivered();
+            }
+            let gone = artifact.is_gone();
+            if gone {
+                artifacts.remove(hash);
+            }
+            !gone
+        });
         while inner.waiting.front().is_some_and(|epoch| epoch.number <= number) {
             inner.pop_front();
         }
@@ -301,25 +318,9 @@ impl Inner {
         Some(first)
     }
 
-    /// Artifacts that epochs up to this one refer to need no memory any more, if they can be read again.
-    fn delivered(&mut self, number: u64) {
-        let Self { evictable, artifacts, .. } = self;
-        evictable.retain(|kept| {
-            let Some(artifact) = artifacts.get_mut(&kept.hash) else { return false };
-            if kept.first <= number {
-                artifact.delivered();
-            }
-            let gone = artifact.is_gone();
-            if gone {
-                artifacts.remove(&kept.hash);
-            }
-            !gone
-        });
-    }
-
     fn evictable_bytes(&self) -> u64 {
-        let kept = self.evictable.iter().filter_map(|kept| self.artifacts.get(&kept.hash));
-        kept.map(Artifact::kept).sum()
+        let kept = self.evictable.iter().filter_map(|(hash, _)| self.artifacts.get(hash));
+        kept.map(|artifact| artifact.length).sum()
     }
 }
 
@@ -398,17 +399,25 @@ mod tests {
         file.write_all(b"f8000 10 work\n").unwrap();
         let extent = Extent { file: Arc::new(file), offset: 0, length: 14 };
         let artifact = Artifact::of_file(Kind::PerfMap, extent.clone()).unwrap();
-        let hash = artifact.hash;
-        let kept = || outbox.artifact(hash).map(|artifact| artifact.kept());
+        let (hash, file) = (artifact.hash, extent.file);
         assert!(outbox.add_artifact(artifact, Some(3)));
-        outbox.acknowledge(2);
-        assert_eq!(kept(), Some(14), "nobody has it yet");
+        let is_there = || outbox.artifact(hash).is_some_and(|artifact| artifact.open().is_some());
+        assert!(outbox.keep_for(&[hash], 4));
         outbox.acknowledge(3);
-        assert_eq!(kept(), Some(0));
-        assert!(outbox.keep_for(&[hash], 4), "as good as in memory");
-        drop(extent);
+        drop(file);
+        assert!(is_there(), "its process is gone, and an epoch that is on its way refers to it");
         outbox.acknowledge(4);
-        assert!(kept().is_none() && !outbox.keep_for(&[hash], 5), "its process is gone");
+        assert!(!is_there() && !outbox.keep_for(&[hash], 5));
+    }
+
+    #[test]
+    fn what_is_not_what_it_was_is_taken_anew() {
+        let outbox = Outbox::new(Limits::default());
+        let artifact = Artifact::new(Kind::PerfMap, vec![1]);
+        let hash = artifact.hash;
+        assert!(outbox.add_artifact(artifact, Some(1)) && outbox.keep_for(&[hash], 2));
+        outbox.forget(hash);
+        assert!(!outbox.keep_for(&[hash], 3));
     }
 
     #[test]

@@ -237,22 +237,20 @@ pub fn end(now_ns: u64, epochs: u64, taken: u64, totals: &[(LostReason, u64)]) -
     v1::End { clock_monotonic_ns: now_ns, epochs, taken, lost: lost(totals) }
 }
 
-/// An artifact as messages, one at a time; none when it is not what it was. Each blocks for two seconds at most, where a file is
-/// read.
-pub fn pieces(artifact: Artifact) -> impl Iterator<Item = v1::CollectorMessage> + Send {
+/// An artifact as messages, one at a time; fewer when it is not what it was. Blocks: it is read from a file, which may hang.
+pub fn pieces(artifact: Artifact) -> impl Iterator<Item = v1::CollectorMessage> {
     let kind = match artifact.kind {
         artifact::Kind::Kallsyms => v1::ArtifactKind::Kallsyms,
         artifact::Kind::PerfMap => v1::ArtifactKind::PerfMap,
         artifact::Kind::Jitdump => v1::ArtifactKind::Jitdump,
         artifact::Kind::Vdso => v1::ArtifactKind::Vdso,
     };
+    let (hash, length) = (artifact.hash, artifact.length);
+    let source = artifact.open();
     let mut at = 0;
     std::iter::from_fn(move || {
-        if at >= artifact.length || at == 0 && !artifact.is_intact() {
-            return None;
-        }
-        let content = artifact.piece(at)?;
-        let chunk = seal_piece(&artifact.hash.0, kind, artifact.length, (at, &content));
+        let content = source.as_ref().filter(|_| at < length)?.piece(at)?;
+        let chunk = seal_piece(&hash.0, kind, length, (at, &content));
         at += content.len() as u64;
         Some(message(v1::collector_message::Body::Artifact(chunk)))
     })

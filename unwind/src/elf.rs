@@ -131,6 +131,14 @@ impl<'f> Elf<'f> {
         self.sections.iter().find(|section| section.name == name)
     }
 
+    /// Whether an address is in a linkage table, of jumps to other files.
+    #[must_use]
+    pub fn is_linkage_table(&self, address: u64) -> bool {
+        let inside = |section: &&Section| address.wrapping_sub(section.address) < section.size;
+        let mut sections = self.sections.iter().filter(inside);
+        sections.any(|section| section.name.starts_with(".plt") || section.name == ".iplt")
+    }
+
     /// Content of a section.
     ///
     /// # Errors

@@ -3,44 +3,46 @@
 //! their time there, where memory is written for the first time.
 //!
 //! Found by `.init_array`, `.fini_array` and the sections of the first two, and by whom those call; their instructions are followed
-//! (`code/`). Whatever has rules is left alone.
+//! (`code/`). Whatever has rules is left alone, and what does not look like these functions has none: constructors of programs built
+//! without call frame information are in the same arrays, and of those nobody knows where they end.
 
-use iced_x86::{Decoder, DecoderOptions};
+use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction};
+use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa};
 
-use crate::code::{Function, rules};
+use crate::code::{Found, Function, rules};
 use crate::elf::Elf;
 use crate::pages::Spans;
 
 /// Entries looked at, of each array: GCC's are among the first.
-const MAX_ENTRIES: u64 = 64;
-/// Functions, and bytes of each: there are six, the longest of 60 bytes.
-const MAX_FUNCTIONS: usize = 16;
-const MAX_LENGTH: u64 = 512;
+const MAX_ENTRIES: u64 = 8;
+/// Bytes of a function: the longest has 60.
+const MAX_LENGTH: u64 = 96;
+/// Deepest the stack is, with the return address: they push one register, or make room for one.
+const MAX_DEPTH: i32 = 16;
 /// Instructions followed.
 const MAX_INSTRUCTIONS: usize = 4096;
 
 /// Adds them. `covered`: offsets that have rules.
 pub fn add(elf: &Elf<'_>, covered: &[(u64, u64)], kept: Option<u32>, spans: &mut Spans) {
     let mut left = MAX_INSTRUCTIONS;
-    let mut functions: Vec<u64> =
-        first(elf).into_iter().filter(|&at| gap(elf, covered, at).is_some()).collect();
-    functions.truncate(MAX_FUNCTIONS);
-    let mut at = 0;
-    while at < functions.len() {
-        for target in targets(&bytes(elf, covered, &functions, functions[at])) {
-            let target = functions[at].wrapping_add(target as u64);
-            let is_new = !functions.contains(&target) && functions.len() < MAX_FUNCTIONS;
-            if is_new && gap(elf, covered, target).is_some() {
-                functions.push(target);
-            }
-        }
-        at += 1;
-    }
-    // One ends where the next begins, so all are found before any is followed.
-    for &start in &functions {
-        let bytes = bytes(elf, covered, &functions, start);
-        let function = Function { start, bytes: &bytes, keeps_all: None };
-        for one in rules(&function, kept, &mut left) {
+    let first = first(elf);
+    let mut called: Vec<u64> = first
+        .iter()
+        .flat_map(|&start| {
+            let bytes = code(elf, covered, start, MAX_LENGTH);
+            let found = followed(start, &bytes, kept, &mut left);
+            targets(start, &bytes, &found.unwrap_or_default())
+        })
+        .filter(|target| !elf.is_linkage_table(*target))
+        .collect();
+    called.extend(&first);
+    called.sort_unstable();
+    called.dedup();
+    // One ends where the next begins, so all are found before any has rules.
+    for (index, &start) in called.iter().enumerate() {
+        let until = called.get(index + 1).map_or(MAX_LENGTH, |next| next - start);
+        let bytes = code(elf, covered, start, until.min(MAX_LENGTH));
+        for one in followed(start, &bytes, kept, &mut left).unwrap_or_default() {
             if let (Some(rule), Some(from)) = (one.rule, elf.offset(one.from)) {
                 spans.add(from, from.saturating_add(one.to - one.from), rule);
             }
@@ -58,38 +60,57 @@ fn first(elf: &Elf<'_>) -> Vec<u64> {
         });
         found.extend(words.unwrap_or_default());
     }
-    found.sort_unstable();
-    found.dedup();
     found
 }
 
-/// How long no rule holds from an address on; none where one does, or nothing is.
-fn gap(elf: &Elf<'_>, covered: &[(u64, u64)], address: u64) -> Option<u64> {
-    let offset = elf.offset(address)?;
+/// The code from an address on that has no rules; empty where some has.
+fn code(elf: &Elf<'_>, covered: &[(u64, u64)], address: u64, most: u64) -> Vec<u8> {
+    let Some(offset) = elf.offset(address) else { return Vec::new() };
     let next = covered.get(covered.partition_point(|&(_, end)| end <= offset));
-    let end = next.map_or(u64::MAX, |&(start, _)| start);
-    (end > offset).then(|| end - offset)
+    let gap = next.map_or(most, |&(start, _)| start.saturating_sub(offset));
+    elf.code_until(address, gap.min(most))
 }
 
-/// A function's code, as far as the next function.
-fn bytes(elf: &Elf<'_>, covered: &[(u64, u64)], functions: &[u64], start: u64) -> Vec<u8> {
-    let next = functions.iter().filter(|&&other| other > start).min();
-    let until = next.map_or(MAX_LENGTH, |next| next - start);
-    elf.code_until(start, gap(elf, covered, start).unwrap_or(0).min(until).min(MAX_LENGTH))
+/// The rules of a function; none when it is not like those of GCC: it is deeper than they are, or returns or goes on elsewhere
+/// with something on its stack, as where a call that never returns is taken for one that does.
+fn followed(start: u64, bytes: &[u8], kept: Option<u32>, left: &mut usize) -> Option<Vec<Found>> {
+    let found = rules(&Function { start, bytes, keeps_all: None }, kept, left);
+    let is_like = |one: &Found| {
+        let depth = one.rule.as_ref().and_then(depth).filter(|depth| *depth <= MAX_DEPTH);
+        let ends = instruction(start, bytes, one).is_some_and(|it| leaves(&it, start, bytes));
+        !one.left && depth.is_some_and(|depth| !ends || depth == 8)
+    };
+    found.iter().all(is_like).then_some(found)
 }
 
-/// Where it calls or jumps to, as distances from its start.
-fn targets(bytes: &[u8]) -> Vec<i64> {
-    let mut found = Vec::new();
-    for one in Decoder::with_ip(64, bytes, 0, DecoderOptions::NONE) {
-        if one.is_invalid() {
-            break;
-        }
-        if one.is_call_near() || one.is_jmp_near() {
-            found.push(one.near_branch_target() as i64);
-        }
+fn depth(rule: &Rule) -> Option<i32> {
+    (rule.cfa == cfa::REGISTER && u32::from(rule.register & 15) == RSP).then_some(rule.offset)
+}
+
+fn instruction(start: u64, bytes: &[u8], one: &Found) -> Option<Instruction> {
+    let bytes = bytes.get((one.from - start) as usize..)?;
+    Some(Decoder::with_ip(64, bytes, one.from, DecoderOptions::NONE).decode())
+}
+
+/// Whether the function ends with it.
+fn leaves(it: &Instruction, start: u64, bytes: &[u8]) -> bool {
+    let inside = |address: u64| address.wrapping_sub(start) < bytes.len() as u64;
+    match it.flow_control() {
+        FlowControl::Return | FlowControl::IndirectBranch => true,
+        FlowControl::UnconditionalBranch => !inside(it.near_branch_target()),
+        _ => false,
     }
-    found
+}
+
+/// Functions it calls, or goes on to at its end: beyond all that was found to be its own.
+fn targets(start: u64, bytes: &[u8], found: &[Found]) -> Vec<u64> {
+    let end = found.last().map_or(start, |last| last.to);
+    let instructions = found.iter().filter_map(|one| instruction(start, bytes, one));
+    let calls = instructions.filter(|it| {
+        let code = it.code();
+        code == Code::Call_rel32_64 || matches!(code, Code::Jmp_rel32_64 | Code::Jmp_rel8_64)
+    });
+    calls.map(|it| it.near_branch_target()).filter(|at| !(start..end).contains(at)).collect()
 }
 
 #[cfg(test)]
@@ -120,5 +141,24 @@ mod tests {
                 assert!(table.rule(elf.offset(at).unwrap()).is_some(), "{name}: {at:#x}");
             }
         }
+    }
+
+    #[test]
+    fn what_is_not_like_them_has_no_rules() {
+        let rules =
+            |bytes: &[u8]| followed(0x1000, bytes, None, &mut 1000).map(|found| found.len());
+        // push %rbp; mov %rsp,%rbp; call elsewhere; pop %rbp; ret
+        let like = [0x55, 0x48, 0x89, 0xe5, 0xe8, 0, 1, 0, 0, 0x5d, 0xc3];
+        assert_eq!(rules(&like), Some(5));
+        // Deeper: push %rbp; push %rbx; pop %rbx; pop %rbp; ret
+        assert_eq!(rules(&[0x55, 0x53, 0x5b, 0x5d, 0xc3]), None);
+        // The call never returns, and the next function follows: push %rbp; call abort; xor %eax,%eax; ret
+        assert_eq!(rules(&[0x55, 0xe8, 0, 1, 0, 0, 0x31, 0xc0, 0xc3]), None);
+        // push %rax; jmp elsewhere
+        assert_eq!(rules(&[0x50, 0xe9, 0, 1, 0, 0]), None);
+        // Jumps inside a function are no functions: 0: dec %eax; jne 0; jmp 0
+        let bytes = [0xff, 0xc8, 0x75, 0xfc, 0xeb, 0xfa];
+        let found = followed(0x1000, &bytes, None, &mut 1000).unwrap();
+        assert_eq!(targets(0x1000, &bytes, &found), []);
     }
 }

@@ -219,7 +219,9 @@ mod tests {
             let path = path.to_str().unwrap().to_owned();
             let wanted = Wanted::Own { pid: std::process::id(), path, here: true };
             let (pieces, reason) = snapshots.grow(1, Kind::PerfMap, wanted, epoch, &outbox);
-            let whole = pieces.iter().map(|hash| outbox.artifact(*hash).unwrap().piece(0).unwrap());
+            let whole = pieces
+                .iter()
+                .map(|hash| outbox.artifact(*hash).unwrap().open().unwrap().piece(0).unwrap());
             let whole = whole.collect::<Vec<_>>().concat();
             (pieces.len(), String::from_utf8(whole).unwrap(), reason)
         };

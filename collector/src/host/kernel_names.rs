@@ -200,7 +200,7 @@ mod tests {
     }
 
     fn text(piece: Option<Artifact>) -> String {
-        String::from_utf8(piece.unwrap().piece(0).unwrap()).unwrap()
+        String::from_utf8(piece.unwrap().open().unwrap().piece(0).unwrap()).unwrap()
     }
 
     #[test]

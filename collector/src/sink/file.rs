@@ -36,8 +36,13 @@ pub async fn run(
             Next::Epoch(epoch) => {
                 for artifact in outbox.artifacts_beside(&written) {
                     written.insert(artifact.hash);
-                    for piece in wire::pieces(artifact) {
+                    let mut sending = Sending::artifact(artifact);
+                    while let Some(piece) = sending.next().await {
                         out.write(&piece).map_err(failed)?;
+                    }
+                    if let Some(hash) = sending.failed() {
+                        written.remove(&hash);
+                        outbox.forget(hash);
                     }
                 }
                 let number = epoch.number;
@@ -48,7 +53,7 @@ pub async fn run(
                 if handover.share() == Share::Always {
                     for id in handover.files() {
                         if files.insert(id.clone()) {
-                            let mut sending = Sending::start(&handover, id, 0);
+                            let mut sending = Sending::file(&handover, id, 0);
                             while let Some(piece) = sending.next().await {
                                 out.write(&piece).map_err(failed)?;
                             }

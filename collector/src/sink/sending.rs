@@ -1,51 +1,123 @@
-//! A file on its way: pieces in order, or the reason why there are none. Used by both sinks.
+//! A file or an artifact on its way: pieces in order, or the reason why there are none. Used by both sinks.
 //!
 //! Read on a thread of its own: what hangs, on a file system that does not answer, must not keep epochs waiting.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
+use stackwire_proto::ARTIFACT_PIECE_BYTES;
 use stackwire_proto::v1::CollectorMessage;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
-use crate::artifact::Hash;
+use crate::artifact::{Artifact, Hash};
 use crate::handover::{FileId, Handover};
+use crate::in_time::Slot;
 use crate::wire;
 
 /// How long the first piece, before which all of the file is read for its hash, and each after it may take.
-const LIMIT: Duration = Duration::from_secs(20);
+const FILE_LIMIT: Duration = Duration::from_secs(20);
+/// How long all of an artifact may take to be read: its process wrote it to a file system of its choice.
+const ARTIFACT_LIMIT: Duration = Duration::from_secs(5);
 
-/// A file being read.
+/// Something being read.
 #[derive(Debug)]
 pub(super) struct Sending {
-    id: FileId,
+    what: What,
     pieces: Option<mpsc::Receiver<CollectorMessage>>,
+    /// Since when the next piece is waited for: by several calls, where others are given up.
+    since: Option<Instant>,
+}
+
+#[derive(Debug)]
+enum What {
+    File(FileId),
+    Artifact {
+        hash: Hash,
+        /// Pieces still to come.
+        pieces: u64,
+        /// Time left to wait for them.
+        time: Duration,
+    },
 }
 
 impl Sending {
     /// Begins to read a file, to send it from `offset` on.
-    pub(super) fn start(handover: &Arc<Handover>, id: FileId, offset: u64) -> Self {
-        let (out, pieces) = mpsc::channel(1);
+    pub(super) fn file(handover: &Arc<Handover>, id: FileId, offset: u64) -> Self {
+        static HANGING: AtomicUsize = AtomicUsize::new(0);
         let (of, handover) = (id.clone(), Arc::clone(handover));
-        let thread = std::thread::Builder::new().name("handover".to_owned());
-        // Without a thread the channel is closed, which is the end of it.
-        let _ = thread.spawn(move || read(&handover, &of, offset, &out));
-        Self { id, pieces: Some(pieces) }
+        let pieces = on_a_thread(&HANGING, move |out| read(&handover, &of, offset, out));
+        Self { what: What::File(id), pieces: Some(pieces), since: None }
+    }
+
+    /// Begins to read an artifact.
+    pub(super) fn artifact(artifact: Artifact) -> Self {
+        static HANGING: AtomicUsize = AtomicUsize::new(0);
+        let what = What::Artifact {
+            hash: artifact.hash,
+            pieces: artifact.length.div_ceil(ARTIFACT_PIECE_BYTES as u64),
+            time: ARTIFACT_LIMIT,
+        };
+        let pieces = on_a_thread(&HANGING, move |out| {
+            // Until nobody takes them.
+            let _ = wire::pieces(artifact).all(|piece| out.blocking_send(piece).is_ok());
+        });
+        Self { what, pieces: Some(pieces), since: None }
     }
 
     /// The next message; `None` when all was said.
     pub(super) async fn next(&mut self) -> Option<CollectorMessage> {
-        match timeout(LIMIT, self.pieces.as_mut()?.recv()).await {
-            Ok(message) => message,
-            Err(_elapsed) => {
+        let limit = match &self.what {
+            What::File(_) => FILE_LIMIT,
+            What::Artifact { time, .. } => *time,
+        };
+        let since = *self.since.get_or_insert_with(Instant::now);
+        let next = timeout_at(since + limit, self.pieces.as_mut()?.recv()).await;
+        self.since = None;
+        match (&mut self.what, next) {
+            (What::Artifact { pieces, time, .. }, Ok(Some(message))) => {
+                *pieces = pieces.saturating_sub(1);
+                *time = time.saturating_sub(since.elapsed());
+                Some(message)
+            }
+            (What::File(_), Ok(message)) => message,
+            (What::Artifact { .. }, Ok(None) | Err(_)) => {
                 self.pieces = None;
-                let seconds = LIMIT.as_secs();
+                None
+            }
+            (What::File(id), Err(_elapsed)) => {
+                self.pieces = None;
+                let seconds = FILE_LIMIT.as_secs();
                 let reason = format!("it could not be read within {seconds} s");
-                Some(wire::file_piece(&self.id, (&Hash([0; 32]), 0), Err(&reason)))
+                Some(wire::file_piece(id, (&Hash([0; 32]), 0), Err(&reason)))
             }
         }
     }
+
+    /// The artifact of which not all could be read.
+    pub(super) fn failed(&self) -> Option<Hash> {
+        match self.what {
+            What::Artifact { hash, pieces, .. } => (pieces > 0).then_some(hash),
+            What::File(_) => None,
+        }
+    }
+}
+
+/// What a thread reads. Without a thread, or when too many hang, the channel is closed, which is the end of it.
+fn on_a_thread(
+    hanging: &'static AtomicUsize,
+    read: impl FnOnce(&mpsc::Sender<CollectorMessage>) + Send + 'static,
+) -> mpsc::Receiver<CollectorMessage> {
+    let (out, pieces) = mpsc::channel(1);
+    if let Some(slot) = Slot::of(hanging) {
+        let thread = std::thread::Builder::new().name("handover".to_owned());
+        let _ = thread.spawn(move || {
+            let _slot = slot;
+            read(&out);
+        });
+    }
+    pieces
 }
 
 /// Ends early when nobody takes what it reads.

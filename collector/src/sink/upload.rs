@@ -10,7 +10,6 @@ use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
 use stackwire_proto::{FORMAT, v1};
 use tokio::sync::mpsc;
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
@@ -165,19 +164,26 @@ async fn connect_and_send(
     let mut from = welcome.next_epoch;
     let mut last: Option<u64> = None;
     let mut pause: Option<Instant> = None;
-    // Files asked for, in turn; the first is being sent, a piece between epochs.
+    // Files and artifacts asked for, in turn; the first of each is being sent, a piece between epochs.
     let mut files: VecDeque<(FileId, u64)> = VecDeque::new();
     let mut file: Option<Sending> = None;
+    let mut artifacts: VecDeque<Artifact> = VecDeque::new();
+    let mut artifact: Option<Sending> = None;
     loop {
         // Everything sent and durable, every want answered before the acknowledgement that
         // followed it: nothing is left to say.
-        if last.is_some() && outbox.unacknowledged() == 0 && files.is_empty() && file.is_none() {
+        let nothing_wanted = files.is_empty() && artifacts.is_empty();
+        let nothing_sent = file.is_none() && artifact.is_none();
+        if last.is_some() && outbox.unacknowledged() == 0 && nothing_wanted && nothing_sent {
             sending = None;
+        }
+        if artifact.is_none() {
+            artifact = artifacts.pop_front().map(Sending::artifact);
         }
         if file.is_none()
             && let Some((id, offset)) = files.pop_front()
         {
-            file = Some(Sending::start(handover, id, offset));
+            file = Some(Sending::file(handover, id, offset));
         }
         let may_send = sending.is_some() && last.is_none();
         tokio::select! {
@@ -206,6 +212,17 @@ async fn connect_and_send(
                     return Err(unreachable("it closed the stream".to_owned()));
                 }
             }
+            piece = next_piece(&mut artifact), if artifact.is_some() && sending.is_some() => {
+                let (Some(piece), Some(out)) = (piece, &sending) else {
+                    if let Some(hash) = artifact.take().and_then(|artifact| artifact.failed()) {
+                        outbox.forget(hash);
+                    }
+                    continue;
+                };
+                if out.send(piece).await.is_err() {
+                    return Err(unreachable("it closed the stream".to_owned()));
+                }
+            }
             () = tokio::time::sleep_until(pause.unwrap_or_else(Instant::now)), if pause.is_some() => {
                 pause = None;
             }
@@ -221,11 +238,7 @@ async fn connect_and_send(
                 }
                 Some(Some(Answer::Want(want))) => {
                     let hash = <[u8; 32]>::try_from(want.hash.as_slice()).ok().map(Hash);
-                    let Some(artifact) = hash.and_then(|hash| outbox.artifact(hash)) else { continue };
-                    let Some(out) = &sending else { continue };
-                    if !send_artifact(artifact, out).await {
-                        return Err(unreachable("it closed the stream".to_owned()));
-                    }
+                    artifacts.extend(hash.and_then(|hash| outbox.artifact(hash)));
                 }
                 Some(Some(Answer::Welcome(_)) | None) => {}
             },
@@ -233,21 +246,8 @@ async fn connect_and_send(
     }
 }
 
-/// False when the stream is closed.
-async fn send_artifact(artifact: Artifact, out: &mpsc::Sender<v1::CollectorMessage>) -> bool {
-    let mut pieces = wire::pieces(artifact);
-    // They are read from files that may hang.
-    while let Ok((Some(piece), rest)) = spawn_blocking(move || (pieces.next(), pieces)).await {
-        if out.send(piece).await.is_err() {
-            return false;
-        }
-        pieces = rest;
-    }
-    true
-}
-
-async fn next_piece(file: &mut Option<Sending>) -> Option<v1::CollectorMessage> {
-    file.as_mut()?.next().await
+async fn next_piece(what: &mut Option<Sending>) -> Option<v1::CollectorMessage> {
+    what.as_mut()?.next().await
 }
 
 /// tonic's errors say "transport error" and keep the reason below.

@@ -7,7 +7,7 @@
 //! and r12 to r15 as they were (System V ABI 3.2.1; Go's assembly relies on it where it calls C); what it writes through
 //! pointers of others is not in its own frame. Of a jump table nothing is known, and so nothing of a function that has one.
 //!
-//! Pure. Called for Go's assembly and the C linked into Go programs; knows neither.
+//! Pure. Called for Go's assembly, the C linked into Go programs, and what GCC adds to programs; knows none of them.
 
 mod follow;
 mod state;
