@@ -10,6 +10,7 @@ use crate::support::nginx::Nginx;
 use crate::support::postgres::Postgres;
 use crate::support::{
     Pprof, Ran, Running, binary, build, can, of_debian, privileged, record, recorded, run,
+    stackwire,
 };
 use crate::unwinding;
 
@@ -111,6 +112,37 @@ fn workers_of_nginx_are_followed_from_their_master() {
     let count: u64 = compressed.values().sum();
     assert!(count * 4 > profile.count(), "{count} of {} in libz", profile.count());
     assert!((1..=12).contains(&compressed.len()), "{compressed:?}");
+}
+
+/// As in a container without CAP_SYSLOG: where the kernel's functions are may not be told, nor that they are of no process.
+#[test]
+fn a_kernel_whose_symbols_are_hidden_is_one_row() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let hidden = "mount --bind /dev/null /proc/kallsyms && exec \"$@\"";
+    let mut record = Command::new("unshare");
+    record.args(["-m", "sh", "-c", hidden, "sh"]).arg(binary("stackwire"));
+    record.args([
+        "record",
+        "--sample-rate=997",
+        "--profile-output=x.pb.gz",
+        "--capture=x.stackwire",
+    ]);
+    record.args(["--", "dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=3000000"]);
+    let said = Ran::of(record.current_dir(&directory)).succeeded().stderr;
+    let profile = Pprof::read(&directory.path().join("x.pb.gz"));
+    let leaves = profile.samples.iter().map(|it| (profile.file_of(it.locations[0]), it.count));
+    let kernel: u64 = leaves.filter(|(file, _)| *file == "[kernel]").map(|(_, count)| count).sum();
+    assert!(kernel * 10 > profile.count() * 3, "{kernel} of {}", profile.count());
+    let places = profile.locations.keys().filter(|&&id| profile.file_of(id) == "[kernel]");
+    assert_eq!(places.count(), 1);
+    let capture = directory.path().join("x.stackwire");
+    let report = stackwire(["report".as_ref(), capture.as_os_str()]).succeeded().stdout;
+    let why = "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
+    assert!(report.contains(why) && !report.contains("[unmapped]"), "{report}");
+    assert!(said.contains("of frames named"), "{said}");
 }
 
 #[test]

@@ -165,6 +165,8 @@ pub fn kernel(
         let (kind_of, offset) = match layout.locate(address.wrapping_sub(back)) {
             Some(("", offset)) => (Kind::Kernel, offset + back),
             Some((module, offset)) => (Kind::Module(module.to_owned()), offset + back),
+            // Where the kernel is may not be told, so all of it is one place.
+            None if layout.is_empty() => (Kind::Kernel, 0),
             None => (Kind::Unmapped, 0),
         };
         Frame { executable: executables.intern(kind_of), offset, kind, mapping: None }

@@ -316,7 +316,10 @@ fn executable(
         Kind::Anonymous => wire.set_kind(v1::ExecutableKind::Anonymous),
         Kind::Kernel => {
             wire.set_kind(v1::ExecutableKind::Kernel);
-            wire.build_id.clone_from(&identity.kernel_build_id);
+            // Its debug information would name the offsets, which are none without kallsyms.
+            if references.kernel.is_some() {
+                wire.build_id.clone_from(&identity.kernel_build_id);
+            }
             wire.symbols = hash(references.kernel);
         }
         Kind::Module(name) => {

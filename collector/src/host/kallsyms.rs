@@ -33,6 +33,12 @@ pub struct KernelLayout {
 }
 
 impl KernelLayout {
+    /// Nothing is known: kallsyms could not be read.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
     /// Name of the module (empty for the kernel itself) and offset from its base.
     #[must_use]
     pub fn locate(&self, address: u64) -> Option<(&str, u64)> {
