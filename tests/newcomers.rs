@@ -129,6 +129,7 @@ fn a_kernel_whose_symbols_are_hidden_is_one_row() {
         "--sample-rate=997",
         "--profile-output=x.pb.gz",
         "--capture=x.stackwire",
+        "--perf-data-output=x.data",
     ]);
     record.args(["--", "dd", "if=/dev/zero", "of=/dev/null", "bs=64", "count=3000000"]);
     let said = Ran::of(record.current_dir(&directory)).succeeded().stderr;
@@ -143,6 +144,15 @@ fn a_kernel_whose_symbols_are_hidden_is_one_row() {
     let why = "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)";
     assert!(report.contains(why) && !report.contains("[unmapped]"), "{report}");
     assert!(said.contains("of frames named"), "{said}");
+    // perf does not name it by its own kernel.
+    let script =
+        Command::new("perf").args(["script", "-i", "x.data"]).current_dir(&directory).output();
+    let script = String::from_utf8(script.unwrap().stdout).unwrap();
+    assert!(
+        script.contains("ffffffff7000") && !script.contains("_text"),
+        "{:?}",
+        script.get(..500)
+    );
 }
 
 #[test]

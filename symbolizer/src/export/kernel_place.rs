@@ -9,6 +9,8 @@ use crate::profile::{Executable, Profile};
 /// is where a debugger expects those of a kernel that was not moved.
 pub const KERNEL_BASE: u64 = 0xffff_ffff_8100_0000;
 const MODULE_BASE: u64 = 0xffff_ffff_c000_0000;
+/// Where a kernel is shown of which nothing is known, not even where in it a frame is: no kernel has code there.
+pub const HIDDEN_KERNEL: u64 = 0xffff_ffff_7000_0000;
 /// Shown for kernel code whose size is unknown.
 const KERNEL_SPAN: u64 = 0x0300_0000;
 
@@ -25,10 +27,14 @@ pub fn places(profile: &Profile) -> FxHashMap<u32, (u64, u64)> {
     let mut places = FxHashMap::default();
     let mut next_module = MODULE_BASE;
     for (index, executable) in profile.executables.iter().enumerate() {
-        let Executable::Kernel { module, .. } = executable else { continue };
+        let Executable::Kernel { module, build_id, kallsyms } = executable else { continue };
         let index = index as u32;
+        // The collector may not read kallsyms, and has no offsets.
+        let is_hidden = build_id.is_empty() && kallsyms.is_none() && module.is_empty();
         let size = ends.get(&index).copied().unwrap_or(0).next_multiple_of(1 << 20);
-        let place = if module.is_empty() {
+        let place = if is_hidden && !profile.origin.collector.is_empty() {
+            (HIDDEN_KERNEL, size)
+        } else if module.is_empty() {
             (KERNEL_BASE, size.max(KERNEL_SPAN))
         } else {
             // One behind the other, though where they were is not known.

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::super::kernel_place::{self, KERNEL_BASE};
+use super::super::kernel_place::{self, HIDDEN_KERNEL, KERNEL_BASE};
 use super::record::{At, Chain, Map, Records, chain};
 use super::{jitted, kernel_name};
 use crate::profile::{
@@ -197,6 +197,10 @@ impl<'a, W: Write> Player<'a, W> {
         for (index, executable) in self.profile.executables.iter().enumerate() {
             let Executable::Kernel { module, .. } = executable else { continue };
             let Some(&(start, length)) = self.kernel.get(&(index as u32)) else { continue };
+            // perf would name it by the first function of its own kernel.
+            if start == HIDDEN_KERNEL {
+                continue;
+            }
             // Readers tell by this symbol how far the kernel was moved: not at all.
             let (name, file_offset) = match module.as_str() {
                 "" => (format!("{}_text", kernel_name(module)), KERNEL_BASE),
