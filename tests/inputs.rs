@@ -364,6 +364,43 @@ fn what_is_written_without_names_gets_them_back() {
 }
 
 #[test]
+fn in_the_picture_of_a_difference_noise_is_grey() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    // The same function by two ways: neither tells by itself, both together do.
+    let write = |name: &str, [steady, noisy, grown, shrunk, one, two]: [u32; 6]| {
+        let text = format!(
+            "p;main;steady {steady}\np;main;noisy {noisy}\np;main;grown {grown}\np;main;shrunk {shrunk}\n\
+             p;main;one;both {one}\np;main;two;both {two}\n"
+        );
+        std::fs::write(at(name), text).unwrap();
+    };
+    write("before", [10_000, 1000, 1000, 2000, 1000, 1000]);
+    write("after", [10_050, 1010, 2000, 1000, 1080, 1080]);
+    let [before, after, svg] = ["before", "after", "x.svg"].map(at);
+    let diff = ["report".as_ref(), "--diff".as_ref(), before.as_os_str(), after.as_os_str()];
+    stackwire(diff.into_iter().chain(["--flamegraph".as_ref(), svg.as_os_str()])).succeeded();
+    let svg = std::fs::read_to_string(svg).unwrap();
+    let colour = |function: &str| {
+        let frame = svg.split(&format!("<title>{function} (")).nth(1).unwrap();
+        let fill = frame.split("fill=\"rgb(").nth(1).unwrap();
+        let parts = fill.split(')').next().unwrap().split(',');
+        let [red, green, blue] =
+            parts.map(|part| part.parse::<u8>().unwrap()).collect::<Vec<_>>()[..]
+        else {
+            panic!("{fill}")
+        };
+        (red, green, blue)
+    };
+    for function in ["steady", "noisy", "main"] {
+        assert_eq!(colour(function), (205, 205, 205), "{function}");
+    }
+    assert!(matches!(colour("grown"), (255, more, _) if more < 200));
+    assert!(matches!(colour("shrunk"), (less, _, 255) if less < 200));
+    assert!(matches!(colour("both"), (255, more, _) if more < 255));
+}
+
+#[test]
 fn damaged_profiles_of_others_are_refused_in_words() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);

@@ -58,7 +58,7 @@ fn samples_say_whose_container_they_are_of() {
     let cgroups = places.each_ref().map(|(hierarchy, path, ..)| Cgroup::new(hierarchy, path));
     let running =
         cgroups.each_ref().map(|it| Running::start(&mut it.command(&format!("{work} plain 60"))));
-    // One that is gone, cgroup and all, long before anybody asks.
+    // Processes that are gone, cgroup and all, long before anybody asks.
     let short = Cgroup::new("memory", &format!("/docker/{}", ids[4]));
     let directory = tempfile::tempdir().unwrap();
     let output = directory.path().join("x.pb.gz");
@@ -74,7 +74,10 @@ fn samples_say_whose_container_they_are_of() {
         ])
     });
     std::thread::sleep(std::time::Duration::from_millis(1500));
-    assert!(short.command(&format!("{work} plain 0.05")).output().unwrap().status.success());
+    // Several, for on a busy machine one may have ended before it was sampled.
+    for _ in 0..5 {
+        assert!(short.command(&format!("{work} plain 0.05")).output().unwrap().status.success());
+    }
     drop(short);
     recording.join().unwrap().succeeded();
     let profile = Pprof::read(&output);
@@ -96,7 +99,7 @@ fn samples_say_whose_container_they_are_of() {
         profile.samples.iter().filter(|sample| sample.labels.get("container_id") == Some(&ids[4]));
     assert!(
         of_short.map(|sample| sample.count).sum::<u64>() >= 3,
-        "the process of 50 ms has no container"
+        "the processes of 50 ms have no container"
     );
 }
 

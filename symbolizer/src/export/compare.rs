@@ -55,7 +55,7 @@ pub fn write(
 type Both = BTreeMap<String, (u64, u64)>;
 
 /// Whether two shares may be one that was sampled twice: a two-proportion z-test at 5 %.
-fn is_noise((one, two): (u64, u64), totals: (u64, u64)) -> bool {
+pub(super) fn is_noise((one, two): (u64, u64), totals: (u64, u64)) -> bool {
     let [one, two, of_one, of_two] = [one, two, totals.0, totals.1].map(|count| count as f64);
     let pooled = (one + two) / (of_one + of_two);
     let deviation = (pooled * (1.0 - pooled) * (1.0 / of_one + 1.0 / of_two)).sqrt();

@@ -1,5 +1,6 @@
 //! An interactive SVG flame graph, drawn by inferno.
 
+use std::collections::HashMap;
 use std::io::{self, Write};
 
 use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
@@ -44,7 +45,7 @@ pub fn write(profile: &Profile, flames: &Flames<'_>, out: impl Write) -> io::Res
     from_lines(&mut options, lines.iter().map(String::as_str), out)
 }
 
-/// Draws what has changed: red what takes more of the time than before, blue what takes less.
+/// Draws what has changed: red what takes more of the time than before, blue what takes less, grey what may be as it was.
 ///
 /// # Errors
 /// Those of the writer.
@@ -53,17 +54,42 @@ pub fn diff(
     after: &Profile,
     by: Option<&str>,
     title: &str,
-    out: impl Write,
+    mut out: impl Write,
 ) -> io::Result<()> {
     let lines = compare::lines(before, after, by);
-    let total = |profile: &Profile| profile.sample_count().max(1) as f64;
-    let factor = total(after) / total(before);
-    // Captures are rarely equally long: shares are compared.
-    let scaled = lines.into_iter().map(|(stack, (before, after))| {
-        format!("{stack} {} {after}", (before as f64 * factor).round() as u64)
+    // Bytes were not sampled one by one.
+    let counted = before.types.is_none() && after.types.is_none();
+    let totals = (before.sample_count(), after.sample_count());
+    let factor = totals.1.max(1) as f64 / totals.0.max(1) as f64;
+    let mut own: HashMap<&str, (u64, u64)> = HashMap::new();
+    for (stack, (one, two)) in &lines {
+        let counts = own.entry(leaf(stack)).or_default();
+        *counts = (counts.0 + one, counts.1 + two);
+    }
+    let scaled = lines.iter().map(|(stack, &(one, two))| {
+        // A function may have changed though none of its stacks has for sure.
+        let noise = |counts| compare::is_noise(counts, totals);
+        let is_noise = counted && noise((one, two)) && noise(own[leaf(stack)]);
+        // Captures are rarely equally long: shares are compared.
+        let one = if is_noise { two } else { (one as f64 * factor).round() as u64 };
+        format!("{stack} {one} {two}")
     });
     let lines: Vec<String> = scaled.collect();
-    from_lines(&mut options(title), lines.iter().map(String::as_str), out)
+    let mut options = options(title);
+    options.subtitle = Some("red: more than before, blue: less, grey: within noise".to_owned());
+    let mut svg = Vec::new();
+    from_lines(&mut options, lines.iter().map(String::as_str), &mut svg)?;
+    // inferno draws what has not changed in white, nearly that of the background.
+    let svg = String::from_utf8(svg).map_err(io::Error::other)?;
+    out.write_all(svg.replace(UNCHANGED, GREY).as_bytes())
+}
+
+const UNCHANGED: &str = "fill=\"rgb(250,250,250)\"";
+const GREY: &str = "fill=\"rgb(205,205,205)\"";
+
+/// The innermost function of a stack.
+fn leaf(stack: &str) -> &str {
+    stack.rsplit(';').next().unwrap_or(stack)
 }
 
 fn options(title: &str) -> Options<'static> {
