@@ -58,8 +58,6 @@ fn samples_say_whose_container_they_are_of() {
     let cgroups = places.each_ref().map(|(hierarchy, path, ..)| Cgroup::new(hierarchy, path));
     let running =
         cgroups.each_ref().map(|it| Running::start(&mut it.command(&format!("{work} plain 60"))));
-    // Processes that are gone, cgroup and all, long before anybody asks.
-    let short = Cgroup::new("memory", &format!("/docker/{}", ids[4]));
     let directory = tempfile::tempdir().unwrap();
     let output = directory.path().join("x.pb.gz");
     let profile_output = format!("--profile-output={}", output.display());
@@ -73,12 +71,13 @@ fn samples_say_whose_container_they_are_of() {
             &profile_output,
         ])
     });
-    std::thread::sleep(std::time::Duration::from_millis(1500));
-    // Several, for on a busy machine one may have ended before it was sampled.
-    for _ in 0..5 {
+    // Processes that are gone, cgroup and all, long before anybody asks. On a busy machine sampling may begin late.
+    while !recording.is_finished() {
+        let short = Cgroup::new("memory", &format!("/docker/{}", ids[4]));
         assert!(short.command(&format!("{work} plain 0.05")).output().unwrap().status.success());
+        drop(short);
+        std::thread::sleep(std::time::Duration::from_millis(100));
     }
-    drop(short);
     recording.join().unwrap().succeeded();
     let profile = Pprof::read(&output);
     let labels_of = |pid: u32| {
