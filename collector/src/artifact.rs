@@ -151,6 +151,12 @@ impl Artifact {
         }
     }
 
+    /// Nothing has to be read for it.
+    #[must_use]
+    pub fn is_in_memory(&self) -> bool {
+        matches!(self.content, Content::Memory(_))
+    }
+
     /// Nobody can have its content any more.
     #[must_use]
     pub fn is_gone(&self) -> bool {

@@ -137,6 +137,7 @@ impl Outbox {
             while bytes > self.limits.artifacts {
                 // Those of this very epoch have not been sent yet.
                 let Some((oldest, _)) = inner.evictable.pop_front_if(|(_, of)| *of < epoch) else {
+                    inner.artifacts.remove(&artifact.hash);
                     return false;
                 };
                 bytes -= inner.artifacts.remove(&oldest).map_or(0, |gone| gone.length);

@@ -22,12 +22,20 @@ const FILE_LIMIT: Duration = Duration::from_secs(20);
 const ARTIFACT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Something being read.
-#[derive(Debug)]
 pub(super) struct Sending {
     what: What,
-    pieces: Option<mpsc::Receiver<CollectorMessage>>,
+    pieces: Pieces,
     /// Since when the next piece is waited for: by several calls, where others are given up.
     since: Option<Instant>,
+}
+
+enum Pieces {
+    /// Of what is in memory.
+    Ready(Box<dyn Iterator<Item = CollectorMessage> + Send>),
+    /// On a thread.
+    Read(mpsc::Receiver<CollectorMessage>),
+    /// It took too long.
+    GivenUp,
 }
 
 #[derive(Debug)]
@@ -48,7 +56,7 @@ impl Sending {
         static HANGING: AtomicUsize = AtomicUsize::new(0);
         let (of, handover) = (id.clone(), Arc::clone(handover));
         let pieces = on_a_thread(&HANGING, move |out| read(&handover, &of, offset, out));
-        Self { what: What::File(id), pieces: Some(pieces), since: None }
+        Self { what: What::File(id), pieces: Pieces::Read(pieces), since: None }
     }
 
     /// Begins to read an artifact.
@@ -59,11 +67,16 @@ impl Sending {
             pieces: artifact.length.div_ceil(ARTIFACT_PIECE_BYTES as u64),
             time: ARTIFACT_LIMIT,
         };
-        let pieces = on_a_thread(&HANGING, move |out| {
-            // Until nobody takes them.
-            let _ = wire::pieces(artifact).all(|piece| out.blocking_send(piece).is_ok());
-        });
-        Self { what, pieces: Some(pieces), since: None }
+        let pieces = if artifact.is_in_memory() {
+            // Needs no slot: files of others that hang must not cost the kernel's names.
+            Pieces::Ready(Box::new(wire::pieces(artifact)))
+        } else {
+            Pieces::Read(on_a_thread(&HANGING, move |out| {
+                // Until nobody takes them.
+                let _ = wire::pieces(artifact).all(|piece| out.blocking_send(piece).is_ok());
+            }))
+        };
+        Self { what, pieces, since: None }
     }
 
     /// The next message; `None` when all was said.
@@ -73,7 +86,11 @@ impl Sending {
             What::Artifact { time, .. } => *time,
         };
         let since = *self.since.get_or_insert_with(Instant::now);
-        let next = timeout_at(since + limit, self.pieces.as_mut()?.recv()).await;
+        let next = match &mut self.pieces {
+            Pieces::Ready(pieces) => Ok(pieces.next()),
+            Pieces::Read(pieces) => timeout_at(since + limit, pieces.recv()).await,
+            Pieces::GivenUp => return None,
+        };
         self.since = None;
         match (&mut self.what, next) {
             (What::Artifact { pieces, time, .. }, Ok(Some(message))) => {
@@ -83,11 +100,11 @@ impl Sending {
             }
             (What::File(_), Ok(message)) => message,
             (What::Artifact { .. }, Ok(None) | Err(_)) => {
-                self.pieces = None;
+                self.pieces = Pieces::GivenUp;
                 None
             }
             (What::File(id), Err(_elapsed)) => {
-                self.pieces = None;
+                self.pieces = Pieces::GivenUp;
                 let seconds = FILE_LIMIT.as_secs();
                 let reason = format!("it could not be read within {seconds} s");
                 Some(wire::file_piece(id, (&Hash([0; 32]), 0), Err(&reason)))
@@ -145,5 +162,39 @@ fn read(handover: &Handover, id: &FileId, offset: u64, out: &mpsc::Sender<Collec
             return;
         }
         at = next;
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use crate::artifact::{Extent, Kind};
+
+    fn sent(artifact: Artifact) -> (u32, Option<Hash>) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let mut sending = Sending::artifact(artifact);
+            let mut pieces = 0;
+            while sending.next().await.is_some() {
+                pieces += 1;
+            }
+            (pieces, sending.failed())
+        })
+    }
+
+    #[test]
+    fn an_artifact_comes_whole_or_is_said_to_have_failed() {
+        assert_eq!(sent(Artifact::new(Kind::Vdso, vec![1; 9])), (1, None));
+        let length = 2 * ARTIFACT_PIECE_BYTES as u64 + 1;
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        file.set_len(length).unwrap();
+        let extent = Extent { file: Arc::clone(&file), offset: 0, length };
+        let artifact = Artifact::of_file(Kind::PerfMap, extent).unwrap();
+        assert_eq!(sent(artifact.clone()), (3, None));
+        file.write_all_at(b"other", 0).unwrap();
+        assert_eq!(sent(artifact.clone()), (0, Some(artifact.hash)), "it was written anew");
     }
 }
