@@ -48,6 +48,14 @@ if command -v go >/dev/null; then
   (cd "$scratch" && HOME=$scratch GO111MODULE=off go build -ldflags=-s -o go main.go) && section "$scratch" .gopclntab "$scratch/go" >fuzz/corpus/gopclntab/go
   cp "$scratch/go" fuzz/corpus/unwind/go
 fi
+# A jitdump with call frame information.
+mkdir -p fuzz/corpus/jitdump
+gcc -O2 -o "$scratch/jit" tests/fixtures/jit.c
+(cd "$scratch" && { timeout 1 ./jit growing >/dev/null || true; })
+for seed in "$scratch"/jit-*.dump; do
+  cp "$seed" fuzz/corpus/unwind/jitdump
+  cp "$seed" fuzz/corpus/jitdump/described
+done
 mkdir -p fuzz/corpus/perf_data fuzz/corpus/pprof fuzz/corpus/folded fuzz/corpus/gperftools
 profiler=$(compgen -G '/usr/lib/x86_64-linux-gnu/libprofiler.so.*' | head -n 1 || true)
 [ -z "$profiler" ] || CPUPROFILE=fuzz/corpus/gperftools/gzip LD_PRELOAD=$profiler gzip -9 -c /bin/bash >/dev/null 2>&1 || true

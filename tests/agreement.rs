@@ -1,8 +1,9 @@
-//! `stackwire symbolize` against llvm-symbolizer: function, file, line and the whole chain of inlined calls, for 20,000
-//! random addresses in each of 19 real binaries (`corpus.sh`).
+//! `stackwire symbolize` against llvm-symbolizer: function, file, line and the whole chain of
+//! inlined calls, for 20,000 random addresses in each of 19 real binaries (`corpus.sh`).
 //!
-//! The oracle reads the same DWARF without a symbol table. It prints `DW_AT_linkage_name`; where we print a symbol's name
-//! for the outermost function, that symbol has to cover the address (checked against `readelf -s`).
+//! The oracle reads the same DWARF without a symbol table. It prints `DW_AT_linkage_name`; where we
+//! print a symbol's name for the outermost function, that symbol has to cover the address (checked
+//! against `readelf -s`).
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -12,8 +13,9 @@ use std::sync::OnceLock;
 
 use crate::support::binary;
 
-/// Addresses of an object that may differ. All that do are in `ld_gold`, four of 20,000: llvm-symbolizer follows a range
-/// list there into a unit whose entries dwz shares, and prints `run` for code inlined into it, or nothing.
+/// Addresses of an object that may differ. All that do are in `ld_gold`, four of 20,000:
+/// llvm-symbolizer follows a range list there into a unit whose entries dwz shares, and prints
+/// `run` for code inlined into it, or nothing.
 const MAX_DIFFERENT: usize = 20;
 
 /// Frames, innermost first: function, file, line.
@@ -251,8 +253,8 @@ fn a_stripped_go_program() {
     );
 }
 
-/// Programs of Go 1.16, 1.17 and 1.18, by their tables alone, against Go's own reader of them (`debug/gosym`), which
-/// knows the function and the innermost line.
+/// Programs of Go 1.16, 1.17 and 1.18, by their tables alone, against Go's own reader of them
+/// (`debug/gosym`), which knows the function and the innermost line.
 #[test]
 fn go_of_every_age() {
     let corpus = corpus();

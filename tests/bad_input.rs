@@ -1,4 +1,5 @@
-//! What cannot work says so: a message that names the thing, the right exit code, no panic, no empty file.
+//! What cannot work says so: a message that names the thing, the right exit code, no panic, no
+//! empty file.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -1,8 +1,8 @@
-//! `make bench`: the collector's budgets, beside `perf record -g` on the same load in the same run, and how long
-//! `stackwire symbolize` takes beside other symbolizers.
+//! `make bench`: the collector's budgets, beside `perf record -g` on the same load in the same run,
+//! and how long `stackwire symbolize` takes beside other symbolizers.
 //!
-//! Prints a table, writes `target/bench.json`, asserts nothing: timings depend on the machine. The load is a
-//! program of three threads and a dd full of system calls, on every CPU.
+//! Prints a table, writes `target/bench.json`, asserts nothing: timings depend on the machine. The
+//! load is a program of three threads and a dd full of system calls, on every CPU.
 
 use std::collections::BTreeMap;
 use std::fs::File;

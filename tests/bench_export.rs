@@ -1,5 +1,5 @@
-//! `make bench`, last part: a capture of five million samples, recorded once and replayed, to each output on one CPU; and
-//! perf's own file with copied stacks, resolved beside `perf script`.
+//! `make bench`, last part: a capture of five million samples, recorded once and replayed, to each
+//! output on one CPU; and perf's own file with copied stacks, resolved beside `perf script`.
 //!
 //! Prints tables and asserts nothing.
 
@@ -146,7 +146,8 @@ fn measure(command: &mut Command) -> Result<Cost> {
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
         let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
         cost.peak = cost.peak.max(kib.unwrap_or(0) / 1024);
-        // Of proc_pid_stat(5), counted from behind the name: utime and stime, in hundredths of a second.
+        // Of proc_pid_stat(5), counted from behind the name: utime and stime, in hundredths of a
+        // second.
         let stat = of("stat").unwrap_or_default();
         let fields: Vec<_> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
         let ticks = |at: usize| fields.get(at).and_then(|field| field.parse::<f64>().ok());

@@ -1,7 +1,9 @@
-//! `make bench`, second part: `stackwire symbolize` beside other symbolizers, on 20,000 random addresses of our own binary
-//! and of libjvm's debug file, with inlined calls, each as a command of its own.
+//! `make bench`, second part: `stackwire symbolize` beside other symbolizers, on 20,000 random
+//! addresses of our own binary and of libjvm's debug file, with inlined calls, each as a command of
+//! its own.
 //!
-//! Then the memory of `stackwire resolve` on a capture that touches copies of that debug file, 5 GB once decompressed.
+//! Then the memory of `stackwire resolve` on a capture that touches copies of that debug file, 5 GB
+//! once decompressed.
 //!
 //! Prints tables and asserts nothing. `cold` compiles the table, `warm` finds it in the cache.
 
@@ -187,7 +189,8 @@ fn name_of(path: &Path) -> String {
     path.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned())
 }
 
-/// What `stackwire symbolize` does, with blazesym: addresses from standard input, functions and lines out.
+/// What `stackwire symbolize` does, with blazesym: addresses from standard input, functions and
+/// lines out.
 fn blazesym(object: &str) -> Result<()> {
     use blazesym::symbolize::source::{Elf, Source};
     use blazesym::symbolize::{Input, Symbolizer};

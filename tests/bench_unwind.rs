@@ -1,5 +1,6 @@
-//! `make bench`: whole stacks, and what they cost, by tables, by frame pointers and by `perf record --call-graph dwarf` on
-//! the same programs in the same run; and how soon tables are there when a capture starts on a host full of programs.
+//! `make bench`: whole stacks, and what they cost, by tables, by frame pointers and by `perf record
+//! --call-graph dwarf` on the same programs in the same run; and how soon tables are there when a
+//! capture starts on a host full of programs.
 //!
 //! Prints tables, asserts nothing.
 
@@ -237,8 +238,8 @@ fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// 500 processes of 300 executables, each with a table of its own: when the first samples come, and how many of them
-/// find their table, second by second.
+/// 500 processes of 300 executables, each with a table of its own: when the first samples come, and
+/// how many of them find their table, second by second.
 fn crowd(binaries: &Path, directory: &Path) -> Result<()> {
     let program = built(directory, "crowd", &["gcc", "-O2", "-static"], "unwind.c")?;
     let bytes = std::fs::read(&program)?;

@@ -1,5 +1,5 @@
-//! `make bench`: what one sees of programs people profile, as they are installed: frames named, stacks whole, and the sentence
-//! `record` ends with where a number is low.
+//! `make bench`: what one sees of programs people profile, as they are installed: frames named,
+//! stacks whole, and the sentence `record` ends with where a number is low.
 //!
 //! Prints a table, asserts nothing.
 

@@ -1,5 +1,5 @@
-//! Names from debuginfod servers: a real one, and servers that stall, fail, lie and loop; the cache they fill, used by many
-//! at once, killed in the middle, and better the second time.
+//! Names from debuginfod servers: a real one, and servers that stall, fail, lie and loop; the cache
+//! they fill, used by many at once, killed in the middle, and better the second time.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
@@ -174,7 +174,8 @@ fn servers_that_fail_cost_names_and_never_the_profile() {
             stripped.resolve(&capture, &cache, &[&options[..], &["--symbol-fail-closed"]].concat());
         ran.failed(1, &format!("symbols of {} could not be fetched", stripped.program.display()));
         stripped.verify(&cache);
-        // What was malformed is remembered for a day: a run with a good server then needs to hear of the file anew.
+        // What was malformed is remembered for a day: a run with a good server then needs to hear
+        // of the file anew.
         if matches!(mode, Mode::OtherFile | Mode::TenGib | Mode::Garbage) {
             continue;
         }
@@ -313,8 +314,8 @@ fn killed_at_any_moment_the_cache_is_whole() {
     assert!(unread.succeeded().stdout.contains("\"quality\":\"dwarf\""));
 }
 
-/// What the cache has no room for is not fetched to be dropped again: its functions come by section, from a real server,
-/// and lines as soon as there is room.
+/// What the cache has no room for is not fetched to be dropped again: its functions come by
+/// section, from a real server, and lines as soon as there is room.
 #[test]
 fn of_a_debug_file_too_large_come_its_functions() {
     let stripped = Stripped::of(inlined_cc());
@@ -350,7 +351,8 @@ fn of_a_debug_file_too_large_come_its_functions() {
     assert!(answer.contains("\"quality\":\"dwarf\"") && answer.contains("\"line\":"), "{answer}");
 }
 
-/// A debug file alone does not say where offsets are loaded: a table made of it must not be what captures get.
+/// A debug file alone does not say where offsets are loaded: a table made of it must not be what
+/// captures get.
 #[test]
 fn a_table_of_a_debug_file_alone_does_not_serve_captures() {
     if !privileged() {

@@ -12,11 +12,13 @@ fn start(mode: &str, seconds: u32) -> Running {
     Running::start(Command::new(work()).args([mode, &seconds.to_string()]))
 }
 
-/// Each sample in alpha, beta or gamma has exactly the callers the source has, leaf first: no frame is
-/// missing, none invented. Until the kernel side has heard of a new program its stacks end after one frame.
+/// Each sample in alpha, beta or gamma has exactly the callers the source has, leaf first: no frame
+/// is missing, none invented. Until the kernel side has heard of a new program its stacks end after
+/// one frame.
 #[track_caller]
 fn assert_stacks(profile: &Pprof, callers: &[&str]) {
-    // Of those: an interrupt, which has the kernel's functions on top, is no stack of this program that is cut.
+    // Of those: an interrupt, which has the kernel's functions on top, is no stack of this program
+    // that is cut.
     let (mut whole, mut all) = (0, 0);
     for sample in &profile.samples {
         let functions = profile.functions(sample);
@@ -96,7 +98,8 @@ fn five_hundred_calls_deep() {
         let deep = profile.functions(sample).iter().filter(|function| **function == "deep").count();
         // A sample in the prologue of run lacks its caller, the last deep.
         let names = profile.functions(sample);
-        // On a busy machine tables come a moment after the first sample: the walk ends before the first caller.
+        // On a busy machine tables come a moment after the first sample: the walk ends before the
+        // first caller.
         if deep == 0 && names.len() < 5 {
             cut += sample.count;
             continue;
@@ -206,8 +209,8 @@ fn a_deleted_binary() {
     assert_shares(&profile, &SHARES);
 }
 
-/// A profile, or if its shares are wrong another: a neighbour of this machine that takes its CPU for seconds shifts
-/// shares once; what is wrong is so twice.
+/// A profile, or if its shares are wrong another: a neighbour of this machine that takes its CPU
+/// for seconds shifts shares once; what is wrong is so twice.
 fn with_shares(take: impl Fn() -> Pprof, expected: &[(&str, f64)]) -> Pprof {
     let profile = take();
     let is_off = |(function, share): &(&str, f64)| (profile.share_of(function) - share).abs() > 2.0;

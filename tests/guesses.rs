@@ -1,5 +1,6 @@
-//! Stacks where a frame pointer may be a lie, or a return address none: what cannot be known is said and not guessed. The
-//! judges are programs whose stacks are known, most of them such as have defeated us (`fixtures/attacks`).
+//! Stacks where a frame pointer may be a lie, or a return address none: what cannot be known is
+//! said and not guessed. The judges are programs whose stacks are known, most of them such as have
+//! defeated us (`fixtures/attacks`).
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -174,6 +175,7 @@ fn children_of_a_command_are_known_as_early_as_with_all() {
     let report = Ran::of(&mut report).succeeded().stdout;
     let share = complete(&report);
     eprintln!("children of 10 ms: {share} % of the stacks are whole");
-    // 1.2 % where the collector learns of them late, 80 % where it learns of each after some milliseconds.
+    // 1.2 % where the collector learns of them late, 80 % where it learns of each after some
+    // milliseconds.
     assert!(share >= 98.0, "{report}");
 }

@@ -1,5 +1,5 @@
-//! Executables a symbolizer cannot see, because they are deleted, on another host, or another user's: the collector
-//! hands them over, when it may.
+//! Executables a symbolizer cannot see, because they are deleted, on another host, or another
+//! user's: the collector hands them over, when it may.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +18,8 @@ use crate::support::build::inlined_cc;
 use crate::support::pprof::go;
 use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
 
-/// A program in a directory only root may enter, deleted as soon as it runs; `more` random bytes follow it.
+/// A program in a directory only root may enter, deleted as soon as it runs; `more` random bytes
+/// follow it.
 fn hidden(more: usize) -> Running {
     let directory = tempfile::tempdir().unwrap();
     std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
@@ -196,7 +197,8 @@ fn the_broker_opens_nothing_its_user_may_not_read() {
     let secret = hidden.path().join("secret");
     std::fs::write(&secret, SECRET).unwrap();
     std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(0o644)).unwrap();
-    // Mapped as a jitdump; once that is known, a link to what lies in a directory its user may not enter.
+    // Mapped as a jitdump; once that is known, a link to what lies in a directory its user may not
+    // enter.
     let place = outputs();
     std::fs::set_permissions(place.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
     let source = place.path().join("leak.c");
@@ -348,7 +350,8 @@ fn a_capture_file_holds_executables_only_when_always_is_asked() {
     assert!(named(&Pprof::read(&out)) > 99.0);
 }
 
-/// Forwards connections, the first only until the collector has sent `cut` bytes. Counts what it sends on each.
+/// Forwards connections, the first only until the collector has sent `cut` bytes. Counts what it
+/// sends on each.
 fn proxy(to: String, cut: usize) -> (String, Arc<[AtomicUsize; 8]>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

@@ -1,4 +1,5 @@
-//! Processes that make of their registers, stacks, mappings and names what they like: each costs its own samples at most.
+//! Processes that make of their registers, stacks, mappings and names what they like: each costs
+//! its own samples at most.
 
 use std::process::Command;
 

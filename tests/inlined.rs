@@ -1,4 +1,5 @@
-//! Chains of inlined functions, as the compiler made them: every sampled address, against llvm-symbolizer.
+//! Chains of inlined functions, as the compiler made them: every sampled address, against
+//! llvm-symbolizer.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -33,8 +34,8 @@ pub(crate) fn oracle(binary: &Path, addresses: &[u64]) -> Vec<Chain> {
     answers.collect()
 }
 
-/// The last part of a name without arguments and hash: tools print or leave out the rest as they like, and
-/// LLVM 14 leaves the escapes of Rust's old mangling in.
+/// The last part of a name without arguments and hash: tools print or leave out the rest as they
+/// like, and LLVM 14 leaves the escapes of Rust's old mangling in.
 fn bare(function: &str) -> String {
     let name = function.replace("$u7b$", "{").replace("$u7d$", "}").replace("$LT$", "<");
     let name = name.replace("$GT$", ">").replace("_{{", "{{");

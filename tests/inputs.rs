@@ -1,4 +1,5 @@
-//! Profiles of others, read back in: perf's, Go's, gperftools', our own without names, folded stacks; parts of them.
+//! Profiles of others, read back in: perf's, Go's, gperftools', our own without names, folded
+//! stacks; parts of them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -85,7 +86,8 @@ fn perf_data_of_postgresql_gives_perfs_counts() {
     assert_counts_are_perfs(&postgres.program(), &load.servers());
 }
 
-/// perf records processes by frame pointers, by copies of stacks and to a pipe: we count as it does, function by function.
+/// perf records processes by frame pointers, by copies of stacks and to a pipe: we count as it
+/// does, function by function.
 #[track_caller]
 fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
     let directory = tempfile::tempdir().unwrap();
@@ -142,7 +144,8 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
                 said.lines().find(|line| line.ends_with("reached the thread's root")).unwrap();
             let share: f64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
             eprintln!("{name}: {share} % of the stacks perf copied are whole");
-            // Of 500 calls deep, and of signal handlers on stacks of their own, perf copies too little.
+            // Of 500 calls deep, and of signal handlers on stacks of their own, perf copies too
+            // little.
             assert!(share >= 99.5 || name == "unwind_o2", "{said}");
         }
     }
@@ -155,7 +158,8 @@ fn fixed_periods_are_what_samples_weigh() {
     }
     let directory = tempfile::tempdir().unwrap();
     let [file, output] = ["perf.data", "out.pb.gz"].map(|name| directory.path().join(name));
-    // `-B`: perf 6.1 sometimes crashes where it collects build-ids ("util/build-id.c:1010: assertion failed").
+    // `-B`: perf 6.1 sometimes crashes where it collects build-ids ("util/build-id.c:1010:
+    // assertion failed").
     let perf = ["record", "-B", "-q", "-e", "cpu-clock", "-c", "2000000", "-o"];
     run(Command::new("perf")
         .args(perf)

@@ -1,4 +1,5 @@
-//! Hosts as they are: programs installed by packages, no certificates, collectors that everyone may execute, odd compilers.
+//! Hosts as they are: programs installed by packages, no certificates, collectors that everyone may
+//! execute, odd compilers.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,7 +9,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::support::{Ran, Running, binary, build, outside_cargo, privileged, run, stackwire};
+use crate::support::{
+    Ran, Running, binary, build, outside_cargo, privileged, record, run, stackwire,
+};
 
 #[test]
 fn a_package_is_made_without_privileges_and_its_programs_are_stripped() {
@@ -137,7 +140,35 @@ fn doctor_warns_of_a_collector_for_everyone() {
     }
 }
 
-/// As GHC writes them.
+/// What GHC writes has functions that are longer than they say, and blocks outside of them.
+#[test]
+fn functions_of_haskell_are_named_and_none_by_nothing() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("haskell");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/haskell/Main.hs");
+    let mut ghc = Command::new("ghc");
+    run(ghc
+        .args(["-v0", "-O1", "-g", "-outputdir"])
+        .arg(directory.path())
+        .arg(source)
+        .arg("-o")
+        .arg(&program));
+    let running = Running::start(&mut Command::new(&program));
+    let profile = record(running.pid(), 2, &[]);
+    drop(running);
+    let mut hot = 0;
+    for sample in &profile.samples {
+        let functions = profile.functions(sample);
+        assert!(functions.iter().all(|name| !name.is_empty()), "{functions:?}");
+        hot += if functions.first() == Some(&"collatzLength") { sample.count } else { 0 };
+    }
+    assert!(hot * 10 > profile.count() * 8, "{hot} of {}", profile.count());
+}
+
+/// As some compilers write them.
 #[test]
 fn a_function_with_an_empty_name_in_its_debug_information_has_its_symbols() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,6 +1,7 @@
-//! Code made at run time: Node with lines from its jitdump, in a container of its own, growing while it is sampled;
-//! Java.
+//! Code made at run time: Node with lines from its jitdump, in a container of its own, growing
+//! while it is sampled; Java.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -84,7 +85,8 @@ fn a_perf_map_in_a_container_is_found_by_its_own_pid_in_its_own_root() {
     let directory = tempfile::tempdir().unwrap();
     let script = directory.path().join("hot.js");
     std::fs::write(&script, SCRIPT).unwrap();
-    // A container's own /tmp and pids; the user is another's, so that nothing is to be had without the broker.
+    // A container's own /tmp and pids; the user is another's, so that nothing is to be had without
+    // the broker.
     let shell = format!(
         "mount -t tmpfs none /mnt && cp {} /mnt/hot.js && mount --move /mnt /tmp && chmod 777 /tmp && cd /tmp && \
          exec setpriv --reuid=65534 --regid=65534 --clear-groups node --perf-basic-prof /tmp/hot.js",
@@ -140,9 +142,82 @@ fn functions_made_during_the_capture_are_named() {
     made.sort();
     made.dedup();
     assert!(made.len() >= 15, "in 6 s, one each 300 ms: {made:?}");
-    // Taken in pieces: what did not change is there once. The whole map at each second would be some times as long.
+    // Taken in pieces: what did not change is there once. The whole map at each second would be
+    // some times as long.
     let report = stackwire(["report".as_ref(), capture.as_os_str()]).succeeded().stdout;
     assert!(report.contains("perf-map"), "{report}");
+}
+
+/// Each function has 400 ms of CPU time at one address, 399 samples. The newest name for all of
+/// them would be one function.
+#[test]
+fn an_address_that_is_used_again_has_the_name_of_its_time() {
+    if !privileged() {
+        return;
+    }
+    for mode in ["map", "dump", "late"] {
+        let directory = tempfile::tempdir().unwrap();
+        let program = Running::start(Command::new(build::jit()).arg(mode).current_dir(&directory));
+        let profile = record(program.pid(), 7, &[]);
+        let _ = std::fs::remove_file(format!("/tmp/perf-{}.map", program.pid()));
+        drop(program);
+        let mut counts = BTreeMap::<u32, u64>::new();
+        for sample in &profile.samples {
+            let leaf = profile.functions(sample).first().copied().unwrap_or_default();
+            if let Some(number) = leaf.strip_prefix("version_") {
+                *counts.entry(number.parse().unwrap()).or_default() += sample.count;
+            }
+        }
+        let named: u64 = counts.values().sum();
+        assert!(named * 100 > profile.count() * 95, "{mode}: {named} of {}", profile.count());
+        // The first and the last are cut by the capture; what is still in a buffer is taken for the
+        // last.
+        let (&first, &last) = (counts.keys().next().unwrap(), counts.keys().next_back().unwrap());
+        let whole: Vec<u64> = counts.range(first + 1..last).map(|(_, &count)| count).collect();
+        assert_eq!(whole.len() as u32, last - first - 1, "{mode}: {counts:?}");
+        // On a busy machine there are fewer, and the collector looks at the perf-map later than it
+        // wants to.
+        let good = whole.iter().filter(|count| (150..=650).contains(*count)).count();
+        eprintln!("{mode}: {counts:?}");
+        assert!(good >= 2 && good * 10 >= whole.len() * 7, "{mode}: {counts:?}");
+    }
+}
+
+/// Frames without frame pointers, whose compiler says in its jitdump how to leave them.
+#[test]
+fn code_whose_jitdump_has_call_frame_information_is_left_by_it() {
+    if !privileged() {
+        return;
+    }
+    for (mode, least) in [("described", 99.0), ("growing", 93.0), ("partly", 99.0), ("bare", 0.0)] {
+        let directory = tempfile::tempdir().unwrap();
+        let program = Running::start(Command::new(build::jit()).arg(mode).current_dir(&directory));
+        let profile = record(program.pid(), 6, &[]);
+        drop(program);
+        let (mut inner, mut whole, mut made) = (0, 0, BTreeSet::new());
+        for sample in &profile.samples {
+            let functions = profile.functions(sample);
+            if functions.first() != Some(&"inner") {
+                continue;
+            }
+            inner += sample.count;
+            let Some(outer) = functions.get(1) else { continue };
+            made.insert((*outer).to_owned());
+            let callers = &functions[2..];
+            whole += if callers.contains(&"main") { sample.count } else { 0 };
+        }
+        let share = 100.0 * whole as f64 / inner as f64;
+        eprintln!("{mode}: {whole} of {inner}, {made:?}");
+        assert!(inner * 10 > profile.count() * 8, "{mode}: {inner} of {}", profile.count());
+        assert!(share >= least, "{mode}: {share:.1} % of {inner}");
+        match mode {
+            // Nothing is guessed where nothing is said.
+            "bare" => assert_eq!(whole, 0),
+            "growing" => assert!(made.len() >= 4, "{made:?}"),
+            "partly" => assert!(made.iter().any(|name| name.starts_with("[jit]")), "{made:?}"),
+            _ => assert_eq!(made.len(), 1),
+        }
+    }
 }
 
 /// Resident memory of a process, MiB (proc_pid_status(5)).
@@ -152,8 +227,8 @@ fn resident(pid: u32) -> f64 {
     line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
 }
 
-/// A window is a capture of its own and asks for all of the map, which the collector reads again. Each second is an epoch,
-/// of 10 s otherwise: an hour is `STACKWIRE_LONG=360`.
+/// A window is a capture of its own and asks for all of the map, which the collector reads again.
+/// Each second is an epoch, of 10 s otherwise: an hour is `STACKWIRE_LONG=360`.
 #[test]
 fn a_large_perf_map_is_not_kept_in_memory_and_names_every_window() {
     if !privileged() {

@@ -1,8 +1,8 @@
-//! The kernel and its modules by their debug information: inlined calls, files and lines as llvm-symbolizer has them,
-//! where distributions put such files and on a debuginfod server.
+//! The kernel and its modules by their debug information: inlined calls, files and lines as
+//! llvm-symbolizer has them, where distributions put such files and on a debuginfod server.
 //!
-//! Kernels of this size: linked as one is, at its address, with a module of the shape modules have. Captures are
-//! written by hand, since no kernel with debug information runs here.
+//! Kernels of this size: linked as one is, at its address, with a module of the shape modules have.
+//! Captures are written by hand, since no kernel with debug information runs here.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -121,7 +121,8 @@ impl Kernel {
         self.directory.path().join(name)
     }
 
-    /// Every byte of every function: offsets from `_text` and from the module's lowest symbol, with addresses.
+    /// Every byte of every function: offsets from `_text` and from the module's lowest symbol, with
+    /// addresses.
     fn places(&self) -> [BTreeMap<u64, u64>; 2] {
         [&self.vmlinux, &self.loaded_module].map(|path| {
             let symbols = nm(path);
@@ -278,7 +279,9 @@ fn perf_names_another_hosts_kernel_and_module_from_what_was_laid_out() {
     let empty = format!("--symbol-cache-dir={}", kernel.at("empty").display());
     let into = format!("--perf-buildid-dir={laid}");
     let ours = kernel.resolve(&capture, &[&empty, &format!("--perf-data-output={file}"), &into]);
-    for (version, mut perf) in perfs() {
+    // The newest, 7.2, opens what was laid out and then takes the symbols of the kernel it runs on.
+    for (version, mut perf) in perfs().into_iter().filter(|(version, _)| version.starts_with("6."))
+    {
         let fields = ["--buildid-dir", &laid, "script", "-F", "period,ip,sym", "-i", &file];
         let (text, said) = crate::support::run(perf.args(fields));
         assert_eq!(said, "", "perf {version}");

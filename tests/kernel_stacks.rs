@@ -4,7 +4,8 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Pprof, Running, privileged, record};
 
-/// Share of the samples with kernel frames that have user frames under them, and share with kernel frames.
+/// Share of the samples with kernel frames that have user frames under them, and share with kernel
+/// frames.
 fn shares(profile: &Pprof) -> (f64, f64) {
     let mut kernel = 0;
     let mut both = 0;

@@ -71,7 +71,8 @@ fn samples_say_whose_container_they_are_of() {
             &profile_output,
         ])
     });
-    // Processes that are gone, cgroup and all, long before anybody asks. On a busy machine sampling may begin late.
+    // Processes that are gone, cgroup and all, long before anybody asks. On a busy machine sampling
+    // may begin late.
     while !recording.is_finished() {
         let short = Cgroup::new("memory", &format!("/docker/{}", ids[4]));
         assert!(short.command(&format!("{work} plain 0.05")).output().unwrap().status.success());

@@ -1,7 +1,7 @@
 //! End-to-end tests: the real binaries on real programs, judged by tools we did not write.
 //!
-//! Run by `make test`, which installs what they need. Most need root to load eBPF programs; one that cannot
-//! run says `SKIPPED`, and fails where `STACKWIRE_NO_SKIP` is set, as in CI.
+//! Run by `make test`, which installs what they need. Most need root to load eBPF programs; one
+//! that cannot run says `SKIPPED`, and fails where `STACKWIRE_NO_SKIP` is set, as in CI.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -49,7 +49,7 @@ mod odd_registers;
 mod oracle;
 /// Descriptors, links and pipes as outputs.
 mod outputs;
-/// perf.data for perf of two ages, hotspot, samply and autofdo.
+/// perf.data for perf of three ages, hotspot, samply and autofdo.
 mod perf_data;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;

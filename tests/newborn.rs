@@ -1,5 +1,5 @@
-//! Processes that have just begun, of programs met before: whole stacks from their first instructions on, and never by the
-//! table of another program.
+//! Processes that have just begun, of programs met before: whole stacks from their first
+//! instructions on, and never by the table of another program.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -81,7 +81,8 @@ fn stacks_of_brief_processes_are_whole() {
     assert!(share >= 99.0 && roots > 300.0, "{share} % of {all} stacks are whole");
 }
 
-/// Containers have their files on overlayfs, where user space is told other inodes than the kernel maps.
+/// Containers have their files on overlayfs, where user space is told other inodes than the kernel
+/// maps.
 #[test]
 fn stacks_of_brief_processes_in_a_container_are_whole() {
     if !privileged() {
@@ -107,7 +108,8 @@ fn stacks_of_brief_processes_in_a_container_are_whole() {
     }
 }
 
-/// The kernel's times have no offset, the collector's clocks have: as of a container that CRIU restored.
+/// The kernel's times have no offset, the collector's clocks have: as of a container that CRIU
+/// restored.
 #[test]
 fn a_collector_in_a_time_namespace_knows_when_samples_were_taken() {
     if !privileged() {
@@ -130,7 +132,8 @@ fn a_collector_in_a_time_namespace_knows_when_samples_were_taken() {
     }
 }
 
-/// A program is written into the file of another, which was met before: inode and name stay, no frame is where it was.
+/// A program is written into the file of another, which was met before: inode and name stay, no
+/// frame is where it was.
 #[test]
 fn a_program_in_the_file_of_another_is_another() {
     if !privileged() {

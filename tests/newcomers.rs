@@ -1,5 +1,5 @@
-//! What people meet first: which processes are sampled, what `record` says in the end, what it leaves behind, code without
-//! names.
+//! What people meet first: which processes are sampled, what `record` says in the end, what it
+//! leaves behind, code without names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -114,7 +114,8 @@ fn workers_of_nginx_are_followed_from_their_master() {
     assert!((1..=12).contains(&compressed.len()), "{compressed:?}");
 }
 
-/// As in a container without CAP_SYSLOG: where the kernel's functions are may not be told, nor that they are of no process.
+/// As in a container without CAP_SYSLOG: where the kernel's functions are may not be told, nor that
+/// they are of no process.
 #[test]
 fn a_kernel_whose_symbols_are_hidden_is_one_row() {
     if !privileged() {

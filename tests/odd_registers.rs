@@ -1,5 +1,5 @@
-//! Samples whose user registers are not where they usually are: nothing is lost under a signal handler, and
-//! nothing invented where the kernel holds registers of no program.
+//! Samples whose user registers are not where they usually are: nothing is lost under a signal
+//! handler, and nothing invented where the kernel holds registers of no program.
 
 use std::process::Command;
 
@@ -22,14 +22,16 @@ fn a_signal_handler_is_on_top_of_its_trampoline_and_of_what_it_interrupted() {
             let functions = profile.functions(sample);
             if functions.first() == Some(&"handler") {
                 in_handler += sample.count;
-                // The C library's name for the code a handler returns to; the interrupted raise() keeps no frame.
+                // The C library's name for the code a handler returns to; the interrupted raise()
+                // keeps no frame.
                 let trampoline = functions.get(1).is_some_and(|name| name.contains("restore_rt"));
                 whole += if trampoline && functions.contains(&"main") { sample.count } else { 0 };
             }
         }
         assert!(in_handler > 200, "{mode}: only {in_handler} of {}", profile.count());
         let share = whole as f64 / in_handler as f64;
-        // The rest are in the first or last instruction of the handler, where its frame is not there.
+        // The rest are in the first or last instruction of the handler, where its frame is not
+        // there.
         assert!(share > 0.97, "{mode}: {share} of {in_handler} samples in the handler");
     }
 }

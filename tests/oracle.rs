@@ -1,5 +1,6 @@
-//! The walker against another unwinder: the lines the kernel side runs, compiled for user space, on stopped threads of
-//! real programs, frame by frame against call frame information interpreted by gimli; and against `eu-stack`.
+//! The walker against another unwinder: the lines the kernel side runs, compiled for user space, on
+//! stopped threads of real programs, frame by frame against call frame information interpreted by
+//! gimli; and against `eu-stack`.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -84,7 +85,8 @@ fn ours_with_kinds(stopped: &Stopped, modules: &mut Modules) -> (Vec<Frame>, Str
     (frames, end)
 }
 
-/// Where the two may differ or both end early, and why: program, end of ours, end of theirs, reason.
+/// Where the two may differ or both end early, and why: program, end of ours, end of theirs,
+/// reason.
 const EXPLAINED: &[(&str, &str, &str, &str)] = &[
     (
         "node",
@@ -199,7 +201,8 @@ impl Tally {
     }
 }
 
-/// Stops threads of a program that run again and again, at moments that have nothing to do with what they do.
+/// Stops threads of a program that run again and again, at moments that have nothing to do with
+/// what they do.
 fn stop_often(name: &str, pid: u32, count: u64, mut look: impl FnMut(&Stopped)) {
     let mut state = u64::from(pid) | 1;
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -264,7 +267,8 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     take("node", Command::new("node").current_dir(&directory).args(["-e", NODE]), 1_000);
     let speed = "echo ready; exec openssl speed -seconds 6 -bytes 1024 sha256 aes-256-cbc rsa2048 ecdhp256 >/dev/null 2>&1";
     take("openssl", Command::new("sh").args(["-c", speed]), 1_000);
-    // The compilers and the garbage collector of the JVM: what it compiles is walked by frame pointers.
+    // The compilers and the garbage collector of the JVM: what it compiles is walked by frame
+    // pointers.
     let java = directory.path().join("Busy.java");
     std::fs::write(&java, JAVA).unwrap();
     let arguments = ["-XX:+PreserveFramePointer", java.to_str().unwrap()];
@@ -277,8 +281,9 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     assert!(tally.unexplained * 1000 <= tally.snapshots, "{} unexplained", tally.unexplained);
 }
 
-/// Every release of Go, every way its programs are compiled: as far as gimli knows its way, and beyond that, where stacks
-/// are changed and C is called, against the instructions that must have called.
+/// Every release of Go, every way its programs are compiled: as far as gimli knows its way, and
+/// beyond that, where stacks are changed and C is called, against the instructions that must have
+/// called.
 #[test]
 fn stacks_of_every_go_are_those_of_gimli_and_its_calls() {
     if !can("root, to trace", rustix::process::geteuid().is_root()) {

@@ -13,7 +13,8 @@ fn capture(directory: &Path) {
     Ran::of(collector.arg("--output").arg(directory.join("x.stackwire"))).succeeded();
 }
 
-/// Runs a script with a `/dev` of its own: what goes wrong there costs this machine nothing. `$1` is the program.
+/// Runs a script with a `/dev` of its own: what goes wrong there costs this machine nothing. `$1`
+/// is the program.
 fn in_own_dev(directory: &Path, script: &str) -> Ran {
     let set_up = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && ln -s /proc/self/fd /dev/fd && \
         ln -s /proc/self/fd/1 /dev/stdout && ";

@@ -1,4 +1,4 @@
-//! perf.data, as perf of two ages, hotspot, samply and autofdo read it.
+//! perf.data, as perf of three ages, hotspot, samply and autofdo read it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -24,10 +24,11 @@ struct Printed {
     frames: Vec<Frame>,
 }
 
-/// perf of this Debian, and of the next.
+/// perf of this Debian, of the next, and the newest.
 pub(crate) fn perfs() -> Vec<(&'static str, Command)> {
     let newer = of_debian("trixie", "perf").map(|command| ("6.12", command));
-    [("6.1", Command::new("perf"))].into_iter().chain(newer).collect()
+    let newest = of_debian("sid", "perf").map(|command| ("7.2 or newer", command));
+    [("6.1", Command::new("perf"))].into_iter().chain(newer).chain(newest).collect()
 }
 
 /// What perf prints of a file, and that it warns of nothing.
@@ -84,7 +85,8 @@ fn kernel_aliases() -> HashMap<String, String> {
     aliases
 }
 
-/// The same samples of the same threads, and in these objects the same names for 99.9 % of the frames.
+/// The same samples of the same threads, and in these objects the same names for 99.9 % of the
+/// frames.
 #[track_caller]
 fn assert_same(version: &str, theirs: &[Printed], ours: &Pprof, objects: &[&str]) {
     assert_eq!(theirs.len() as u64, ours.count(), "perf {version}");
@@ -130,7 +132,7 @@ fn assert_same(version: &str, theirs: &[Printed], ours: &Pprof, objects: &[&str]
 }
 
 #[test]
-fn perf_of_two_ages_sees_what_we_see() {
+fn perf_of_three_ages_sees_what_we_see() {
     if !privileged() {
         return;
     }
@@ -400,7 +402,8 @@ fn perf_names_from_the_laid_out_directory_what_we_named() {
             if named { same == all && all > 250 } else { same == 0 },
             "{options:?}: {same} of {all}"
         );
-        // By its whole name: the collector, which is among the processes, has functions of `Snapshots`.
+        // By its whole name: the collector, which is among the processes, has functions of
+        // `Snapshots`.
         let hot = theirs.iter().flat_map(|s| &s.frames).filter(|(_, symbol)| symbol == "hot");
         let hot = hot.count();
         assert!(

@@ -8,7 +8,8 @@ use crate::support::{Pprof, Ran, Running, binary, build::work, can, outside_carg
 
 pub(crate) const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
-/// Copies of the binaries where everybody may execute them; the collector with capabilities or without.
+/// Copies of the binaries where everybody may execute them; the collector with capabilities or
+/// without.
 pub(crate) fn public_binaries(capabilities: bool) -> tempfile::TempDir {
     let directory = tempfile::Builder::new().prefix("stackwire-bin-").tempdir_in("/tmp").unwrap();
     let mode = std::fs::Permissions::from_mode(0o755);
@@ -106,7 +107,8 @@ fn what_people_name_is_opened_with_their_own_rights() {
     let cgroup = format!("--cgroup={}", cgroup.display());
     ran(&[&cgroup, "--output=/dev/null"])
         .failed(1, "is not a directory of the cgroup v2 hierarchy");
-    // Nor do the capabilities stay away from what they are there for: a process that its user cannot even see.
+    // Nor do the capabilities stay away from what they are there for: a process that its user
+    // cannot even see.
     let program = Running::start(Command::new(work()).args(["plain", "20"]));
     let script = format!(
         "mount -t proc -o hidepid=2 proc /proc && exec setpriv {} {} --duration=1s --pid={} --output=/dev/null",
@@ -240,7 +242,8 @@ fn a_running_collector_holds_at_most_perfmon() {
         threads += 1;
     }
     assert!(threads >= 2);
-    // Its broker may open what others may not, and nothing else; its two unwind compilers may nothing.
+    // Its broker may open what others may not, and nothing else; its two unwind compilers may
+    // nothing.
     let children = format!("/proc/{0}/task/{0}/children", child.id());
     let children = std::fs::read_to_string(children).unwrap();
     let children: Vec<u32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
@@ -254,8 +257,8 @@ fn a_running_collector_holds_at_most_perfmon() {
         assert_eq!((field("CapEff:"), field("NoNewPrivs:")), (field("CapPrm:"), "1".to_owned()));
         assert_eq!((field("CapInh:"), field("CapAmb:")), ("0".repeat(16), "0".repeat(16)));
         found.push((field("Name:"), held, field("Seccomp:")));
-        // Nothing but its channel and /dev/null: not the way to another process of the collector's. What it works on
-        // comes and goes.
+        // Nothing but its channel and /dev/null: not the way to another process of the collector's.
+        // What it works on comes and goes.
         let open = || std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
         while open() != 4 {
@@ -264,7 +267,8 @@ fn a_running_collector_holds_at_most_perfmon() {
         }
     }
     found.sort();
-    // CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_CHECKPOINT_RESTORE; a filter of system calls is mode 2.
+    // CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_CHECKPOINT_RESTORE; a filter of system calls is mode
+    // 2.
     let broker = ("sw-broker", 1 << 2 | 1 << 19 | 1 << 40, "0");
     let expected = [broker, ("sw-unwind", 0, "2"), ("sw-unwind", 0, "2")];
     assert_eq!(found, expected.map(|(name, held, seccomp)| (name.into(), held, seccomp.into())));
@@ -355,7 +359,8 @@ fn no_kernel_address_leaves_the_host() {
     assert!(nodes_seen > 20);
 }
 
-/// Capabilities of all threads of a process that were found while it ran, and whether none may get new ones.
+/// Capabilities of all threads of a process that were found while it ran, and whether none may get
+/// new ones.
 fn rights_of(pid: u32) -> Vec<(u64, bool)> {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let status = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("status")).ok();
@@ -393,7 +398,8 @@ fn the_symbolizer_of_root_holds_nothing_and_writes_where_root_may() {
     std::thread::sleep(std::time::Duration::from_secs(2));
     let rights = rights_of(record.id());
     assert!(rights.len() > 2 && rights.iter().all(|it| *it == (0, true)), "{rights:x?}");
-    // Beside the collector, a process that puts files in their places: CAP_DAC_OVERRIDE, CAP_FOWNER.
+    // Beside the collector, a process that puts files in their places: CAP_DAC_OVERRIDE,
+    // CAP_FOWNER.
     let children = format!("/proc/{0}/task/{0}/children", record.id());
     let children = std::fs::read_to_string(children).unwrap();
     let held: Vec<u64> = children

@@ -1,5 +1,5 @@
-//! What `report` shows of a capture, and how it is asked for: labels, the size of a terminal, beginnings of build-ids,
-//! flame graphs.
+//! What `report` shows of a capture, and how it is asked for: labels, the size of a terminal,
+//! beginnings of build-ids, flame graphs.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -190,6 +190,13 @@ fn a_flame_graph_tells_by_colour_what_frames_are() {
     assert!(green > red && green > blue, "{red} {green} {blue}");
     let [red, green, blue] = colour(&svg, "with_ops (");
     assert!(red > green && green == blue, "{red} {green} {blue}");
+    // What a pointer on a frame shows.
+    let (_, title) = svg.split_once("<title>inner (").unwrap();
+    let (counts, place) = title.split("</title>").next().unwrap().split_once('\n').unwrap();
+    assert!(counts.contains(" samples, ") && counts.ends_with("%)"), "{counts}");
+    let (line, module) = place.split_once('\n').unwrap();
+    assert!(line.starts_with("most often at ") && line.contains("inlined.cc:"), "{line}");
+    assert_eq!(Path::new(module), build::inlined_cc_release());
     // The title says what the report says.
     let samples = report.split(" samples of cpu-clock").next().unwrap();
     assert!(svg.contains(&format!(": {samples} samples of cpu-clock")), "{samples}");

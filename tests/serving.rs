@@ -1,4 +1,5 @@
-//! `stackwire serve` with real collectors: many at once, a server killed and started again, windows.
+//! `stackwire serve` with real collectors: many at once, a server killed and started again,
+//! windows.
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -221,7 +222,8 @@ fn a_window_that_ended_its_server_twice_ends_no_third() {
         .args(["--duration=1s", "--sample-rate=199"])
         .status();
     assert!(status.unwrap().success());
-    // As two servers left them that were killed: one while it received, one while it resolved again.
+    // As two servers left them that were killed: one while it received, one while it resolved
+    // again.
     for (id, extension) in [("a", "open"), ("b", "tried")] {
         let name = format!("{}-000000.{extension}", id.repeat(32));
         std::fs::copy(&capture, captures.join(name)).unwrap();

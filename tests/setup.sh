@@ -9,7 +9,7 @@ declare -A packages=(
   [go]=golang-go [llvm-symbolizer]=llvm [perf]=linux-perf [node]=nodejs [python3]=python3
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
   [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
-  [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs [hotspot]=hotspot [create_llvm_prof]=autofdo [clang-22]=clang-22
+  [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs [hotspot]=hotspot [create_llvm_prof]=autofdo [clang-22]=clang-22 [ghc]=ghc
 )
 wanted=()
 for command in "${!packages[@]}"; do
@@ -34,12 +34,12 @@ if [ ${#wanted[@]} -gt 0 ]; then
   fi
 fi
 if [ "${1:-}" != ebpf ]; then
-  # An older perf; a newer CPython, perf and Go; samply, which Debian 12 has not, and the newest Go; servers and interpreters that are
+  # An older perf; a newer CPython, perf and Go; samply, which Debian 12 has not, and the newest perf and Go; servers and interpreters that are
   # not installed, so that nothing is started.
   { tests/debian.sh bullseye "$cache/bullseye" linux-perf-5.10 \
       && tests/debian.sh trixie "$cache/trixie" python3.13-minimal libpython3.13-stdlib linux-perf golang-1.24-go \
       && tests/debian.sh bookworm "$cache/bookworm" nginx-light ruby php-cli \
-      && tests/debian.sh sid "$cache/sid" samply golang-go; } \
+      && tests/debian.sh sid "$cache/sid" samply golang-go linux-perf; } \
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
 fi

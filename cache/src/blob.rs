@@ -43,7 +43,8 @@ pub struct Pending<'c> {
 
 impl<'c> Pending<'c> {
     pub(crate) fn new(cache: &'c Cache) -> Result<Self, CacheError> {
-        // Process ids repeat, in other pid namespaces at the same time: the name is random, and new.
+        // Process ids repeat, in other pid namespaces at the same time: the name is random, and
+        // new.
         let number = RandomState::new().hash_one(std::process::id());
         let path = cache.scratch().join(format!("{number:016x}"));
         let failed = |error| CacheError::File { path: path.clone(), error };
@@ -63,7 +64,8 @@ impl<'c> Pending<'c> {
         File::open(&self.path)
     }
 
-    /// Moves it into its place, where it replaces what was there, and makes room if there is too little.
+    /// Moves it into its place, where it replaces what was there, and makes room if there is too
+    /// little.
     ///
     /// # Errors
     /// See [`CacheError`].
@@ -74,8 +76,8 @@ impl<'c> Pending<'c> {
         let parent = path.parent().unwrap_or(Path::new("."));
         DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(failed)?;
         let checksum = self.hasher.digest();
-        // A file without a row is taken in with what it has: killed in between, the row of the blob before must
-        // not be there to condemn the new one.
+        // A file without a row is taken in with what it has: killed in between, the row of the blob
+        // before must not be there to condemn the new one.
         self.cache.index().forget(key)?;
         // In one transaction with the row: who meets the file without it waits here, and finds it.
         self.cache.index().insert_with(key, (self.size, checksum), &meta, || {
@@ -84,8 +86,8 @@ impl<'c> Pending<'c> {
         })?;
         self.path.clear();
         let file = self.file.try_clone().map_err(failed)?;
-        // Beyond the limit the blob itself may go at once; it is open, and serves this time. What cannot be
-        // removed now will be next time.
+        // Beyond the limit the blob itself may go at once; it is open, and serves this time. What
+        // cannot be removed now will be next time.
         let _ = self.cache.prune(self.cache.max_bytes);
         Ok(Blob { file, path, meta })
     }

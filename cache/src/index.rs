@@ -1,5 +1,5 @@
-//! The index: SQLite, shared by processes. A memory of what the files are, never the only place of anything but
-//! what is missing.
+//! The index: SQLite, shared by processes. A memory of what the files are, never the only place of
+//! anything but what is missing.
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -83,7 +83,8 @@ impl Index {
     }
 
     fn try_open(path: &Path) -> Result<Self, CacheError> {
-        // Before SQLite makes it, which would be with a mode others may read; its other files follow this one's.
+        // Before SQLite makes it, which would be with a mode others may read; its other files
+        // follow this one's.
         let mut make = std::fs::OpenOptions::new();
         let made = make.write(true).create(true).truncate(false).mode(0o600).open(path);
         made.map_err(|error| CacheError::File { path: path.to_owned(), error })?;
@@ -151,7 +152,8 @@ impl Index {
         Ok(())
     }
 
-    /// Adds a row together with what `place` does: nobody sees the one without the other but after a kill.
+    /// Adds a row together with what `place` does: nobody sees the one without the other but after
+    /// a kill.
     pub fn insert_with(
         &self,
         key: &Key,

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use stackwire_model::BuildId;
+
 /// Lower-case hex of 8 to 64 digits, an even number of them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Id(String);
@@ -12,25 +14,22 @@ pub struct Id(String);
 pub struct BadId;
 
 impl Id {
-    /// From bytes.
-    ///
-    /// # Errors
-    /// When there are fewer than 4 or more than 32.
-    pub fn of_bytes(bytes: &[u8]) -> Result<Self, BadId> {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().parse()
-    }
-
-    /// The bytes it was made of.
+    /// Of a SHA-256.
     #[must_use]
-    pub fn bytes(&self) -> Vec<u8> {
-        let byte = |at| u8::from_str_radix(self.0.get(at..at + 2)?, 16).ok();
-        (0..self.0.len()).step_by(2).filter_map(byte).collect()
+    pub fn of_hash(hash: [u8; 32]) -> Self {
+        Self(hash.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     /// The digits.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+impl From<BuildId> for Id {
+    fn from(id: BuildId) -> Self {
+        Self(id.to_string())
     }
 }
 
@@ -162,7 +161,7 @@ mod tests {
         #[test]
         fn a_key_is_known_by_its_path(bytes in prop::collection::vec(any::<u8>(), 4..32), kind in 0u8..4) {
             let kind = [Kind::Executable, Kind::Debuginfo, Kind::Table(3), Kind::Other][usize::from(kind)];
-            let key = Key::new(Id::of_bytes(&bytes).unwrap(), kind);
+            let key = Key::new(BuildId::new(&bytes).unwrap().into(), kind);
             let path = key.path(Path::new(""));
             let parts: Vec<_> = path.iter().map(|part| part.to_str().unwrap()).collect();
             prop_assert_eq!(Key::of_path(parts[0], parts[1], parts[2]), Some(key));

@@ -1,5 +1,5 @@
-//! The content-addressed store: executables, debug files and compiled tables by build-id, and what is known to be
-//! missing. Knows no ELF, no HTTP and no symbols.
+//! The content-addressed store: executables, debug files and compiled tables by build-id, and what
+//! is known to be missing. Knows no ELF, no HTTP and no symbols.
 //!
 //! # On disk
 //!
@@ -15,8 +15,9 @@
 //!
 //! # What holds
 //!
-//! - A blob comes into its place by rename once it is whole and on disk. Killed at any instruction, the store holds each
-//!   blob whole or not at all; a file without a row is taken in when it is met, a row without a file forgotten.
+//! - A blob comes into its place by rename once it is whole and on disk. Killed at any instruction,
+//!   the store holds each blob whole or not at all; a file without a row is taken in when it is
+//!   met, a row without a file forgotten.
 //! - The index is a memory of the files, and made again from them when it is lost or damaged.
 //! - Every blob is checked against its checksum when it is opened; one that differs is removed.
 //! - [`Cache::lock`] gives a key to one task of one process at a time.
@@ -204,7 +205,8 @@ impl Cache {
         Ok(self.index().put_negative(key, negative, lifetime)?)
     }
 
-    /// The key for one task of one process alone; `None` when another had it for longer than `patience`.
+    /// The key for one task of one process alone; `None` when another had it for longer than
+    /// `patience`.
     ///
     /// # Errors
     /// When the lock cannot be made.
@@ -236,7 +238,8 @@ impl Cache {
         Ok(self.index().forget_negatives(id)?)
     }
 
-    /// Removes the least recently used until at most `max_bytes` are left; returns what was removed.
+    /// Removes the least recently used until at most `max_bytes` are left; returns what was
+    /// removed.
     ///
     /// # Errors
     /// See [`CacheError`].

@@ -1,4 +1,5 @@
-//! One task of one process at a time for each key, by flock: the system gives it back when its holder dies.
+//! One task of one process at a time for each key, by flock: the system gives it back when its
+//! holder dies.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,8 +17,9 @@ pub struct Lock {
     _file: File,
 }
 
-/// Lock files of each kind. Two keys may share one, which costs waiting and nothing else: whoever holds a
-/// lock of a table may wait for one of a file, never the other way round, so nobody waits in a circle.
+/// Lock files of each kind. Two keys may share one, which costs waiting and nothing else: whoever
+/// holds a lock of a table may wait for one of a file, never the other way round, so nobody waits
+/// in a circle.
 const SLOTS: u64 = 256;
 /// Between two tries: flock with a deadline does not exist.
 const TRY_AGAIN: Duration = Duration::from_millis(10);

@@ -136,7 +136,18 @@ fn frame(scratch: &mut Scratch) -> u64 {
         }
     }
     let (executable, file_offset) = tables::mapping_of(scratch.tables.mapping.word);
-    let end = if executable == tables::ANONYMOUS {
+    let offset = ip - scratch.tables.mapping.start + file_offset;
+    let rule = match executable {
+        tables::ANONYMOUS => Err(UserEnd::NoTable),
+        _ => find_rule(executable & !tables::DESCRIBED, offset),
+    };
+    let made = executable == tables::ANONYMOUS || executable & tables::DESCRIBED != 0;
+    let rule = match rule {
+        // What its compiler has not described yet.
+        Ok(rule) if made && rule.cfa == cfa::NONE => Err(UserEnd::NoRule),
+        rule => rule,
+    };
+    let end = if made && rule.is_err() {
         if config().unwind != Unwind::Auto as u32 {
             return UserEnd::NoTable as u64;
         }
@@ -147,10 +158,8 @@ fn frame(scratch: &mut Scratch) -> u64 {
         cursor.guessed <<= 1;
         end
     } else {
-        let offset = ip - scratch.tables.mapping.start + file_offset;
-        let rule = find_rule(executable, offset);
         // Of a file whose table is being made nobody knows yet what keeps frame pointers in it.
-        let asked = !matches!(rule, Err(UserEnd::NoTableYet));
+        let asked = !made && !matches!(rule, Err(UserEnd::NoTableYet));
         if asked && !unwind::may_be_called(&mut User, &scratch.tables.cursor, rule.ok()) {
             scratch.walk.depth = depth - 1;
             return UserEnd::NoFramePointer as u64;

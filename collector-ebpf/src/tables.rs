@@ -22,6 +22,10 @@ pub const CHUNKS: u32 = 10 << 10;
 
 /// Number of anonymous code.
 pub const ANONYMOUS: u32 = 0;
+/// Flag of a number: code made at run time that its compiler has described. Where there is no rule, it is as `ANONYMOUS`.
+pub const DESCRIBED: u32 = 1 << 15;
+/// Addresses of such code are cut into windows of so many bytes, each with a table of its own: its offsets are what is below.
+pub const WINDOW: u64 = 1 << 33;
 
 /// The slot to look at first.
 #[inline(always)]

@@ -1,4 +1,5 @@
-//! Writes the man pages and shell completions of `stackwire-collector` into a directory; `make install` does.
+//! Writes the man pages and shell completions of `stackwire-collector` into a directory; `make
+//! install` does.
 
 #[path = "../src/cli.rs"]
 #[expect(dead_code, reason = "only the shape of the command line is of interest here")]

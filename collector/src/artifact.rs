@@ -1,7 +1,8 @@
 //! Content the symbolizer cannot see from where it runs, addressed by its SHA-256.
 //!
-//! Large files of JIT compilers are never in memory as a whole, small ones until a symbolizer has them. Asked for again, by the next
-//! window of `serve`, they are read again. A service with a perf-map of 24 MB must not cost 24 MB for as long as it runs.
+//! Large files of JIT compilers are never in memory as a whole, small ones until a symbolizer has
+//! them. Asked for again, by the next window of `serve`, they are read again. A service with a
+//! perf-map of 24 MB must not cost 24 MB for as long as it runs.
 
 use std::fmt;
 use std::fs::File;
@@ -55,7 +56,8 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The piece `at` bytes after the beginning, [`ARTIFACT_PIECE_BYTES`] at most; empty at the end.
+    /// The piece `at` bytes after the beginning, [`ARTIFACT_PIECE_BYTES`] at most; empty at the
+    /// end.
     ///
     /// # Errors
     /// When the file cannot be read, or has become shorter.
@@ -92,8 +94,9 @@ pub struct Artifact {
     /// Bytes.
     pub length: u64,
     content: Content,
-    /// Where it can be read again, for as long as a file is kept open elsewhere: while its process is known. Several where
-    /// processes wrote the same, as children that copy their parent's perf-map.
+    /// Where it can be read again, for as long as a file is kept open elsewhere: while its process
+    /// is known. Several where processes wrote the same, as children that copy their parent's
+    /// perf-map.
     origins: Vec<(Weak<File>, u64)>,
 }
 
@@ -113,7 +116,8 @@ impl Artifact {
         Self { hash, kind, length, content: Content::Memory(content.into()), origins: Vec::new() }
     }
 
-    /// Content of a file. A piece or less is kept in memory, so that many small files do not cost a descriptor each.
+    /// Content of a file. A piece or less is kept in memory, so that many small files do not cost a
+    /// descriptor each.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -196,8 +200,8 @@ pub enum Source {
 }
 
 impl Source {
-    /// The piece that starts at `at`, [`ARTIFACT_PIECE_BYTES`] at most; `None` where it cannot be read. Blocks as
-    /// [`Artifact::open`].
+    /// The piece that starts at `at`, [`ARTIFACT_PIECE_BYTES`] at most; `None` where it cannot be
+    /// read. Blocks as [`Artifact::open`].
     #[must_use]
     pub fn piece(&self, at: u64) -> Option<Vec<u8>> {
         match self {

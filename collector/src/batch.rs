@@ -1,15 +1,16 @@
 //! One epoch in the making: interned definitions and columns of samples. Pure.
 //!
-//! In a steady state a sample costs two look-ups of its raw stacks and one push a column; only stacks
-//! not seen in this epoch are normalized. Turned into messages by `wire.rs`.
+//! In a steady state a sample costs two look-ups of its raw stacks and one push a column; only
+//! stacks not seen in this epoch are normalized. Turned into messages by `wire.rs`.
 
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{SampleHeader, UserEnd};
+use stackwire_model::EndReason;
 
 use crate::host::kallsyms::KernelLayout;
-use crate::normalize::{self, End, Frame, FrameKind, Stack};
+use crate::normalize::{self, Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
 use crate::sample::comm_text;
@@ -113,7 +114,7 @@ pub struct Epoch {
     /// The forest of frames.
     pub nodes: Vec<Node>,
     /// Leaf nodes (1 + index, 0 = no frames) with end reasons.
-    pub stacks: Vec<(u32, End)>,
+    pub stacks: Vec<(u32, EndReason)>,
     /// Samples in time order.
     pub samples: Vec<Sample>,
 
@@ -122,7 +123,7 @@ pub struct Epoch {
     mapping_index: FxHashMap<(u32, u64, u64, u64), u32>,
     thread_index: FxHashMap<ThreadDef, u32>,
     node_index: FxHashMap<Node, u32>,
-    stack_index: FxHashMap<(u32, End), u32>,
+    stack_index: FxHashMap<(u32, EndReason), u32>,
     /// Raw addresses with what else their meaning depends on → stack (1 + index, 0 = none).
     seen: FxHashMap<Box<[u64]>, u32>,
     seen_words: usize,

@@ -10,9 +10,9 @@ use stackwire_collector::{
 
 /// Sample stacks with eBPF and stream them unsymbolized.
 ///
-/// The privileged half of Stackwire. Takes on-CPU samples of one process, a cgroup or the whole host and
-/// sends them to a symbolizer, or writes a capture that `stackwire resolve` reads on any host. Nothing it
-/// sends of what it samples holds a name or a kernel address.
+/// The privileged half of Stackwire. Takes on-CPU samples of one process, a cgroup or the whole
+/// host and sends them to a symbolizer, or writes a capture that `stackwire resolve` reads on any
+/// host. Nothing it sends of what it samples holds a name or a kernel address.
 ///
 /// Needs CAP_BPF and CAP_PERFMON to start, and CAP_SYSLOG to locate kernel functions; drops all but
 /// CAP_PERFMON before it takes the first sample off the kernel.
@@ -64,15 +64,16 @@ pub struct Args {
     /// Largest size of that file, in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 256, requires = "spool")]
     spool_max: u64,
-    /// Which executables are sent for the names in them: none, those the symbolizer cannot find, or all that
-    /// have samples (into a capture file, too).
+    /// Which executables are sent for the names in them: none, those the symbolizer cannot find, or
+    /// all that have samples (into a capture file, too).
     #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
     share_executables: ShareExecutables,
-    /// How user stacks are walked: by the tables of their executables, and by frame pointers through code made at run
-    /// time (auto); by tables alone (dwarf); by frame pointers alone (fp).
+    /// How user stacks are walked: by the tables of their executables, and by frame pointers
+    /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
     #[arg(long, value_enum, value_name = "HOW", default_value = "auto")]
     unwind: UnwindHow,
-    /// Directory for unwind tables, kept from run to run; $XDG_CACHE_HOME/stackwire/unwind unless told.
+    /// Directory for unwind tables, kept from run to run; $XDG_CACHE_HOME/stackwire/unwind unless
+    /// told.
     #[arg(long, value_name = "DIRECTORY")]
     unwind_cache_dir: Option<PathBuf>,
     /// End when standard input closes, and do not reconnect. `stackwire record` uses it.

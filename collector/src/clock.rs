@@ -1,7 +1,8 @@
 //! The kernel's clocks as nanoseconds.
 //!
-//! Sample and event times come from the kernel, which knows no time namespaces. A collector inside one (`unshare -T`, a container
-//! that CRIU restored) reads clocks with an offset, so the offset is taken off here.
+//! Sample and event times come from the kernel, which knows no time namespaces. A collector inside
+//! one (`unshare -T`, a container that CRIU restored) reads clocks with an offset, so the offset is
+//! taken off here.
 
 use std::fs;
 use std::path::Path;
@@ -28,10 +29,12 @@ fn nanoseconds(clock: ClockId) -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// What this process's time namespace adds to `CLOCK_MONOTONIC`, nanoseconds; 0 on kernels without time namespaces (before 5.6).
+/// What this process's time namespace adds to `CLOCK_MONOTONIC`, nanoseconds; 0 on kernels without
+/// time namespaces (before 5.6).
 ///
-/// `timens_offsets` is of the namespace of children. It differs from the own one after `unshare` without a fork (time_namespaces(7));
-/// whoever calls `unshare` is in the initial one then, unless namespaces are nested.
+/// `timens_offsets` is of the namespace of children. It differs from the own one after `unshare`
+/// without a fork (time_namespaces(7)); whoever calls `unshare` is in the initial one then, unless
+/// namespaces are nested.
 fn own_offset(process: &Path) -> i64 {
     let namespace = |name| fs::read_link(process.join("ns").join(name)).ok();
     if namespace("time") != namespace("time_for_children") {
@@ -40,7 +43,8 @@ fn own_offset(process: &Path) -> i64 {
     fs::read_to_string(process.join("timens_offsets")).map_or(0, |text| monotonic_offset(&text))
 }
 
-/// The line `monotonic SECONDS NANOSECONDS` of `/proc/PID/timens_offsets`, in nanoseconds; 0 if there is none.
+/// The line `monotonic SECONDS NANOSECONDS` of `/proc/PID/timens_offsets`, in nanoseconds; 0 if
+/// there is none.
 fn monotonic_offset(text: &str) -> i64 {
     let fields = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let mut offsets = fields.filter_map(|fields| match fields[..] {

@@ -3,6 +3,8 @@
 //! Formats: `enum perf_event_type` in include/uapi/linux/perf_event.h. The ids behind every record
 //! are those `sampler/perf_event.rs` asks for: TID, TIME, CPU. Called by `sampler/mod.rs`.
 
+use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
+
 /// A change of some process, at a time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
@@ -55,12 +57,9 @@ pub struct Mapped {
     pub file_offset: u64,
     /// Path as the process has it, or `//anon`, `[vdso]` and the like.
     pub path: String,
-    /// GNU build-id, where the kernel found one.
-    pub build_id: Vec<u8>,
-    /// Inode and device, where there is no build-id.
-    pub inode: u64,
-    /// Major and minor number of the device.
-    pub device: (u32, u32),
+    /// By what its file is known, if it is of one. A record tells the build-id or the inode, never
+    /// both.
+    pub key: Option<ExecutableKey>,
 }
 
 const MMAP2: u32 = 10;
@@ -115,10 +114,10 @@ fn mapped(body: &[u8], has_build_id: bool) -> Option<Mapped> {
     };
     if has_build_id {
         let length = usize::from(*body.get(32)?).min(20);
-        mapped.build_id = body.get(36..36 + length)?.to_vec();
+        mapped.key = ExecutableKey::of(BuildId::new(body.get(36..36 + length)?), None);
     } else {
-        mapped.device = (u32_at(body, 32)?, u32_at(body, 36)?);
-        mapped.inode = u64_at(body, 40)?;
+        let device = Device { major: u32_at(body, 32)?, minor: u32_at(body, 36)? };
+        mapped.key = ExecutableKey::of(None, FileId::new(u64_at(body, 40)?, device));
     }
     Some(mapped)
 }
@@ -181,8 +180,7 @@ mod tests {
             length: 0x2000,
             file_offset: 0x3000,
             path: "/bin/x".into(),
-            build_id: vec![0xab; 20],
-            ..Mapped::default()
+            key: BuildId::new(&[0xab; 20]).map(Into::into),
         };
         assert_eq!(
             decode(&bytes),

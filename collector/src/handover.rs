@@ -1,18 +1,21 @@
-//! Files of processes for a symbolizer that cannot see them: which are known, and reading them piece by piece.
+//! Files of processes for a symbolizer that cannot see them: which are known, and reading them
+//! piece by piece.
 //!
-//! Told by the pipeline what was mapped where, asked by the sinks. Opens through the broker; reads bytes and
-//! looks at none. What may be sent is [`Share`]'s to say.
+//! Told by the pipeline what was mapped where, asked by the sinks. Opens through the broker; reads
+//! bytes and looks at none. What may be sent is [`Share`]'s to say.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
+use stackwire_model::ExecutableKey;
 use stackwire_proto::MAX_FILE_BYTES;
 
 use crate::artifact::{Extent, Hash};
 use crate::batch::Epoch;
-use crate::broker::{Broker, Wanted};
+use crate::helpers::broker::{Broker, OpenError, Wanted};
 use crate::process::executable::Kind;
 
 /// Which files of processes leave the host.
@@ -27,24 +30,30 @@ pub enum Share {
     Always,
 }
 
-/// Which file: its build-id, else inode and device.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct FileId {
-    /// GNU build-id.
-    pub build_id: Vec<u8>,
-    /// Inode, without a build-id.
-    pub inode: u64,
-    /// Its device.
-    pub device: (u32, u32),
-}
-
-impl FileId {
-    /// The identity of what is a file.
-    #[must_use]
-    pub fn of(kind: &Kind) -> Option<Self> {
-        let Kind::File { build_id, inode, device, .. } = kind else { return None };
-        Some(Self { build_id: build_id.clone(), inode: *inode, device: *device })
-    }
+/// Why a file is not sent.
+#[derive(Debug, thiserror::Error)]
+pub enum NotSent {
+    /// By order.
+    #[error("the collector was told to share no files")]
+    Private,
+    /// No process has had it mapped.
+    #[error("the collector does not know it")]
+    Unknown,
+    /// By its path another file is found.
+    #[error("another file is at its path now")]
+    Replaced,
+    /// It cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// No file may be that large.
+    #[error("it has {0} bytes, more than the {MAX_FILE_BYTES} that are sent")]
+    TooLarge(u64),
+    /// It cannot be read.
+    #[error(transparent)]
+    Read(#[from] std::io::Error),
+    /// Nor in time.
+    #[error("it could not be read within {} s", .0.as_secs())]
+    Late(Duration),
 }
 
 /// Files known at once; each is a path and some numbers.
@@ -57,7 +66,7 @@ const MAX_PLACES: usize = 4;
 pub struct Handover {
     share: Share,
     broker: Arc<Broker>,
-    known: Mutex<HashMap<FileId, Vec<Wanted>>>,
+    known: Mutex<HashMap<ExecutableKey, Vec<Wanted>>>,
 }
 
 impl Handover {
@@ -81,8 +90,8 @@ impl Handover {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         for mapping in &epoch.mappings {
             let kind = &epoch.executables[mapping.executable as usize].kind;
-            let (Some(id), Kind::File { path, .. }) = (FileId::of(kind), kind) else { continue };
-            if known.len() >= MAX_KNOWN && !known.contains_key(&id) {
+            let Kind::File { path, key: Some(key) } = kind else { continue };
+            if known.len() >= MAX_KNOWN && !known.contains_key(key) {
                 continue;
             }
             let wanted = Wanted::Mapped {
@@ -91,7 +100,7 @@ impl Handover {
                 end: mapping.start + mapping.length,
                 path: path.clone(),
             };
-            let places = known.entry(id).or_default();
+            let places = known.entry(*key).or_default();
             places.retain(|place| *place != wanted);
             places.push(wanted);
             // The latest lives longest.
@@ -101,32 +110,32 @@ impl Handover {
 
     /// Files known, in no order.
     #[must_use]
-    pub fn files(&self) -> Vec<FileId> {
+    pub fn files(&self) -> Vec<ExecutableKey> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.keys().cloned().collect()
+        known.keys().copied().collect()
     }
 
     /// Opens a file to send it. Blocks: all of it is read once, for its hash.
     ///
     /// # Errors
-    /// In words for the symbolizer's report.
-    pub fn open(&self, id: &FileId) -> Result<Content, String> {
+    /// See [`NotSent`].
+    pub fn open(&self, key: ExecutableKey) -> Result<Content, NotSent> {
         if self.share == Share::Never {
-            return Err("the collector was told to share no files".to_owned());
+            return Err(NotSent::Private);
         }
         let places = {
             let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-            known.get(id).cloned().unwrap_or_default()
+            known.get(&key).cloned().unwrap_or_default()
         };
-        let mut reason = "the collector does not know it".to_owned();
+        let mut reason = NotSent::Unknown;
         for place in places.iter().rev() {
             match self.broker.open(place) {
                 // Only a build-id tells the symbolizer that it is the right one.
-                Ok(file) if id.build_id.is_empty() && inode(&file) != Some(id.inode) => {
-                    reason = "another file is at its path now".to_owned();
+                Ok(file) if key.file().is_some_and(|id| inode(&file) != Some(id.inode())) => {
+                    reason = NotSent::Replaced;
                 }
                 Ok(file) => return Content::read(file),
-                Err(why) => reason = why,
+                Err(why) => reason = why.into(),
             }
         }
         Err(reason)
@@ -147,15 +156,13 @@ pub struct Content {
 }
 
 impl Content {
-    fn read(file: File) -> Result<Self, String> {
-        let length = file.metadata().map_err(|error| error.to_string())?.len();
+    fn read(file: File) -> Result<Self, NotSent> {
+        let length = file.metadata()?.len();
         if length > MAX_FILE_BYTES {
-            return Err(format!(
-                "it has {length} bytes, more than the {MAX_FILE_BYTES} that are sent"
-            ));
+            return Err(NotSent::TooLarge(length));
         }
         let extent = Extent { file: Arc::new(file), offset: 0, length };
-        let hash = extent.hash().map_err(|error| error.to_string())?;
+        let hash = extent.hash()?;
         Ok(Self { extent, hash })
     }
 }
@@ -165,6 +172,7 @@ impl Content {
 mod tests {
     use std::rc::Rc;
 
+    use stackwire_model::BuildId;
     use stackwire_proto::ARTIFACT_PIECE_BYTES;
 
     use super::*;
@@ -177,13 +185,8 @@ mod tests {
         let path = dir.path().join("lib");
         let bytes: Vec<u8> = (0..ARTIFACT_PIECE_BYTES as u32 + 9).map(|n| (n / 3) as u8).collect();
         std::fs::write(&path, &bytes).unwrap();
-        let kind = Kind::File {
-            path: path.to_str().unwrap().to_owned(),
-            build_id: vec![1; 20],
-            inode: 0,
-            device: (0, 0),
-        };
-        let id = FileId::of(&kind).unwrap();
+        let key = BuildId::new(&[1; 20]).unwrap().into();
+        let kind = Kind::File { path: path.to_str().unwrap().to_owned(), key: Some(key) };
         let mut epoch = Epoch::default();
         epoch.executables.push(Rc::clone(&Executables::default().intern(kind)));
         epoch.processes.push(crate::batch::ProcessDef {
@@ -204,16 +207,16 @@ mod tests {
             handover.learn(&epoch);
             handover
         };
-        let content = of(Share::Missing).open(&id).unwrap();
+        let content = of(Share::Missing).open(key).unwrap();
         assert_eq!(content.extent.length, bytes.len() as u64);
         assert_eq!(content.hash, Hash::of(&bytes));
         let end = content.extent.piece(ARTIFACT_PIECE_BYTES as u64).unwrap();
         assert_eq!(end, bytes[ARTIFACT_PIECE_BYTES..]);
         assert!(content.extent.piece(content.extent.length).unwrap().is_empty());
-        let said = of(Share::Missing).open(&FileId::default()).unwrap_err();
-        assert_eq!(said, "the collector does not know it");
-        assert!(of(Share::Never).open(&id).unwrap_err().contains("told to share no files"));
+        let said = of(Share::Missing).open(BuildId::new(&[2; 20]).unwrap().into()).unwrap_err();
+        assert!(matches!(said, NotSent::Unknown));
+        assert!(matches!(of(Share::Never).open(key), Err(NotSent::Private)));
         std::fs::remove_file(&path).unwrap();
-        assert!(of(Share::Missing).open(&id).is_err());
+        assert!(of(Share::Missing).open(key).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! Reads of files that may never answer: on a thread that is given up when it hangs. `host/jit.rs` takes what JIT compilers wrote
-//! this way, `sink/sending.rs` reads it again.
+//! Reads of files that may never answer: on a thread that is given up when it hangs. `host/jit.rs`
+//! takes what JIT compilers wrote this way, `sink/sending.rs` reads it again.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -11,6 +11,17 @@ use stackwire_rights::capabilities;
 const LIMIT: Duration = Duration::from_secs(2);
 /// Threads that may hang at once before no more are started.
 const MAX_HANGING: usize = 8;
+
+/// Why there is no result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotInTime {
+    /// Nothing was begun.
+    #[error("too many files hang already, or there is no thread to be had")]
+    NoThread,
+    /// It takes too long.
+    #[error("it was not read within {} s", LIMIT.as_secs())]
+    Late,
+}
 
 /// Room for one thread that may hang, given back when it ends.
 #[derive(Debug)]
@@ -34,23 +45,31 @@ impl Drop for Slot {
 /// Does something on a thread of its own and without capabilities.
 ///
 /// # Errors
-/// The reason in words: it took longer than two seconds, or eight threads hang already.
-pub fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+/// See [`NotInTime`]: it took longer than two seconds, or eight threads hang already.
+pub fn in_time<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, NotInTime> {
     static TAKEN: AtomicUsize = AtomicUsize::new(0);
-    let slot = Slot::of(&TAKEN).ok_or("too many files hang already")?;
+    let result = later(&TAKEN, work).ok_or(NotInTime::NoThread)?;
+    result.recv_timeout(LIMIT).map_err(|_late| NotInTime::Late)
+}
+
+/// The same, without waiting; none when there is no thread to be had, of the eight that are counted
+/// there.
+pub fn later<T: Send + 'static>(
+    taken: &'static AtomicUsize,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<mpsc::Receiver<T>> {
+    let slot = Slot::of(taken)?;
     let (done, result) = mpsc::channel();
-    std::thread::Builder::new()
-        .name("snapshot".to_owned())
-        .spawn(move || {
-            let _slot = slot;
-            // It needs none, and the file is not ours.
-            let _ = capabilities::drop_all();
-            // Who asked may have given up.
-            let _ = done.send(work());
-        })
-        .map_err(|error| error.to_string())?;
-    let seconds = LIMIT.as_secs();
-    result.recv_timeout(LIMIT).map_err(|_late| format!("it was not read within {seconds} s"))
+    let thread = std::thread::Builder::new().name("snapshot".to_owned()).spawn(move || {
+        let _slot = slot;
+        // It needs none, and the file is not ours.
+        let _ = capabilities::drop_all();
+        // Who asked may have given up.
+        let _ = done.send(work());
+    });
+    thread.is_ok().then_some(result)
 }
 
 #[cfg(test)]
@@ -65,7 +84,7 @@ mod tests {
         let hung = in_time(move || {
             let _ = forever.recv_timeout(Duration::from_secs(60));
         });
-        assert!(hung.unwrap_err().contains("not read within"));
+        assert_eq!(hung.unwrap_err(), NotInTime::Late);
         assert!(started.elapsed() < Duration::from_secs(30));
     }
 }

@@ -1,11 +1,12 @@
 //! The privileged half of Stackwire: samples stacks with eBPF and streams them unsymbolized.
 //!
 //! A sample's way through the files: `sampler/` (rings) → `sample.rs` and `event.rs` (records) →
-//! `pipeline.rs` (merge by time) → `process/` (what was mapped) → `normalize.rs` (address → executable
-//! and offset) → `batch.rs` (epoch) → `wire.rs` (message) → `outbox.rs` (queue) → `sink/` (file or gRPC).
+//! `pipeline.rs` (merge by time) → `process/` (what was mapped) → `normalize.rs` (address →
+//! executable and offset) → `batch.rs` (epoch) → `wire.rs` (message) → `outbox.rs` (queue) →
+//! `sink/` (file or gRPC).
 //!
-//! Parses no ELF, listens nowhere. Files of others are opened by the broker (`broker/`), a process of its own,
-//! and sent unread when the symbolizer asks (`handover.rs`).
+//! Parses no ELF, listens nowhere. Files of others are opened by the broker (`helpers/`), a process
+//! of its own, and sent unread when the symbolizer asks (`handover.rs`).
 //!
 //! ```no_run
 //! use stackwire_collector::Session;
@@ -20,12 +21,11 @@
 
 mod artifact;
 mod batch;
-mod broker;
-mod channel;
 mod clock;
 mod config;
 mod event;
 mod handover;
+mod helpers;
 mod host;
 mod in_time;
 mod normalize;
@@ -47,9 +47,9 @@ pub use sampler::{Event, SamplerError};
 pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{SinkError, Target};
 pub use stackwire_collector_ebpf::Unwind;
+pub use stackwire_model::LostReason;
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
 pub use unwind::Stats as TableStats;
-pub use wire::LostReason;
 
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");

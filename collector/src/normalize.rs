@@ -6,6 +6,7 @@
 use std::rc::Rc;
 
 use stackwire_collector_ebpf::{INTERRUPTED, KernelEnd, UserEnd};
+use stackwire_model::EndReason;
 
 use crate::host::kallsyms::KernelLayout;
 use crate::process::executable::{Executable, Executables, Kind};
@@ -35,52 +36,13 @@ pub struct Frame {
     pub mapping: Option<Mapping>,
 }
 
-/// Why a stack ends, as the wire has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum End {
-    /// The thread's first function, or all the kernel's unwinder had.
-    Root,
-    /// Memory of the next frame was not readable.
-    Unreadable,
-    /// Deeper than is recorded.
-    DepthLimit,
-    /// Code without a frame pointer.
-    NoFramePointer,
-    /// A return address outside executable memory.
-    NotCode,
-    /// A 32-bit process.
-    Compat,
-    /// The kernel's unwinder refused.
-    Failed,
-    /// The mappings of the process are not known.
-    NoMappings,
-    /// The unwind table of this code was not there yet.
-    NoTableYet,
-    /// There is no unwind table of this code.
-    NoTable,
-    /// The table has no rule for this address.
-    NoRule,
-    /// The rule needs a register that is not known here.
-    RegisterLost,
-    /// The caller's frame would not lie above.
-    BadStack,
-    /// The kernel side had not heard of the process's mappings.
-    NoMappingsYet,
-    /// Tables were replaced meanwhile.
-    TablesReplaced,
-    /// The code changes stacks in a way that is not known.
-    UnknownSwitch,
-    /// The user of the process has had their share of the unwind tables.
-    OverShare,
-}
-
 /// A stack, leaf first.
 #[derive(Clone, Debug)]
 pub struct Stack {
     /// Frames.
     pub frames: Vec<Frame>,
     /// Why it ends.
-    pub end: End,
+    pub end: EndReason,
 }
 
 /// Beyond it are no user addresses: five-level page tables have 57 bits.
@@ -88,8 +50,8 @@ const USER_END: u64 = 1 << 57;
 
 /// Normalizes a user stack of `process`; `None` when there was none.
 ///
-/// A program may jump anywhere, and be interrupted there: an address no program can have is not sent, since it may be one of the
-/// kernel's.
+/// A program may jump anywhere, and be interrupted there: an address no program can have is not
+/// sent, since it may be one of the kernel's.
 ///
 /// A return address outside executable memory ends the stack: with frame pointers, a caller
 /// without one leaves any number in the register, and a frame must never be a guess.
@@ -116,7 +78,7 @@ pub fn user(
                 let (executable, offset) = (Rc::clone(unmapped), 0);
                 frames.push(Frame { executable, offset, kind, mapping: None });
             }
-            return Some(Stack { frames, end: End::NotCode });
+            return Some(Stack { frames, end: EndReason::NotCode });
         }
         // A call may be the last instruction of a mapping, its return address just behind it.
         let inside = if kind == FrameKind::Caller { address.wrapping_sub(1) } else { address };
@@ -133,15 +95,15 @@ pub fn user(
                 kind,
                 mapping: None,
             }),
-            None => return Some(Stack { frames, end: End::NotCode }),
+            None => return Some(Stack { frames, end: EndReason::NotCode }),
         }
     }
-    Some(Stack { frames, end: if known { user_end(end) } else { End::NoMappings } })
+    Some(Stack { frames, end: if known { user_end(end) } else { EndReason::NoMappings } })
 }
 
 fn offset_in(mapping: &Mapping, address: u64) -> u64 {
     match mapping.executable.kind {
-        Kind::Anonymous => address,
+        Kind::Anonymous | Kind::Described { .. } => address,
         // The image of the vDSO starts with its mapping.
         Kind::Vdso => address - mapping.start,
         _ => address - mapping.start + mapping.file_offset,
@@ -174,34 +136,34 @@ pub fn kernel(
     Some(Stack { frames: frames.collect(), end: kernel_end(end) })
 }
 
-fn user_end(end: u8) -> End {
-    const ENDS: [(UserEnd, End); 14] = [
-        (UserEnd::Unreadable, End::Unreadable),
-        (UserEnd::DepthLimit, End::DepthLimit),
-        (UserEnd::NoFramePointer, End::NoFramePointer),
-        (UserEnd::Compat, End::Compat),
-        (UserEnd::NotCode, End::NotCode),
-        (UserEnd::NoTableYet, End::NoTableYet),
-        (UserEnd::NoTable, End::NoTable),
-        (UserEnd::NoRule, End::NoRule),
-        (UserEnd::RegisterLost, End::RegisterLost),
-        (UserEnd::BadStack, End::BadStack),
-        (UserEnd::NoMappingsYet, End::NoMappingsYet),
-        (UserEnd::TablesReplaced, End::TablesReplaced),
-        (UserEnd::UnknownSwitch, End::UnknownSwitch),
-        (UserEnd::OverShare, End::OverShare),
+fn user_end(end: u8) -> EndReason {
+    const ENDS: [(UserEnd, EndReason); 14] = [
+        (UserEnd::Unreadable, EndReason::Unreadable),
+        (UserEnd::DepthLimit, EndReason::DepthLimit),
+        (UserEnd::NoFramePointer, EndReason::NoFramePointer),
+        (UserEnd::Compat, EndReason::Compat),
+        (UserEnd::NotCode, EndReason::NotCode),
+        (UserEnd::NoTableYet, EndReason::NoTableYet),
+        (UserEnd::NoTable, EndReason::NoTable),
+        (UserEnd::NoRule, EndReason::NoUnwindRule),
+        (UserEnd::RegisterLost, EndReason::RegisterLost),
+        (UserEnd::BadStack, EndReason::BadStack),
+        (UserEnd::NoMappingsYet, EndReason::NoMappingsYet),
+        (UserEnd::TablesReplaced, EndReason::TablesReplaced),
+        (UserEnd::UnknownSwitch, EndReason::UnknownSwitch),
+        (UserEnd::OverShare, EndReason::OverShare),
     ];
     let found = ENDS.iter().find(|(number, _)| *number as u8 == end);
-    found.map_or(End::Root, |&(_, end)| end)
+    found.map_or(EndReason::Root, |&(_, end)| end)
 }
 
-fn kernel_end(end: u8) -> End {
+fn kernel_end(end: u8) -> EndReason {
     const DEPTH: u8 = KernelEnd::DepthLimit as u8;
     const FAILED: u8 = KernelEnd::Failed as u8;
     match end {
-        DEPTH => End::DepthLimit,
-        FAILED => End::Failed,
-        _ => End::Root,
+        DEPTH => EndReason::DepthLimit,
+        FAILED => EndReason::Failed,
+        _ => EndReason::Root,
     }
 }
 
@@ -239,7 +201,7 @@ mod tests {
         let stack = user(process, &[0x1010, 0x8010, 0x9010], 0, &unmapped).unwrap();
         let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.offset).collect();
         assert_eq!(offsets, [0x510, 0x10, 0x9010]);
-        assert_eq!(stack.end, End::Root);
+        assert_eq!(stack.end, EndReason::Root);
         assert_eq!(
             (stack.frames[0].kind, stack.frames[1].kind),
             (FrameKind::Leaf, FrameKind::Caller)
@@ -252,7 +214,7 @@ mod tests {
         let unmapped = processes.executables().intern(Kind::Unmapped);
         let process = processes.sampled(4_000_001, 1, 1);
         let stack = user(process, &[0x1010, 0x7777, 0x1020], 0, &unmapped).unwrap();
-        assert_eq!((stack.frames.len(), stack.end), (1, End::NotCode));
+        assert_eq!((stack.frames.len(), stack.end), (1, EndReason::NotCode));
         // Behind the last byte, where a call that never returns leaves it.
         let stack = user(process, &[0x1010, 0x2000], 0, &unmapped).unwrap();
         assert_eq!((stack.frames.len(), stack.frames[1].offset), (2, 0x1500));
@@ -267,9 +229,9 @@ mod tests {
         let unmapped = processes.executables().intern(Kind::Unmapped);
         let process = processes.sampled(4_000_001, 1, 1);
         let stack = user(process, &[0xffff_ffff_8100_0000], 12, &unmapped).unwrap();
-        assert_eq!((stack.frames[0].offset, stack.end), (0, End::NotCode));
+        assert_eq!((stack.frames[0].offset, stack.end), (0, EndReason::NotCode));
         let stack = user(process, &[0x1010, INTERRUPTED | 1 << 60, 0x1020], 0, &unmapped).unwrap();
-        assert_eq!((stack.frames.len(), stack.end), (1, End::NotCode));
+        assert_eq!((stack.frames.len(), stack.end), (1, EndReason::NotCode));
     }
 
     #[test]

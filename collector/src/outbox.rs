@@ -13,11 +13,11 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
+use stackwire_model::LostReason;
 use stackwire_proto::v1::{End, SealedEpoch};
 use tokio::sync::Notify;
 
 use crate::artifact::{Artifact, Hash};
-use crate::wire::LostReason;
 
 /// How much may wait.
 #[derive(Clone, Debug)]
@@ -88,8 +88,8 @@ enum Body {
     },
 }
 
-/// A file used round and round: what waits lies between `start` and `end`, which only grow; where they are in
-/// the file is their remainder.
+/// A file used round and round: what waits lies between `start` and `end`, which only grow; where
+/// they are in the file is their remainder.
 #[derive(Debug)]
 struct Spool {
     file: File,
@@ -104,7 +104,8 @@ impl Outbox {
         Self { inner: Mutex::default(), changed: Notify::new(), limits }
     }
 
-    /// Adds an epoch of `samples` samples that says `lost`, dropping the oldest while there is no room.
+    /// Adds an epoch of `samples` samples that says `lost`, dropping the oldest while there is no
+    /// room.
     pub fn push(&self, epoch: SealedEpoch, samples: u64, lost: Vec<(LostReason, u64)>) {
         let SealedEpoch { number, length, zstd } = epoch;
         let mut inner = self.lock();
@@ -127,8 +128,8 @@ impl Outbox {
         self.changed.notify_one();
     }
 
-    /// Keeps an artifact for a symbolizer that may want it: for good, or as one of those an epoch refers to,
-    /// which make room for those of later epochs. False when there is no room.
+    /// Keeps an artifact for a symbolizer that may want it: for good, or as one of those an epoch
+    /// refers to, which make room for those of later epochs. False when there is no room.
     pub fn add_artifact(&self, artifact: Artifact, epoch: Option<u64>) -> bool {
         let mut inner = self.lock();
         if let Some(epoch) = epoch {
@@ -151,7 +152,8 @@ impl Outbox {
         true
     }
 
-    /// Artifacts of earlier epochs that this one refers to as well; false when one is not there any more.
+    /// Artifacts of earlier epochs that this one refers to as well; false when one is not there any
+    /// more.
     pub fn keep_for(&self, hashes: &[Hash], epoch: u64) -> bool {
         let mut inner = self.lock();
         let Inner { evictable, artifacts, .. } = &mut *inner;
@@ -166,7 +168,8 @@ impl Outbox {
         hashes.iter().all(|hash| artifacts.contains_key(hash))
     }
 
-    /// An artifact cannot be read any more, or is not what it was: epochs to come do not refer to it.
+    /// An artifact cannot be read any more, or is not what it was: epochs to come do not refer to
+    /// it.
     pub fn forget(&self, hash: Hash) {
         let mut inner = self.lock();
         inner.evictable.retain(|(kept, _)| *kept != hash);
@@ -376,7 +379,8 @@ mod tests {
         let outbox = Outbox::new(Limits { memory: 250, spool, ..Limits::default() });
         for number in 0..40 {
             outbox.push(epoch(number), 10, vec![(LostReason::RingFull, number)]);
-            // Two fit into memory, three into the spool; at a turn of the file it may hold one less.
+            // Two fit into memory, three into the spool; at a turn of the file it may hold one
+            // less.
             let kept = outbox.unacknowledged() as u64;
             assert!(kept >= (number + 1).min(4), "{kept} epochs are left of {}", number + 1);
             let first = number + 1 - kept;

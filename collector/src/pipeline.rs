@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::Counter;
+use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
 use crate::batch::Epoch;
@@ -22,7 +23,7 @@ use crate::outbox::Outbox;
 use crate::process::Processes;
 use crate::sampler::{Batch, Sampler};
 use crate::unwind::{Stats, Unwind};
-use crate::wire::{self, LostReason, References, Span};
+use crate::wire::{self, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
 const EPOCH_BYTES: usize = 24 << 20;
@@ -77,8 +78,8 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Puts the parts together. Times: when sampling started, the same on the monotonic clock, and how
-    /// long an epoch is.
+    /// Puts the parts together. Times: when sampling started, the same on the monotonic clock, and
+    /// how long an epoch is.
     #[must_use]
     pub fn new(
         (sampler, processes, unwind): (Sampler, Processes, Option<Unwind>),
@@ -130,6 +131,9 @@ impl Pipeline {
             let at_most = if pending { SETTLE } else { Duration::from_millis(50) };
             let cut_short = self.sampler.wait(at_most);
             self.take(SETTLE, cut_short);
+            if self.jit.is_due() {
+                self.look_at_jits();
+            }
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
             {
@@ -151,8 +155,8 @@ impl Pipeline {
         self.finish()
     }
 
-    /// Takes what the rings hold, up to `settle` ago; everything when `settle` is zero. `hurry`: the kernel side is told of later
-    /// events, too.
+    /// Takes what the rings hold, up to `settle` ago; everything when `settle` is zero. `hurry`:
+    /// the kernel side is told of later events, too.
     fn take(&mut self, settle: Duration, hurry: bool) {
         let until = match settle.as_nanos() as u64 {
             0 => u64::MAX,
@@ -206,6 +210,18 @@ impl Pipeline {
         {
             self.epoch.ended(process);
         }
+    }
+
+    /// Notes how what JIT compilers write has grown.
+    fn look_at_jits(&mut self) {
+        for process in self.epoch.processes.iter().filter(|process| process.runs_anonymous) {
+            // One that has ended writes no more.
+            if self.processes.image(process.pid) == Some(process.image) {
+                let jitdump = || self.processes.jitdump(process.pid);
+                self.jit.watch(process.image, process.pid, jitdump);
+            }
+        }
+        self.jit.look();
     }
 
     /// Seals the epoch and starts the next.

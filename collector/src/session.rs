@@ -14,10 +14,11 @@ use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
 use crate::artifact::{Artifact, Hash, Kind};
-use crate::broker::Broker;
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Destination, Scope};
 use crate::handover::{Handover, Share};
+use crate::helpers::broker::Broker;
+use crate::helpers::compiler::Compiler;
 use crate::host::jit::Snapshots;
 use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
@@ -26,7 +27,7 @@ use crate::pipeline::{Pipeline, Summary};
 use crate::process::{Processes, family};
 use crate::sampler::{Filter, Sampler, SamplerError};
 use crate::sink::{self, SinkError};
-use crate::unwind::{Compiler, Sources, Unwind};
+use crate::unwind::{Sources, Unwind};
 use crate::wire::{self, Head, References, Sampling};
 
 /// A capture that could not start or finish.
@@ -103,7 +104,8 @@ impl Builder {
     }
 }
 
-/// Processes that do for a session what it must not: forked by [`Helpers::start`] before there are threads.
+/// Processes that do for a session what it must not: forked by [`Helpers::start`] before there are
+/// threads.
 #[derive(Debug)]
 pub struct Helpers {
     broker: Broker,
@@ -111,8 +113,8 @@ pub struct Helpers {
 }
 
 impl Helpers {
-    /// Starts them. One that does not start is done without: files are opened with what this process may, stacks are
-    /// walked by frame pointers.
+    /// Starts them. One that does not start is done without: files are opened with what this
+    /// process may, stacks are walked by frame pointers.
     #[must_use]
     pub fn start() -> Self {
         // Two: one file that takes long keeps no other waiting.
@@ -134,7 +136,8 @@ enum Out {
 
 /// A running capture.
 ///
-/// Its threads give up their capabilities once sampling has started; those of the calling thread stay.
+/// Its threads give up their capabilities once sampling has started; those of the calling thread
+/// stay.
 #[derive(Debug)]
 pub struct Session {
     stop: Arc<AtomicBool>,
@@ -296,10 +299,11 @@ fn deliver(
     result
 }
 
-/// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the mappings of other
-/// users' processes.
+/// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
+/// mappings of other users' processes.
 const KEPT: CapabilitySet = CapabilitySet::PERFMON;
-/// Looks for children that are not followed yet. Who forks all the time is soon followed by the kernel side alone.
+/// Looks for children that are not followed yet. Who forks all the time is soon followed by the
+/// kernel side alone.
 const MAX_LOOKS: usize = 8;
 
 /// Everything that needs a capability, then the drop of those not needed any more.
@@ -326,7 +330,8 @@ fn prepare(
     if let Some(mut admitted) = wanted {
         sampler.admit(&admitted)?;
         // Children of before the admission; from it on the kernel side takes them along by itself.
-        // Each look finds those born between the one before and what was admitted by it: of ever fewer parents.
+        // Each look finds those born between the one before and what was admitted by it: of ever
+        // fewer parents.
         for _ in 0..MAX_LOOKS {
             let late: Vec<u32> =
                 family(&admitted).into_iter().filter(|pid| !admitted.contains(pid)).collect();
@@ -343,11 +348,13 @@ fn prepare(
     let mut layout = kallsyms::KernelLayout::default();
     let mut names = KernelNames::default();
     if config.kernel_stacks {
-        // Without it kernel frames stay unnamed, which the report says; the capture is still worth it.
+        // Without it kernel frames stay unnamed, which the report says; the capture is still worth
+        // it.
         let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
         let (parsed, snapshot) = kallsyms::parse(&text);
         layout = parsed;
-        // Apart: programs come and go, ours at each start, and the rest is the same kernel until the next boot.
+        // Apart: programs come and go, ours at each start, and the rest is the same kernel until
+        // the next boot.
         if !snapshot.is_empty() {
             let (programs, kernel) = kallsyms::split_programs(&snapshot);
             references.kernel = Some(Hash::of(kernel.as_bytes()));
@@ -363,7 +370,8 @@ fn prepare(
     capabilities::keep(KEPT)
         .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
 
-    // Not secret, only different: never to wait for entropy, as early at boot, while samples pile up.
+    // Not secret, only different: never to wait for entropy, as early at boot, while samples pile
+    // up.
     let mut capture_id = [0; 16];
     rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::INSECURE)
         .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
@@ -423,8 +431,8 @@ fn cgroup(path: &Path) -> Option<(u64, u32)> {
     Some((metadata.ino(), level as u32))
 }
 
-/// Opens a capture file, emptied only once sampling has started: what is there may be a capture from before.
-/// True when there was none.
+/// Opens a capture file, emptied only once sampling has started: what is there may be a capture
+/// from before. True when there was none.
 fn create(path: &Path) -> Result<(std::fs::File, bool), SinkError> {
     // A capture tells what runs on the host: for its owner only.
     let mut options = std::fs::OpenOptions::new();

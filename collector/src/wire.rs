@@ -3,14 +3,16 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use stackwire_proto::{FORMAT, seal_epoch, seal_piece, v1};
+use stackwire_model::{ExecutableKey, LostReason};
+use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
 use crate::batch::Epoch;
-use crate::handover::FileId;
+use crate::handover::NotSent;
+use crate::host::growth::Growth;
 use crate::host::jit::Taken;
 use crate::host::{Identity, module_build_id};
-use crate::normalize::{End, FrameKind};
+use crate::normalize::FrameKind;
 use crate::process::executable::Kind;
 use crate::unwind::{Stats, Unwind};
 
@@ -46,38 +48,6 @@ pub struct Sampling {
     pub cgroup: String,
     /// Children are taken along.
     pub follow: bool,
-}
-
-/// Why something was lost.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LostReason {
-    /// Ring buffer full.
-    RingFull,
-    /// No scratch buffer.
-    NoScratch,
-    /// Epochs nobody took.
-    EpochDropped,
-    /// Undecodable ring records.
-    MalformedRecord,
-    /// Side-band events.
-    Events,
-    /// The kernel throttled sampling.
-    Throttled,
-    /// Children that could not be followed.
-    TargetsFull,
-    /// CPUs that came online and could not be sampled.
-    CpuRefused,
-}
-
-impl LostReason {
-    /// Whether the count is of samples, which are part of those taken.
-    #[must_use]
-    pub fn counts_samples(self) -> bool {
-        matches!(
-            self,
-            Self::RingFull | Self::NoScratch | Self::EpochDropped | Self::MalformedRecord
-        )
-    }
 }
 
 /// Artifacts that executables and processes of an epoch refer to.
@@ -147,6 +117,11 @@ pub struct Span<'a> {
     pub unwind: Option<&'a Unwind>,
 }
 
+fn growth(growth: &Growth) -> Vec<v1::Growth> {
+    let marks = growth.marks().iter();
+    marks.map(|mark| v1::Growth { time_ns: mark.time_ns, size: mark.size }).collect()
+}
+
 /// Compresses an epoch into a message body.
 #[must_use]
 pub fn epoch(
@@ -164,7 +139,7 @@ pub fn epoch(
         .map(|found| {
             let missing = span.unwind.and_then(|unwind| unwind.missing(&found.kind));
             let mut wire = executable(&found.kind, &mut strings, references, identity);
-            wire.unwind_missing = missing.map_or(0, |why| strings.index(&why));
+            wire.unwind_missing = missing.map_or(0, |why| strings.index(&why.to_string()));
             wire
         })
         .collect();
@@ -181,12 +156,14 @@ pub fn epoch(
                 generation: process.generation,
                 perf_map: wire(jit.perf_map),
                 jitdump: wire(jit.jitdump),
-                jit_missing: jit.missing.map_or(0, |reason| strings.index(&reason)),
+                jit_missing: jit.missing.map_or(0, |why| strings.index(&why.to_string())),
                 cgroup_id: process.cgroup_id,
                 cgroup_path: process.cgroup_path.as_deref().map_or(0, |path| strings.index(path)),
                 parent_pid: process.parent,
                 since_ns: process.since_ns,
                 end_ns: process.end_ns,
+                perf_map_growth: growth(&jit.perf_map_growth),
+                jitdump_growth: growth(&jit.jitdump_growth),
             }
         })
         .collect();
@@ -211,8 +188,10 @@ pub fn epoch(
             since_ns: mapping.since_ns,
         })
         .collect();
-    let stacks =
-        epoch.stacks.iter().map(|&(node, end)| v1::Stack { node, end: end_reason(end).into() });
+    let stacks = epoch
+        .stacks
+        .iter()
+        .map(|&(node, end)| v1::Stack { node, end: v1::EndReason::from(end).into() });
     seal_epoch(&v1::Epoch {
         number: span.number,
         start_ns: span.times.0,
@@ -237,7 +216,8 @@ pub fn end(now_ns: u64, epochs: u64, taken: u64, totals: &[(LostReason, u64)]) -
     v1::End { clock_monotonic_ns: now_ns, epochs, taken, lost: lost(totals) }
 }
 
-/// An artifact as messages, one at a time; fewer when it is not what it was. Blocks: it is read from a file, which may hang.
+/// An artifact as messages, one at a time; fewer when it is not what it was. Blocks: it is read
+/// from a file, which may hang.
 pub fn pieces(artifact: Artifact) -> impl Iterator<Item = v1::CollectorMessage> {
     let kind = match artifact.kind {
         artifact::Kind::Kallsyms => v1::ArtifactKind::Kallsyms,
@@ -256,33 +236,18 @@ pub fn pieces(artifact: Artifact) -> impl Iterator<Item = v1::CollectorMessage> 
     })
 }
 
-/// What a symbolizer asks for when it asks for a file.
-#[must_use]
-pub fn wanted_file(wire: &v1::FileIdentity) -> FileId {
-    FileId {
-        build_id: wire.build_id.clone(),
-        inode: wire.inode,
-        device: (wire.device_major, wire.device_minor),
-    }
-}
-
 /// A piece of a file, or, without content, the reason why there is none.
 #[must_use]
 pub fn file_piece(
-    id: &FileId,
+    key: ExecutableKey,
     whole: (&Hash, u64),
-    piece: Result<(u64, &[u8]), &str>,
+    piece: Result<(u64, &[u8]), &NotSent>,
 ) -> v1::CollectorMessage {
     let (hash, length) = whole;
-    let (offset, content) = piece.unwrap_or((0, &[]));
+    let (offset, content) = *piece.as_ref().unwrap_or(&(0, &[]));
     let mut chunk = seal_piece(&hash.0, v1::ArtifactKind::File, length, (offset, content));
-    chunk.file = Some(v1::FileIdentity {
-        build_id: id.build_id.clone(),
-        inode: id.inode,
-        device_major: id.device.0,
-        device_minor: id.device.1,
-    });
-    chunk.refused = piece.err().unwrap_or_default().to_owned();
+    chunk.file = Some(key.into());
+    chunk.refused = piece.err().map(ToString::to_string).unwrap_or_default();
     message(v1::collector_message::Body::Artifact(chunk))
 }
 
@@ -301,31 +266,29 @@ fn executable(
     let hash = |hash: Option<Hash>| hash.map_or(Vec::new(), |hash| hash.0.to_vec());
     let mut wire = v1::Executable::default();
     match kind {
-        Kind::File { path, build_id, inode, device } => {
+        Kind::File { path, key } => {
             wire.set_kind(v1::ExecutableKind::File);
             wire.path = strings.index(path);
-            wire.build_id.clone_from(build_id);
-            wire.inode = *inode;
-            (wire.device_major, wire.device_minor) = *device;
+            wire.set_key(*key);
         }
         Kind::Vdso => {
             wire.set_kind(v1::ExecutableKind::Vdso);
             wire.path = strings.index("[vdso]");
             wire.artifact = hash(references.vdso);
         }
-        Kind::Anonymous => wire.set_kind(v1::ExecutableKind::Anonymous),
+        Kind::Anonymous | Kind::Described { .. } => wire.set_kind(v1::ExecutableKind::Anonymous),
         Kind::Kernel => {
             wire.set_kind(v1::ExecutableKind::Kernel);
             // Its debug information would name the offsets, which are none without kallsyms.
             if references.kernel.is_some() {
-                wire.build_id.clone_from(&identity.kernel_build_id);
+                wire.build_id = build_id_to_wire(identity.kernel_build_id);
             }
             wire.symbols = hash(references.kernel);
         }
         Kind::Module(name) => {
             wire.set_kind(v1::ExecutableKind::Module);
             wire.path = strings.index(name);
-            wire.build_id = module_build_id(name);
+            wire.build_id = build_id_to_wire(module_build_id(name));
             let is_programs = name == "bpf";
             wire.symbols = hash(if is_programs { references.programs } else { references.kernel });
         }
@@ -376,43 +339,11 @@ fn samples(epoch: &Epoch, start_ns: u64) -> v1::Samples {
 
 fn lost(counts: &[(LostReason, u64)]) -> Vec<v1::Lost> {
     let wire = counts.iter().filter(|(_, count)| *count > 0).map(|&(reason, count)| v1::Lost {
-        reason: match reason {
-            LostReason::RingFull => v1::LostReason::RingFull,
-            LostReason::NoScratch => v1::LostReason::NoScratch,
-            LostReason::EpochDropped => v1::LostReason::EpochDropped,
-            LostReason::MalformedRecord => v1::LostReason::MalformedRecord,
-            LostReason::Events => v1::LostReason::Events,
-            LostReason::Throttled => v1::LostReason::Throttled,
-            LostReason::TargetsFull => v1::LostReason::TargetsFull,
-            LostReason::CpuRefused => v1::LostReason::CpuRefused,
-        }
-        .into(),
+        reason: v1::LostReason::from(reason).into(),
         count,
         samples: reason.counts_samples(),
     });
     wire.collect()
-}
-
-fn end_reason(end: End) -> v1::EndReason {
-    match end {
-        End::Root => v1::EndReason::Root,
-        End::Unreadable => v1::EndReason::Unreadable,
-        End::DepthLimit => v1::EndReason::DepthLimit,
-        End::NoFramePointer => v1::EndReason::NoFramePointer,
-        End::NotCode => v1::EndReason::NotCode,
-        End::Compat => v1::EndReason::Compat,
-        End::Failed => v1::EndReason::Failed,
-        End::NoMappings => v1::EndReason::NoMappings,
-        End::NoTableYet => v1::EndReason::NoTableYet,
-        End::NoTable => v1::EndReason::NoTable,
-        End::NoRule => v1::EndReason::NoUnwindRule,
-        End::RegisterLost => v1::EndReason::RegisterLost,
-        End::BadStack => v1::EndReason::BadStack,
-        End::NoMappingsYet => v1::EndReason::NoMappingsYet,
-        End::TablesReplaced => v1::EndReason::TablesReplaced,
-        End::UnknownSwitch => v1::EndReason::UnknownSwitch,
-        End::OverShare => v1::EndReason::OverShare,
-    }
 }
 
 #[derive(Default)]

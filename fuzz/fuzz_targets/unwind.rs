@@ -1,4 +1,5 @@
-//! Whole files into unwind tables, as the unwind compiler gets them; what comes out must be a table it would take.
+//! Whole files, ELF or jitdump, into unwind tables, as the unwind compiler gets them; what comes
+//! out must be a table it would take.
 
 #![no_main]
 
@@ -18,7 +19,10 @@ fn file(bytes: &[u8]) -> std::fs::File {
 }
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    if let Ok(table) = stackwire_unwind::compile(&file(bytes)) {
-        assert_eq!(stackwire_unwind::Table::parse(&table.to_bytes()).as_ref(), Ok(&table));
+    let file = file(bytes);
+    for table in [stackwire_unwind::compile(&file), stackwire_unwind::jitdump::compile(&file, 0)] {
+        if let Ok(table) = table {
+            assert_eq!(stackwire_unwind::Table::parse(&table.to_bytes()).as_ref(), Ok(&table));
+        }
     }
 });

@@ -1,5 +1,5 @@
-//! An ELF file around what is fuzzed, so that every input gets past headers: sections from pieces of the input, each
-//! with its length of four bytes in front.
+//! An ELF file around what is fuzzed, so that every input gets past headers: sections from pieces
+//! of the input, each with its length of four bytes in front.
 
 use object::write::{Object, StandardSegment};
 use object::{Architecture, BinaryFormat, Endianness, SectionFlags, SectionKind};

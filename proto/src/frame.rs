@@ -1,7 +1,7 @@
 //! Frames of a capture file: `"SWF" version:u8 length:u32 crc:u32 body`, little-endian.
 //!
-//! Pure over `Read` and `Write`; opens no file. Written by the collector's file sink and spool and by the
-//! symbolizer's capture log, read by `stackwire resolve`.
+//! Pure over `Read` and `Write`; opens no file. Written by the collector's file sink and spool and
+//! by the symbolizer's capture log, read by `stackwire resolve`.
 
 use std::io::{self, Read, Write};
 

@@ -1,12 +1,14 @@
 //! The contract between collector and symbolizer: messages, and how a capture file frames them.
 //!
-//! No logic beyond framing and compression. The collector builds these messages in
-//! `collector/src/wire.rs`; the symbolizer takes them apart in `symbolizer/src/ingest/`; nothing
-//! else sees them. `proto/README.md` tells the contract in prose.
+//! No logic beyond framing, compression and the model's words (`convert.rs`). The collector builds
+//! these messages in `collector/src/wire.rs`; the symbolizer takes them apart in
+//! `symbolizer/src/ingest/`; nothing else sees them. `proto/README.md` tells the contract in prose.
 
+mod convert;
 mod frame;
 mod seal;
 
+pub use convert::{build_id_from_wire, build_id_to_wire};
 pub use frame::{FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, write_frame};
 pub use seal::{
     ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, MAX_EPOCH_ENTRIES, MAX_FILE_BYTES,

@@ -74,7 +74,8 @@ pub fn open_epoch(sealed: &SealedEpoch) -> Result<Epoch, SealError> {
     Ok(Epoch::decode(bytes.as_slice())?)
 }
 
-/// A piece of an artifact of `length` bytes: where it starts, and its bytes, [`ARTIFACT_PIECE_BYTES`] at most.
+/// A piece of an artifact of `length` bytes: where it starts, and its bytes,
+/// [`ARTIFACT_PIECE_BYTES`] at most.
 #[must_use]
 pub fn seal_piece(
     hash: &[u8; 32],

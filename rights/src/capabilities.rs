@@ -25,7 +25,8 @@ pub fn drop_all() -> io::Result<()> {
 
 /// Drops every capability but these, for good.
 ///
-/// Capabilities belong to threads: call it while there is one, those started later inherit its state.
+/// Capabilities belong to threads: call it while there is one, those started later inherit its
+/// state.
 ///
 /// # Errors
 /// Those of the system calls; none is expected, since a process may always give up what it has.
@@ -39,8 +40,9 @@ pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
     )
 }
 
-/// Does something without the capabilities that come from the file of this program: what its user names, they may do
-/// themselves, or not. What they had before stays: root's, and those a service manager gave.
+/// Does something without the capabilities that come from the file of this program: what its user
+/// names, they may do themselves, or not. What they had before stays: root's, and those a service
+/// manager gave.
 ///
 /// # Errors
 /// See [`keep`].

@@ -1,9 +1,11 @@
-//! Makes directories that only their user and root can lead elsewhere: for caches, of the collector and of the symbolizer.
+//! Makes directories that only their user and root can lead elsewhere: for caches, of the collector
+//! and of the symbolizer.
 //!
-//! A cache's path is often taken from the environment. If root's leads through a directory of somebody else, they can put
-//! a link there, and root would make files where they want. So every directory and every link on the way must belong
-//! to this process's user or to root, and be closed to others or sticky (as `/tmp`); a user's own group is not taken for
-//! others. Does not look at access lists, nor at files in the directory.
+//! A cache's path is often taken from the environment. If root's leads through a directory of
+//! somebody else, they can put a link there, and root would make files where they want. So every
+//! directory and every link on the way must belong to this process's user or to root, and be closed
+//! to others or sticky (as `/tmp`); a user's own group is not taken for others. Does not look at
+//! access lists, nor at files in the directory.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -106,7 +108,8 @@ impl Way {
         }
     }
 
-    /// Goes into what has this name, made if there is nothing. Where it is a link, does not go, and tells its target.
+    /// Goes into what has this name, made if there is nothing. Where it is a link, does not go, and
+    /// tells its target.
     fn enter(&mut self, name: &OsStr) -> Result<Option<PathBuf>, Refused> {
         let look = || statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW);
         let found = look().or_else(|error| match error {
@@ -142,7 +145,8 @@ fn is_trusted(user: u32, root: u32) -> bool {
 /// Whether what lies in a directory on the way stays what it is.
 fn is_safe(stat: &Stat, root: u32) -> bool {
     let mode = Mode::from_raw_mode(stat.st_mode);
-    // Most users have a group of their own, and then that group is the user. Root's may have members.
+    // Most users have a group of their own, and then that group is the user. Root's may have
+    // members.
     let own_group =
         stat.st_gid == rustix::process::getegid().as_raw() && !rustix::process::geteuid().is_root();
     let open = mode.contains(Mode::WOTH) || (mode.contains(Mode::WGRP) && !own_group);

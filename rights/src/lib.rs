@@ -1,4 +1,5 @@
-//! What a process may, and giving it up: capabilities, and directories that nobody else can lead elsewhere. For both halves.
+//! What a process may, and giving it up: capabilities, and directories that nobody else can lead
+//! elsewhere. For both halves.
 
 pub mod capabilities;
 pub mod directory;

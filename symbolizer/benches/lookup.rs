@@ -1,11 +1,12 @@
-//! `make bench`, third part: nanoseconds an address in this process, with whole chains of inlined calls: from a compiled
-//! table (budget 500), with readable names made of it, and from the answers of late (budget 50).
+//! `make bench`, third part: nanoseconds an address in this process, with whole chains of inlined
+//! calls: from a compiled table (budget 500), with readable names made of it, and from the answers
+//! of late (budget 50).
 
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use stackwire::{Sources, Symbols};
+use stackwire::{Sources, Symbols, SymbolsError};
 
 /// Fewer than answers are kept.
 const ADDRESSES: usize = 10_000;
@@ -36,7 +37,7 @@ fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/corpus")
 }
 
-fn measure(path: &Path) -> Result<String, String> {
+fn measure(path: &Path) -> Result<String, SymbolsError> {
     let mut sources = Sources::default();
     sources.debug_dirs.push(corpus().join("root/usr/lib/debug"));
     let symbols = Symbols::of_file(path, &sources)?;

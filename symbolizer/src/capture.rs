@@ -1,5 +1,5 @@
-//! Captures: from frames to a profile and the artifacts it needs. The one path of `record`, `serve` and
-//! `resolve`, so that the three give the same profile for the same stream.
+//! Captures: from frames to a profile and the artifacts it needs. The one path of `record`, `serve`
+//! and `resolve`, so that the three give the same profile for the same stream.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1};
 
-use crate::handed::{FileKey, Handed};
+use crate::handed::{Handed, key};
 use crate::ingest::{self, Context};
 use crate::profile::{ArtifactHash, Builder, Profile};
 
@@ -67,8 +67,8 @@ impl Artifacts {
     /// Adds a piece of a file.
     fn add_file(&self, chunk: &v1::ArtifactChunk) {
         // In a capture nothing is asked for: what is there was.
-        if let Some(key) = chunk.file.as_ref().map(FileKey::read)
-            && self.handed.ask(&key).is_some()
+        if let Some(key) = key(chunk)
+            && self.handed.ask(key).is_some()
         {
             self.handed.take(chunk);
         }
@@ -87,8 +87,8 @@ impl Artifacts {
         Some(hash)
     }
 
-    /// Adds a piece; true when the artifact is whole now. Pieces that do not fit are ignored, and so
-    /// the artifact stays missing.
+    /// Adds a piece; true when the artifact is whole now. Pieces that do not fit are ignored, and
+    /// so the artifact stays missing.
     pub fn add(&mut self, chunk: &v1::ArtifactChunk) -> bool {
         let Ok(hash) = ArtifactHash::try_from(chunk.hash.as_slice()) else { return false };
         if self.whole.contains_key(&hash) {
@@ -159,7 +159,8 @@ impl Default for Assembler {
 }
 
 impl Assembler {
-    /// One that keeps each sample with its time and CPU: perf.data has them, and a part of the time is cut out by them.
+    /// One that keeps each sample with its time and CPU: perf.data has them, and a part of the time
+    /// is cut out by them.
     #[must_use]
     pub fn with_timeline() -> Self {
         let mut new = Self::default();

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use anyhow::{Context, anyhow, bail, ensure};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use stackwire::VERSION;
 
@@ -57,12 +58,12 @@ pub struct Record {
     /// Sample the tasks of this directory of the cgroup v2 hierarchy, and of those below it.
     #[arg(long, value_name = "DIRECTORY")]
     pub cgroup: Option<PathBuf>,
-    /// Sample children of the processes as well, those that run already and those to come. A command is always
-    /// followed.
+    /// Sample children of the processes as well, those that run already and those to come. A
+    /// command is always followed.
     #[arg(long)]
     pub follow: bool,
-    /// How long, as "30s", "5m" or 30; 10s unless told. Ctrl-C ends it early and still writes everything.
-    /// A command is sampled until it ends.
+    /// How long, as "30s", "5m" or 30; 10s unless told. Ctrl-C ends it early and still writes
+    /// everything. A command is sampled until it ends.
     #[arg(long, value_name = "TIME", value_parser = time)]
     pub duration: Option<Duration>,
     /// Samples a second on each CPU.
@@ -80,8 +81,8 @@ pub struct Record {
     /// Where the pprof goes; without it, COMM-YYYYMMDDHHMM-on-cpu.pb.gz.
     #[arg(long, value_name = "FILE")]
     pub profile_output: Option<PathBuf>,
-    /// Where the raw stream goes, for `report` and to resolve it again later; without it, beside the pprof with the
-    /// ending .stackwire; what is there stays, and it has a number.
+    /// Where the raw stream goes, for `report` and to resolve it again later; without it, beside
+    /// the pprof with the ending .stackwire; what is there stays, and it has a number.
     #[arg(long, value_name = "FILE")]
     pub capture: Option<PathBuf>,
     /// Keep no raw stream.
@@ -93,8 +94,8 @@ pub struct Record {
     pub symbols: SymbolOptions,
     #[command(flatten)]
     pub metrics: MetricsOption,
-    /// Which executables the collector hands over for the names in them: none, those that cannot be found
-    /// from here, or all that have samples.
+    /// Which executables the collector hands over for the names in them: none, those that cannot be
+    /// found from here, or all that have samples.
     #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
     pub share_executables: ShareExecutables,
     /// The collector to start, instead of the one beside this program or in PATH.
@@ -155,7 +156,8 @@ pub struct Outputs {
     /// Write perf.data, for perf, hotspot, samply and autofdo.
     #[arg(long, value_name = "FILE")]
     pub perf_data_output: Option<PathBuf>,
-    /// Lay out the files names are from as perf's build-id cache, for `perf --buildid-dir DIR report` elsewhere.
+    /// Lay out the files names are from as perf's build-id cache, for `perf --buildid-dir DIR
+    /// report` elsewhere.
     #[arg(long, value_name = "DIR")]
     pub perf_buildid_dir: Option<PathBuf>,
     /// Write the pprof without names: build-ids and addresses, to be completed elsewhere.
@@ -171,10 +173,10 @@ fn time(text: &str) -> Result<Duration, humantime::DurationError> {
     text.parse().map(Duration::from_secs).or_else(|_unit| humantime::parse_duration(text))
 }
 
-fn tag(text: &str) -> Result<String, String> {
+fn tag(text: &str) -> anyhow::Result<String> {
     match text.split_once('=') {
         Some((key, _)) if !key.is_empty() => Ok(text.to_owned()),
-        _ => Err("a tag is KEY=VALUE".to_owned()),
+        _ => bail!("a tag is KEY=VALUE"),
     }
 }
 
@@ -189,8 +191,8 @@ pub struct SymbolOptions {
     pub no_demangle: bool,
     #[command(flatten)]
     pub cache: CacheOptions,
-    /// debuginfod server to ask for what is not here (repeatable, asked in order); without it, those in
-    /// DEBUGINFOD_URLS.
+    /// debuginfod server to ask for what is not here (repeatable, asked in order); without it,
+    /// those in DEBUGINFOD_URLS.
     #[arg(long = "debuginfod-url", value_name = "URL", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub debuginfod_urls: Vec<String>,
     /// How long servers are waited for, all together.
@@ -220,7 +222,8 @@ pub struct CacheOptions {
     pub symbol_cache_max: u64,
 }
 
-fn bytes(text: &str) -> Result<u64, String> {
+fn bytes(text: &str) -> anyhow::Result<u64> {
+    const FORM: &str = "a number of bytes is as 2GiB or 500MB";
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let factor: u64 = match unit.trim() {
@@ -231,10 +234,10 @@ fn bytes(text: &str) -> Result<u64, String> {
         "K" | "KiB" => 1 << 10,
         "M" | "MiB" => 1 << 20,
         "G" | "GiB" => 1 << 30,
-        _ => return Err("a number of bytes is as 2GiB or 500MB".to_owned()),
+        _ => bail!(FORM),
     };
-    let number: u64 = number.parse().map_err(|_number| "a number of bytes is as 2GiB or 500MB")?;
-    number.checked_mul(factor).ok_or_else(|| "more bytes than there are".to_owned())
+    let number: u64 = number.parse().map_err(|_number| anyhow!(FORM))?;
+    number.checked_mul(factor).context("more bytes than there are")
 }
 
 #[derive(Debug, ClapArgs)]
@@ -288,8 +291,8 @@ pub struct Symbolize {
 
 #[derive(Debug, ClapArgs)]
 pub struct Serve {
-    /// Address to listen on: host:port or unix:/path. There is no authentication: keep it where only
-    /// collectors come.
+    /// Address to listen on: host:port or unix:/path. There is no authentication: keep it where
+    /// only collectors come.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:4400")]
     pub listen: String,
     /// Where profiles go.
@@ -301,7 +304,8 @@ pub struct Serve {
     /// Most MiB of captures kept; the oldest go first.
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     pub log_max: u64,
-    /// Length of the window a profile covers, in whole epochs of its collector; one with longer epochs is refused.
+    /// Length of the window a profile covers, in whole epochs of its collector; one with longer
+    /// epochs is refused.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "5m")]
     pub window: Duration,
     /// Put a comment into every pprof (repeatable).
@@ -313,16 +317,17 @@ pub struct Serve {
     pub metrics: MetricsOption,
 }
 
-/// Labels a sample must have, as `comm=postgres,thread=worker`. A comma without a `=` behind it belongs to the value.
+/// Labels a sample must have, as `comm=postgres,thread=worker`. A comma without a `=` behind it
+/// belongs to the value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Labels(pub Vec<(String, String)>);
 
-fn labels(text: &str) -> Result<Labels, String> {
+fn labels(text: &str) -> anyhow::Result<Labels> {
     let mut labels: Vec<(String, String)> = Vec::new();
     for piece in text.split(',') {
         match (piece.split_once('='), labels.last_mut()) {
             (Some(("", _)), _) | (None, None) => {
-                return Err("a label is LABEL=VALUE, as comm=postgres".to_owned());
+                bail!("a label is LABEL=VALUE, as comm=postgres");
             }
             (Some((key, value)), _) => labels.push((key.to_owned(), value.to_owned())),
             (None, Some((_, value))) => *value = format!("{value},{piece}"),
@@ -334,12 +339,13 @@ fn labels(text: &str) -> Result<Labels, String> {
 /// Which part of a profile, and how it is divided.
 #[derive(Clone, Debug, Default, ClapArgs)]
 pub struct Slice {
-    /// Divide samples by a label: comm, thread, tid, pid, cpu, container_id, pod_uid, cgroup_path, or any a profile has.
-    /// The report shows their shares; flame graphs and folded stacks begin with it.
+    /// Divide samples by a label: comm, thread, tid, pid, cpu, container_id, pod_uid, cgroup_path,
+    /// or any a profile has. The report shows their shares; flame graphs and folded stacks begin
+    /// with it.
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,
-    /// Keep samples with these labels, as "comm=postgres,thread=worker"; of one label several values may be given
-    /// (repeatable).
+    /// Keep samples with these labels, as "comm=postgres,thread=worker"; of one label several
+    /// values may be given (repeatable).
     #[arg(long = "where", value_name = "LABEL=VALUE,…", value_parser = labels)]
     pub wanted: Vec<Labels>,
     /// Keep stacks that have a function this regular expression matches.
@@ -353,16 +359,17 @@ pub struct Slice {
     pub time: Option<std::ops::Range<f64>>,
 }
 
-fn stretch(text: &str) -> Result<std::ops::Range<f64>, String> {
+fn stretch(text: &str) -> anyhow::Result<std::ops::Range<f64>> {
     const FORM: &str = "a stretch of time is A..B, in seconds from the start";
-    let (from, to) = text.split_once("..").ok_or(FORM)?;
+    let (from, to) = text.split_once("..").context(FORM)?;
     let seconds = |text: &str, otherwise: f64| match text.trim_end_matches('s') {
         "" => Ok(otherwise),
-        text => text.parse::<f64>().ok().filter(|it| it.is_finite() && *it >= 0.0).ok_or(FORM),
+        text => text.parse::<f64>().ok().filter(|it| it.is_finite() && *it >= 0.0).context(FORM),
     };
     // Beyond any capture, and still a number of nanoseconds.
     let range = seconds(from, 0.0)?..seconds(to, 1e9)?;
-    if range.is_empty() { Err("that stretch of time is empty".to_owned()) } else { Ok(range) }
+    ensure!(!range.is_empty(), "that stretch of time is empty");
+    Ok(range)
 }
 
 #[derive(Debug, ClapArgs)]
@@ -394,7 +401,8 @@ pub struct Report {
     /// Which functions come first: those that take most themselves, or with all they call.
     #[arg(long, value_enum, value_name = "BY", default_value = "self")]
     pub sort: Sort,
-    /// On a terminal, too, print everything: what each executable's names are from, where stacks end.
+    /// On a terminal, too, print everything: what each executable's names are from, where stacks
+    /// end.
     #[arg(long)]
     pub full: bool,
     /// Compare two: which functions take more of the time in the second than in the first.
@@ -434,15 +442,16 @@ pub struct Launch {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 
     #[test]
     fn labels_are_taken_apart() {
         let label = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-        assert_eq!(labels("comm=a"), Ok(Labels(vec![label("comm", "a")])));
+        assert_eq!(labels("comm=a").unwrap(), Labels(vec![label("comm", "a")]));
         let several = Labels(vec![label("comm", "a,b"), label("thread", "x=y"), label("cpu", "")]);
-        assert_eq!(labels("comm=a,b,thread=x=y,cpu="), Ok(several));
+        assert_eq!(labels("comm=a,b,thread=x=y,cpu=").unwrap(), several);
         assert!(labels("comm").is_err() && labels("=a").is_err() && labels("").is_err());
     }
 }

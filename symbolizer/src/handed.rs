@@ -1,57 +1,72 @@
-//! Files the collector hands over because they cannot be seen from here: taken piece by piece, verified, kept in
-//! temporary files without a name.
+//! Files the collector hands over because they cannot be seen from here: taken piece by piece,
+//! verified, kept in temporary files without a name.
 //!
-//! Knows what was asked for and takes nothing else. Filled by `log.rs` from streams, where a transfer goes on
-//! after a broken connection, and by `capture.rs` from files; read by `resolve/`.
+//! Knows what was asked for and takes nothing else. Filled by `log.rs` from streams, where a
+//! transfer goes on after a broken connection, and by `capture.rs` from files; read by `resolve/`.
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sha2::{Digest, Sha256};
-use stackwire_proto::{ARTIFACT_PIECE_BYTES, open_piece, seal_piece, v1};
+use stackwire_elf::{Elf, ElfError, Scratch};
+use stackwire_model::ExecutableKey;
+use stackwire_proto::{ARTIFACT_PIECE_BYTES, SealError, open_piece, seal_piece, v1};
 
-use crate::elf::{Elf, Scratch};
 use crate::profile::{ArtifactHash, Executable};
 
-/// Which file: its build-id, else its inode and device on the collector's host.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct FileKey {
-    build_id: Vec<u8>,
-    inode: u64,
-    device: (u32, u32),
+/// The file a piece is of, if it says.
+#[must_use]
+pub fn key(chunk: &v1::ArtifactChunk) -> Option<ExecutableKey> {
+    chunk.file.as_ref()?.key().ok()?
 }
 
-impl FileKey {
-    /// The key of what is a file.
-    #[must_use]
-    pub fn of(executable: &Executable) -> Option<Self> {
-        let Executable::File { build_id, inode, device, .. } = executable else { return None };
-        let key = Self { build_id: build_id.clone(), inode: *inode, device: *device };
-        Some(match build_id.is_empty() {
-            true => key,
-            false => Self { inode: 0, device: (0, 0), ..key },
-        })
-    }
+/// Why a file is not here.
+#[derive(Debug, thiserror::Error)]
+pub enum NotHanded {
+    /// The capture ended before it was whole.
+    #[error("the collector had not sent it by then")]
+    NotYet,
+    /// It will not come.
+    #[error("it was not handed over: {0}")]
+    Refused(Arc<NotTaken>),
+    /// It is here and cannot be opened.
+    #[error(transparent)]
+    System(#[from] io::Error),
+}
 
-    /// As it travelled.
-    #[must_use]
-    pub fn read(wire: &v1::FileIdentity) -> Self {
-        let device = (wire.device_major, wire.device_minor);
-        Self { build_id: wire.build_id.clone(), inode: wire.inode, device }
-    }
-
-    /// As it travels.
-    #[must_use]
-    pub fn wire(&self) -> v1::FileIdentity {
-        v1::FileIdentity {
-            build_id: self.build_id.clone(),
-            inode: self.inode,
-            device_major: self.device.0,
-            device_minor: self.device.1,
-        }
-    }
+/// Why a file that was sent is not kept.
+#[derive(Debug, thiserror::Error)]
+pub enum NotTaken {
+    /// The collector says so, in its own words.
+    #[error("{0}")]
+    Said(String),
+    /// A piece is not where it belongs.
+    #[error("what the collector sent of it is damaged")]
+    Damaged,
+    /// A piece does not decompress.
+    #[error(transparent)]
+    Piece(#[from] SealError),
+    /// It is not what its hash says.
+    #[error("the collector sent something else than it announced")]
+    OtherContent,
+    /// It is not what was asked for.
+    #[error("the collector sent a file with another build-id")]
+    OtherBuildId,
+    /// It is no ELF file.
+    #[error(transparent)]
+    Elf(#[from] ElfError),
+    /// There are as many files as can be held open.
+    #[error("the collector sent more files than can be kept")]
+    TooMany,
+    /// All files together are too large.
+    #[error("the collector sent more than the {MAX_BYTES} bytes that are kept")]
+    TooLarge,
+    /// It cannot be written.
+    #[error("it cannot be kept: {0}")]
+    NotKept(#[from] io::Error),
 }
 
 /// What a piece did.
@@ -83,7 +98,7 @@ pub struct Handed {
 
 #[derive(Debug, Default)]
 struct Inner {
-    files: HashMap<FileKey, State>,
+    files: HashMap<ExecutableKey, State>,
     bytes: u64,
     whole: usize,
 }
@@ -93,7 +108,7 @@ enum State {
     Asked,
     Partial(Partial),
     Whole { file: File, hash: ArtifactHash, length: u64 },
-    Refused(String),
+    Refused(Arc<NotTaken>),
 }
 
 #[derive(Debug)]
@@ -111,13 +126,14 @@ impl Handed {
         Self { scratch, inner: Mutex::default() }
     }
 
-    /// Notes that a file is asked for: how much of it is here already; `None` when it is here or was refused.
-    pub fn ask(&self, key: &FileKey) -> Option<u64> {
+    /// Notes that a file is asked for: how much of it is here already; `None` when it is here or
+    /// was refused.
+    pub fn ask(&self, key: ExecutableKey) -> Option<u64> {
         let mut inner = self.lock();
-        if inner.files.len() >= MAX_FILES && !inner.files.contains_key(key) {
+        if inner.files.len() >= MAX_FILES && !inner.files.contains_key(&key) {
             return None;
         }
-        match inner.files.entry(key.clone()).or_insert(State::Asked) {
+        match inner.files.entry(key).or_insert(State::Asked) {
             State::Asked => Some(0),
             State::Partial(partial) => Some(partial.at),
             State::Whole { .. } | State::Refused(_) => None,
@@ -126,7 +142,7 @@ impl Handed {
 
     /// Takes a piece.
     pub fn take(&self, chunk: &v1::ArtifactChunk) -> Taken {
-        let Some(key) = chunk.file.as_ref().map(FileKey::read) else { return Taken::Nothing };
+        let Some(key) = key(chunk) else { return Taken::Nothing };
         let mut inner = self.lock();
         let Inner { files, bytes, whole } = &mut *inner;
         let Some(state) = files.get_mut(&key) else { return Taken::Nothing };
@@ -134,7 +150,7 @@ impl Handed {
             return Taken::Nothing;
         }
         if !chunk.refused.is_empty() {
-            return refuse(state, chunk, chunk.refused.clone());
+            return refuse(state, chunk, NotTaken::Said(chunk.refused.clone()));
         }
         match piece(state, chunk, &self.scratch, bytes) {
             Ok(Progress::Partial) => Taken::Nothing,
@@ -144,8 +160,8 @@ impl Handed {
                     return Taken::Nothing;
                 };
                 let checked = match *whole < MAX_WHOLE {
-                    true => check(partial, &key, &self.scratch, chunk.length),
-                    false => Err("the collector sent more files than can be kept".to_owned()),
+                    true => check(partial, key, &self.scratch, chunk.length),
+                    false => Err(NotTaken::TooMany),
                 };
                 match checked {
                     Ok(checked) => {
@@ -169,13 +185,12 @@ impl Handed {
 
     /// A file that was handed over, or why it was not; `None` when it was not asked for.
     #[must_use]
-    pub fn get(&self, executable: &Executable) -> Option<Result<File, String>> {
-        match self.lock().files.get(&FileKey::of(executable)?)? {
-            State::Whole { file, .. } => Some(file.try_clone().map_err(|error| error.to_string())),
-            State::Refused(reason) => Some(Err(format!("it was not handed over: {reason}"))),
-            State::Asked | State::Partial(_) => {
-                Some(Err("the collector had not sent it by then".to_owned()))
-            }
+    pub fn get(&self, executable: &Executable) -> Option<Result<File, NotHanded>> {
+        let Executable::File { key: Some(key), .. } = executable else { return None };
+        match self.lock().files.get(key)? {
+            State::Whole { file, .. } => Some(file.try_clone().map_err(NotHanded::from)),
+            State::Refused(reason) => Some(Err(NotHanded::Refused(Arc::clone(reason)))),
+            State::Asked | State::Partial(_) => Some(Err(NotHanded::NotYet)),
         }
     }
 
@@ -185,12 +200,10 @@ impl Handed {
         chunk: &v1::ArtifactChunk,
     ) -> impl Iterator<Item = v1::CollectorMessage> + use<> {
         let identity = chunk.file.clone().unwrap_or_default();
-        let found = match self.lock().files.get(&FileKey::read(&identity)) {
-            Some(State::Whole { file, hash, length }) => {
-                file.try_clone().ok().map(|file| (file, *hash, *length))
-            }
+        let found = key(chunk).and_then(|key| match self.lock().files.get(&key)? {
+            State::Whole { file, hash, length } => Some((file.try_clone().ok()?, *hash, *length)),
             _ => None,
-        };
+        });
         let mut at = 0;
         std::iter::from_fn(move || {
             let (file, hash, length) = found.as_ref()?;
@@ -211,15 +224,15 @@ impl Handed {
     }
 }
 
-fn refuse(state: &mut State, chunk: &v1::ArtifactChunk, reason: String) -> Taken {
+fn refuse(state: &mut State, chunk: &v1::ArtifactChunk, reason: NotTaken) -> Taken {
     let mut refused = v1::ArtifactChunk {
         length: 0,
         file: chunk.file.clone(),
-        refused: reason.clone(),
+        refused: reason.to_string(),
         ..Default::default()
     };
     refused.set_kind(v1::ArtifactKind::File);
-    *state = State::Refused(reason);
+    *state = State::Refused(Arc::new(reason));
     let body = v1::collector_message::Body::Artifact(refused);
     Taken::Refused(Box::new(v1::CollectorMessage { body: Some(body) }))
 }
@@ -236,9 +249,8 @@ fn piece(
     chunk: &v1::ArtifactChunk,
     scratch: &Scratch,
     bytes: &mut u64,
-) -> Result<Progress, String> {
-    let broken = || "what the collector sent of it is damaged".to_owned();
-    let hash = ArtifactHash::try_from(chunk.hash.as_slice()).map_err(|_length| broken())?;
+) -> Result<Progress, NotTaken> {
+    let hash = chunk.hash.as_slice().try_into().map_err(|_length| NotTaken::Damaged)?;
     if let State::Partial(partial) = &*state
         && partial.hash != hash
     {
@@ -249,23 +261,22 @@ fn piece(
         }
     }
     if matches!(state, State::Asked) {
-        let file = scratch.file().map_err(|error| format!("it cannot be kept: {error}"))?;
+        let file = scratch.file()?;
         *state = State::Partial(Partial { file, hasher: Sha256::new(), hash, at: 0 });
     }
-    let State::Partial(partial) = state else { return Err(broken()) };
+    let State::Partial(partial) = state else { return Err(NotTaken::Damaged) };
     let end = chunk.offset.saturating_add(chunk.piece_length.into());
     if end <= partial.at && chunk.length > 0 {
         return Ok(Progress::Partial); // came before
     }
     if chunk.offset != partial.at || end > chunk.length {
-        return Err(broken());
+        return Err(NotTaken::Damaged);
     }
     if *bytes + u64::from(chunk.piece_length) > MAX_BYTES {
-        return Err(format!("the collector sent more than the {MAX_BYTES} bytes that are kept"));
+        return Err(NotTaken::TooLarge);
     }
-    let content = open_piece(chunk).map_err(|error| error.to_string())?;
-    let kept = partial.file.write_all_at(&content, partial.at);
-    kept.map_err(|error| format!("it cannot be kept: {error}"))?;
+    let content = open_piece(chunk)?;
+    partial.file.write_all_at(&content, partial.at)?;
     partial.hasher.update(&content);
     partial.at += content.len() as u64;
     *bytes += content.len() as u64;
@@ -273,16 +284,20 @@ fn piece(
 }
 
 /// Whether it is what it was said to be, and what was asked for.
-fn check(partial: Partial, key: &FileKey, scratch: &Scratch, length: u64) -> Result<State, String> {
+fn check(
+    partial: Partial,
+    key: ExecutableKey,
+    scratch: &Scratch,
+    length: u64,
+) -> Result<State, NotTaken> {
     let Partial { file, hasher, hash, .. } = partial;
     if ArtifactHash::from(hasher.finalize()) != hash {
-        return Err("the collector sent something else than it announced".to_owned());
+        return Err(NotTaken::OtherContent);
     }
-    if !key.build_id.is_empty() {
-        let copy = file.try_clone().map_err(|error| error.to_string())?;
-        let elf = Elf::open(copy, scratch).map_err(|error| error.to_string())?;
-        if elf.ids.gnu.as_ref() != Some(&key.build_id) {
-            return Err("the collector sent a file with another build-id".to_owned());
+    if let ExecutableKey::BuildId(id) = key {
+        let elf = Elf::open(file.try_clone()?, scratch)?;
+        if elf.ids.gnu != Some(id) {
+            return Err(NotTaken::OtherBuildId);
         }
     }
     Ok(State::Whole { file, hash, length })
@@ -292,6 +307,8 @@ fn check(partial: Partial, key: &FileKey, scratch: &Scratch, length: u64) -> Res
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Read;
+
+    use stackwire_model::{Device, FileId};
 
     use super::*;
 
@@ -308,11 +325,9 @@ mod tests {
         sealed.collect()
     }
 
-    fn wanted() -> (Executable, FileKey) {
-        let executable =
-            Executable::File { path: "/x".into(), build_id: Vec::new(), inode: 7, device: (0, 0) };
-        let key = FileKey::of(&executable).unwrap();
-        (executable, key)
+    fn wanted() -> (Executable, ExecutableKey) {
+        let key = FileId::new(7, Device::default()).unwrap().into();
+        (Executable::File { path: "/x".into(), key: Some(key) }, key)
     }
 
     #[test]
@@ -323,14 +338,14 @@ mod tests {
         let (executable, key) = wanted();
         assert_eq!(handed.take(&chunks[0]), Taken::Nothing);
         assert!(handed.get(&executable).is_none(), "it was not asked for");
-        assert_eq!(handed.ask(&key), Some(0));
+        assert_eq!(handed.ask(key), Some(0));
         assert_eq!(handed.take(&chunks[0]), Taken::Nothing);
         assert!(handed.get(&executable).unwrap().is_err() && !handed.is_complete());
-        assert_eq!(handed.ask(&key), Some(100));
+        assert_eq!(handed.ask(key), Some(100));
         assert_eq!(handed.take(&chunks[0]), Taken::Nothing, "twice is no harm");
         assert_eq!(handed.take(&chunks[1]), Taken::Nothing);
         assert_eq!(handed.take(&chunks[2]), Taken::Whole);
-        assert_eq!(handed.ask(&key), None);
+        assert_eq!(handed.ask(key), None);
         let mut got = Vec::new();
         let mut file = handed.get(&executable).unwrap().unwrap();
         std::io::Seek::rewind(&mut file).unwrap();
@@ -347,12 +362,12 @@ mod tests {
             damage(&mut chunks);
             let handed = Handed::default();
             let (executable, key) = wanted();
-            handed.ask(&key);
+            handed.ask(key);
             for chunk in &chunks {
                 assert_ne!(handed.take(chunk), Taken::Whole);
             }
             assert!(handed.is_complete());
-            handed.get(&executable).unwrap().unwrap_err()
+            handed.get(&executable).unwrap().unwrap_err().to_string()
         };
         assert!(said(|c| c[1].offset = 150).contains("damaged"));
         assert!(said(|c| c[1].zstd.truncate(4)).contains("does not decompress"));
@@ -366,11 +381,11 @@ mod tests {
         let (first, second) = (vec![1; 250], vec![2; 250]);
         let handed = Handed::default();
         let (_, key) = wanted();
-        handed.ask(&key);
+        handed.ask(key);
         handed.take(&chunks(&first, Sha256::digest(&first).into())[0]);
         let chunks = chunks(&second, Sha256::digest(&second).into());
         assert_eq!(handed.take(&chunks[1]), Taken::Again);
-        assert_eq!(handed.ask(&key), Some(0));
+        assert_eq!(handed.ask(key), Some(0));
         let taken: Vec<_> = chunks.iter().map(|chunk| handed.take(chunk)).collect();
         assert_eq!(taken.last(), Some(&Taken::Whole));
     }

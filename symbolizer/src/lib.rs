@@ -1,8 +1,9 @@
 //! The unprivileged half of Stackwire: finds names for captured stacks and writes profiles.
 //!
-//! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs` (messages) →
-//! `ingest/` (the only reader of the wire) → `profile/` (tables) → `resolve/` (names) → `export/`
-//! (pprof, perf.data, folded, flame graph, report). Profiles of others come in through `input/`.
+//! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs`
+//! (messages) → `ingest/` (the only reader of the wire) → `profile/` (tables) → `resolve/` (names)
+//! → `export/` (pprof, perf.data, folded, flame graph, report). Profiles of others come in through
+//! `input/`.
 //!
 //! ```no_run
 //! use stackwire::{Session, export};
@@ -27,7 +28,6 @@
 
 mod capture;
 pub mod compile;
-pub mod elf;
 pub mod export;
 mod handed;
 mod ingest;
@@ -44,17 +44,17 @@ mod session;
 pub mod table;
 
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into, read_with};
-pub use elf::Scratch;
 pub use input::{InputError, Inputs};
 pub use profile::Profile;
 pub use resolve::{
-    Answer, DEBUG_DIR, Debuginfod, FetchError, Sources, Symbols, add_to_cache, build_ids, lay_out,
-    resolve,
+    AddError, Answer, DEBUG_DIR, Debuginfod, DebuginfodError, FetchError, FileError, Sources,
+    Symbols, SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
 pub use say::say;
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Kept, Session, SessionError, Spawned, find_collector};
 pub use stackwire_cache as cache;
+pub use stackwire_elf::Scratch;
 
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");
@@ -71,7 +71,8 @@ pub mod fuzz {
         }
     }
 
-    /// Reads a perf.data, a pprof (not compressed), a profile of gperftools or folded stacks, each by its reader.
+    /// Reads a perf.data, a pprof (not compressed), a profile of gperftools or folded stacks, each
+    /// by its reader.
     pub fn perf_data(bytes: &[u8]) {
         if bytes.starts_with(b"PERFILE2") {
             crate::input::fuzz(bytes);
@@ -112,7 +113,7 @@ pub mod fuzz {
 
         let Ok(mut file) = tempfile::tempfile() else { return };
         let Ok(()) = file.write_all(bytes) else { return };
-        let Ok(elf) = crate::elf::Elf::open(file, &Default::default()) else { return };
+        let Ok(elf) = stackwire_elf::Elf::open(file, &Default::default()) else { return };
         let _ = (elf.debug_link(), elf.alt_link(), elf.sha256(), elf.crc());
         let files = crate::compile::Files { executable: Some(&elf), ..Default::default() };
         table(&crate::compile::compile(&files, None).bytes);

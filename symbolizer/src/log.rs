@@ -1,7 +1,7 @@
 //! The capture log: a stream as it came, on disk before it is acknowledged.
 //!
-//! One file a window, in the format of captures. Knows which artifacts the epochs in it refer to and
-//! which of them it has. Used by `server.rs`; read back by `capture.rs`.
+//! One file a window, in the format of captures. Knows which artifacts the epochs in it refer to
+//! and which of them it has. Used by `server.rs`; read back by `capture.rs`.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
@@ -11,12 +11,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use prost::Message;
-use stackwire_cache::{Cache, Id, Key, Kind};
+use stackwire_cache::{Cache, Key, Kind};
+use stackwire_model::{BuildId, ExecutableKey};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 
 use crate::capture::Artifacts;
-use crate::handed::{FileKey, Taken};
+use crate::handed::{Taken, key};
 use crate::ingest::{self, IngestError};
 use crate::profile::{ArtifactHash, Builder, Executable};
 use crate::resolve::Pinned;
@@ -48,13 +49,13 @@ pub struct Answer {
     /// Artifacts to ask for, before the acknowledgement.
     pub want: Vec<ArtifactHash>,
     /// Files to ask for, with what is here of each.
-    pub want_files: Vec<(FileKey, u64)>,
+    pub want_files: Vec<(ExecutableKey, u64)>,
     /// Durable up to this epoch.
     pub ack: Option<u64>,
 }
 
 /// Artifacts and files to ask for.
-type Wants = (Vec<ArtifactHash>, Vec<(FileKey, u64)>);
+type Wants = (Vec<ArtifactHash>, Vec<(ExecutableKey, u64)>);
 
 /// What is here of the files a capture is of.
 #[derive(Debug, Default)]
@@ -212,8 +213,8 @@ impl Log {
         (self.samples, self.lost.values().copied().collect())
     }
 
-    /// Closes the file as a window of its own: with an end that speaks of its epochs only, `more` having
-    /// been lost beside what they said.
+    /// Closes the file as a window of its own: with an end that speaks of its epochs only, `more`
+    /// having been lost beside what they said.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -247,16 +248,15 @@ impl Log {
         (self.path, self.files.pinned)
     }
 
-    /// A piece of a file. Kept outside until it is whole, so that a transfer may go on in another log; then here,
-    /// for who resolves this one again.
+    /// A piece of a file. Kept outside until it is whole, so that a transfer may go on in another
+    /// log; then here, for who resolves this one again.
     fn take_file(&mut self, chunk: &v1::ArtifactChunk) -> Result<Answer, LogError> {
         let handed = Arc::clone(self.files.pinned.handed());
         match handed.take(chunk) {
             Taken::Nothing => Ok(Answer::default()),
             Taken::Refused(message) => self.write(&message).map(|()| Answer::default()),
             Taken::Again => {
-                let key = chunk.file.as_ref().map(FileKey::read);
-                let want_files = key.into_iter().map(|key| (key, 0)).collect();
+                let want_files = key(chunk).into_iter().map(|key| (key, 0)).collect();
                 Ok(Answer { want_files, ..Answer::default() })
             }
             Taken::Whole => {
@@ -276,7 +276,7 @@ impl Log {
         let profile = builder.build();
         let mut want_files = Vec::new();
         for (index, executable) in profile.executables.iter().enumerate() {
-            let Executable::File { build_id, .. } = executable else { continue };
+            let Executable::File { key, .. } = executable else { continue };
             let pids: Vec<u32> = profile
                 .mappings
                 .iter()
@@ -284,15 +284,14 @@ impl Log {
                 .map(|mapping| profile.processes[mapping.process.index()].pid)
                 .collect();
             // The inodes of another host mean nothing here.
-            let here = (self.files.local || !build_id.is_empty())
+            let here = (self.files.local || executable.build_id().is_some())
                 && self.files.pinned.pin(executable, &pids);
             let new = self.met.insert(executable.clone());
-            if !new || (!self.share_all && (here || self.is_cached(build_id))) {
+            if !new || (!self.share_all && (here || self.is_cached(executable.build_id()))) {
                 continue;
             }
-            let key = FileKey::of(executable);
             want_files.extend(key.and_then(|key| {
-                let offset = self.files.pinned.handed().ask(&key)?;
+                let offset = self.files.pinned.handed().ask(key)?;
                 Some((key, offset))
             }));
         }
@@ -300,12 +299,10 @@ impl Log {
     }
 
     /// Whether the cache has the file or what was made of it.
-    fn is_cached(&self, build_id: &[u8]) -> bool {
-        let (Some(cache), Ok(id)) = (&self.files.cache, Id::of_bytes(build_id)) else {
-            return false;
-        };
+    fn is_cached(&self, build_id: Option<BuildId>) -> bool {
+        let (Some(cache), Some(id)) = (&self.files.cache, build_id) else { return false };
         let kinds = [Kind::Executable, Kind::Table(table::VERSION)];
-        let has = |kind| cache.get(&Key::new(id.clone(), kind)).is_ok_and(|blob| blob.is_some());
+        let has = |kind| cache.get(&Key::new(id.into(), kind)).is_ok_and(|blob| blob.is_some());
         kinds.into_iter().any(has)
     }
 

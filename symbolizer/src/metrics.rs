@@ -1,7 +1,7 @@
 //! Counters for Prometheus: what was named and from where, what was not and why, how long it took.
 //!
-//! Counted by `resolve/` and `serve/`, served on an address of its own by [`listen`]. Every label has few values:
-//! no path, no build-id, no host name.
+//! Counted by `resolve/` and `serve/`, served on an address of its own by [`listen`]. Every label
+//! has few values: no path, no build-id, no host name.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -268,7 +268,8 @@ fn reason(profile: &Profile, executable: usize) -> &'static str {
     }
 }
 
-/// Serves `/metrics` on `host:port` until the process ends; returns the address that is listened on.
+/// Serves `/metrics` on `host:port` until the process ends; returns the address that is listened
+/// on.
 ///
 /// # Errors
 /// When the address cannot be listened on, or no thread be started.

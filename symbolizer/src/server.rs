@@ -1,6 +1,7 @@
 //! The gRPC service, thin: greet, hand messages to a [`Keeper`], pass on what it answers.
 //!
-//! Decides nothing about files or profiles: `record` keeps one log and `serve` many, each with a keeper.
+//! Decides nothing about files or profiles: `record` keeps one log and `serve` many, each with a
+//! keeper.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,18 +46,14 @@ pub trait Accept: Send + Sync + 'static {
 }
 
 /// Why a stream is not kept, in words for the collector.
-#[derive(Debug)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum NotKept {
     /// Nor will it be when the collector tries again.
+    #[error("{0}")]
     Refused(String),
     /// Something went wrong here.
+    #[error("{0}")]
     Failed(String),
-}
-
-impl From<String> for NotKept {
-    fn from(why: String) -> Self {
-        Self::Failed(why)
-    }
 }
 
 /// The service.
@@ -105,8 +102,7 @@ impl<A: Accept> Symbolizer for Service<A> {
         let acceptor = Arc::clone(&self.acceptor);
         let keeper =
             blocking(move || acceptor.accept(&hello, &greeting)).await?.map_err(|why| {
-                let (NotKept::Refused(text) | NotKept::Failed(text)) = &why;
-                say(&format!("stackwire: cannot keep a capture: {text}"));
+                say(&format!("stackwire: cannot keep a capture: {why}"));
                 match why {
                     NotKept::Refused(text) => Status::failed_precondition(text),
                     NotKept::Failed(text) => Status::internal(text),
@@ -153,7 +149,7 @@ async fn keep(
                     let _ = replies.send(Ok(reply(Reply::Want(want))));
                 }
                 for (key, offset) in answer.want_files {
-                    let file = Some(key.wire());
+                    let file = Some(key.into());
                     let want = v1::Want { file, offset, ..v1::Want::default() };
                     let _ = replies.send(Ok(reply(Reply::Want(want))));
                 }

@@ -17,8 +17,8 @@ fn run(command: &mut Command) {
     assert!(status.success(), "{command:?}: {status}");
 }
 
-/// Functions at the beginning of a cache line each: a loop that straddles two is slower on some CPUs, and then
-/// equal work is not equal time.
+/// Functions at the beginning of a cache line each: a loop that straddles two is slower on some
+/// CPUs, and then equal work is not equal time.
 const C: [&str; 6] = [
     "-O1",
     "-g",
@@ -142,7 +142,8 @@ pub(crate) fn inlined_rs() -> &'static Path {
     })
 }
 
-/// `unwind.c` and the inlined programs without frame pointers, each as a compiler would by default: name and program.
+/// `unwind.c` and the inlined programs without frame pointers, each as a compiler would by default:
+/// name and program.
 pub(crate) fn unwind_corpus() -> &'static [(&'static str, PathBuf)] {
     static BUILT: OnceLock<Vec<(&str, PathBuf)>> = OnceLock::new();
     BUILT.get_or_init(|| {
@@ -245,6 +246,13 @@ pub(crate) fn briefs() -> &'static [PathBuf; 2] {
 pub(crate) fn large_map() -> PathBuf {
     let out = output("large_map");
     run(Command::new("gcc").args(["-O2", "-g"]).arg(source("large_map.c")).arg("-o").arg(&out));
+    out
+}
+
+/// `jit`.
+pub(crate) fn jit() -> PathBuf {
+    let out = output("jit");
+    run(Command::new("gcc").args(["-O2", "-g"]).arg(source("jit.c")).arg("-o").arg(&out));
     out
 }
 

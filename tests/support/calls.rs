@@ -1,5 +1,6 @@
-//! Whether a stack can be: each caller's return address follows a call, and where that names its target, a call of the
-//! function below it. A judge that knows nothing of unwinding, for stacks nobody else can walk.
+//! Whether a stack can be: each caller's return address follows a call, and where that names its
+//! target, a call of the function below it. A judge that knows nothing of unwinding, for stacks
+//! nobody else can walk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! The oracle of the walker: call frame information interpreted by gimli, with every register, every rule and every
-//! expression, on a stopped thread.
+//! The oracle of the walker: call frame information interpreted by gimli, with every register,
+//! every rule and every expression, on a stopped thread.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -17,8 +17,8 @@ use super::stopped::{Mapping, Stopped};
 
 /// Deepest stack compared.
 pub(crate) const DEPTH: usize = 1_300;
-/// Functions of Go's runtime that go from one stack to another, and those that are outermost (`TOPFRAME`), of which its
-/// call frame information does not say so.
+/// Functions of Go's runtime that go from one stack to another, and those that are outermost
+/// (`TOPFRAME`), of which its call frame information does not say so.
 const SWITCHES: [&str; 16] = [
     "runtime.rt0_go",
     "runtime.goexit",
@@ -150,7 +150,8 @@ pub(crate) fn theirs(stopped: &Stopped, modules: &mut Modules) -> Walked {
         let ip = registers[RIP].unwrap() - u64::from(!exact);
         let Some(mapping) = stopped.mapping(ip) else { break "not code".to_owned() };
         if mapping.path.as_os_str().is_empty() {
-            // Nobody knows better of code made at run time, and of where in it a function has no frame yet nobody at all.
+            // Nobody knows better of code made at run time, and of where in it a function has no
+            // frame yet nobody at all.
             if exact {
                 break "no rule".to_owned();
             }

@@ -12,8 +12,8 @@ pub(crate) struct Release {
     directory: PathBuf,
 }
 
-/// Every kind of program: pure Go and Go with C both ways; whole, without symbols, stripped, position-independent, with the
-/// race detector; a library of Go in a program of C, and a plugin.
+/// Every kind of program: pure Go and Go with C both ways; whole, without symbols, stripped,
+/// position-independent, with the race detector; a library of Go in a program of C, and a plugin.
 const PROGRAMS: [&str; 10] = [
     "server",
     "server-bare",

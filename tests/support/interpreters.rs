@@ -1,4 +1,5 @@
-//! Every CPython and Java that is here: the host's, those of an interpreter manager, and another Debian's.
+//! Every CPython and Java that is here: the host's, those of an interpreter manager, and another
+//! Debian's.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -50,8 +50,8 @@ pub(crate) fn new_build_id(path: &Path) {
     write_at(path, section(path, ".note.gnu.build-id").offset + 16, &name[..name.len().min(20)]);
 }
 
-/// An `.eh_frame` of so many functions, of one byte each from `text` on. All share a description of so many instructions that
-/// do nothing; `own` gives the instructions of each.
+/// An `.eh_frame` of so many functions, of one byte each from `text` on. All share a description of
+/// so many instructions that do nothing; `own` gives the instructions of each.
 pub(crate) fn eh_frame(
     nothings: usize,
     functions: u64,

@@ -1,4 +1,5 @@
-//! What the tests share: building fixtures, running the binaries, reading profiles through `go tool pprof`.
+//! What the tests share: building fixtures, running the binaries, reading profiles through `go tool
+//! pprof`.
 
 pub(crate) mod build;
 pub(crate) mod calls;
@@ -85,7 +86,8 @@ pub(crate) fn privileged() -> bool {
     can("root, to load eBPF programs", rustix::process::geteuid().is_root())
 }
 
-/// Waits until no other test samples, and keeps them waiting: for one that takes a CPU away, or all of them.
+/// Waits until no other test samples, and keeps them waiting: for one that takes a CPU away, or all
+/// of them.
 pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
     SHARE.with_borrow_mut(|held| *held = None);
     MACHINE.write().unwrap_or_else(PoisonError::into_inner)
@@ -154,8 +156,9 @@ pub(crate) fn recorded(directory: &Path, arguments: &[&str]) -> Ran {
     Ran::of(command.arg("record").args(arguments).current_dir(directory))
 }
 
-/// A command that runs cargo, as people call it: with what cargo tells its tests of their package (`CARGO_PKG_NAME` and the
-/// like), the build script of `ring` would run anew, and all that stands on it be built twice.
+/// A command that runs cargo, as people call it: with what cargo tells its tests of their package
+/// (`CARGO_PKG_NAME` and the like), the build script of `ring` would run anew, and all that stands
+/// on it be built twice.
 pub(crate) fn outside_cargo(command: &mut Command) -> &mut Command {
     for (name, _) in std::env::vars_os() {
         let told = name.to_str().is_some_and(|name| name.starts_with("CARGO_"));

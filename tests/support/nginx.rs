@@ -1,4 +1,5 @@
-//! nginx with two workers, on a unix socket in a directory of its own, asked for one compressed file again and again.
+//! nginx with two workers, on a unix socket in a directory of its own, asked for one compressed
+//! file again and again.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

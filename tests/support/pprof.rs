@@ -1,4 +1,5 @@
-//! Profiles, from their protobuf by a decoder of the tests' own; and as `go tool pprof -raw` prints them, another reader.
+//! Profiles, from their protobuf by a decoder of the tests' own; and as `go tool pprof -raw` prints
+//! them, another reader.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -167,7 +168,8 @@ impl Pprof {
         }
     }
 
-    /// `   12: 0x1234 M=1 function /file.c:12:0 s=0` (up to Go 1.22 without the column), then lines of what it is inlined into.
+    /// `   12: 0x1234 M=1 function /file.c:12:0 s=0` (up to Go 1.22 without the column), then lines
+    /// of what it is inlined into.
     fn location(&mut self, line: &str, last: &mut u64) {
         let mut rest = line.trim();
         if let Some((id, tail)) =
@@ -254,7 +256,8 @@ impl Pprof {
     }
 }
 
-/// Frames in an object by symbol, each as often as it was sampled; of inlined functions that they are in.
+/// Frames in an object by symbol, each as often as it was sampled; of inlined functions that they
+/// are in.
 pub(crate) fn frames_of(profile: &Pprof, object: &str) -> std::collections::BTreeMap<String, u64> {
     let mut found = std::collections::BTreeMap::new();
     for sample in &profile.samples {

@@ -1,4 +1,5 @@
-//! A thread that is stopped: its registers and memory, as ptrace has them, and what is mapped where.
+//! A thread that is stopped, with its process: its registers and memory, as ptrace has them, and
+//! what is mapped where.
 
 #![expect(unsafe_code, reason = "ptrace has no safe interface")]
 
@@ -16,9 +17,9 @@ pub(crate) struct Mapping {
     pub(crate) path: PathBuf,
 }
 
-/// The thread; it runs on when this is dropped.
+/// The thread; its process runs on when this is dropped.
 pub(crate) struct Stopped {
-    pid: i32,
+    _held: Vec<Held>,
     memory: File,
     /// By DWARF number, rip last.
     pub(crate) registers: [u64; 17],
@@ -29,22 +30,30 @@ pub(crate) struct Stopped {
 }
 
 impl Stopped {
-    /// Stops a thread, the main one if that is its process's id, wherever it is; `None` when it is gone.
+    /// Stops a thread, the main one if that is its process's id, wherever it is, and then all
+    /// others of its process: Go's garbage collector moves the stack of one thread from another.
+    /// `None` when it is gone.
     pub(crate) fn stop(tid: u32) -> Option<Self> {
         let pid = tid as i32;
-        // SAFETY: plain system calls; the structure outlives the one that fills it.
-        let (regs, seized) = unsafe {
+        let mut held = vec![Held::stop(pid)?];
+        // SAFETY: a plain system call; the structure outlives it.
+        let regs = unsafe {
             let mut regs: libc::user_regs_struct = std::mem::zeroed();
-            if libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) != 0 {
-                return None;
-            }
-            libc::ptrace(libc::PTRACE_INTERRUPT, pid, 0, 0);
-            let mut status = 0;
-            // A signal may stop it before; it is given again when it runs on.
-            let waited = libc::waitpid(pid, &raw mut status, libc::__WALL);
             let got = libc::ptrace(libc::PTRACE_GETREGS, pid, 0, &raw mut regs);
-            (regs, waited == pid && got == 0)
+            (got == 0).then_some(regs)?
         };
+        // Until the last is stopped, others may start more.
+        loop {
+            let threads = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
+            let threads = threads.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+            let new: Vec<i32> =
+                threads.filter(|tid| held.iter().all(|held| held.0 != *tid)).collect();
+            let before = held.len();
+            held.extend(new.into_iter().filter_map(Held::stop));
+            if held.len() == before {
+                break;
+            }
+        }
         let memory = File::open(format!("/proc/{pid}/mem"));
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
         let registers = [
@@ -53,8 +62,7 @@ impl Stopped {
         ];
         let mappings = maps.lines().filter_map(mapping).collect();
         let thread = regs.fs_base;
-        let stopped = Self { pid, memory: memory.ok()?, registers, thread, mappings };
-        seized.then_some(stopped)
+        Some(Self { _held: held, memory: memory.ok()?, registers, thread, mappings })
     }
 
     /// Eight bytes of its memory.
@@ -78,10 +86,30 @@ impl Stopped {
     }
 }
 
-impl Drop for Stopped {
+/// A thread that is stopped until dropped.
+struct Held(i32);
+
+impl Held {
+    fn stop(tid: i32) -> Option<Self> {
+        // SAFETY: plain system calls; the status outlives the one that fills it.
+        unsafe {
+            if libc::ptrace(libc::PTRACE_SEIZE, tid, 0, 0) != 0 {
+                return None;
+            }
+            let held = Self(tid);
+            libc::ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0);
+            let mut status = 0;
+            // A signal may stop it before; it is given again when it runs on.
+            let waited = libc::waitpid(tid, &raw mut status, libc::__WALL);
+            (waited == tid && libc::WIFSTOPPED(status)).then_some(held)
+        }
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
         // SAFETY: a plain system call. One that has ended meanwhile needs no more.
-        unsafe { libc::ptrace(libc::PTRACE_DETACH, self.pid, 0, 0) };
+        unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, 0, 0) };
     }
 }
 

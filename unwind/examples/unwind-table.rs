@@ -1,4 +1,5 @@
-//! Prints what an unwind table of a file holds: `cargo run --release -p stackwire-unwind --example unwind-table FILE…`
+//! Prints what an unwind table of a file holds: `cargo run --release -p stackwire-unwind --example
+//! unwind-table FILE…`
 
 use std::time::Instant;
 

@@ -1,9 +1,9 @@
-//! From an ELF file to its unwind table: `.eh_frame`, then Go's own, then `.debug_frame` for what those leave out, and
-//! the few places that are known to need none.
+//! From an ELF file to its unwind table: `.eh_frame`, then Go's own, then `.debug_frame` for what
+//! those leave out, and the few places that are known to need none.
 //!
-//! What cannot be read costs the function it is of; what has a shape no compiler writes becomes code without a rule,
-//! never a guess. Run in the collector's unwind compiler, and by the symbolizer for copied
-//! stacks: on files of strangers.
+//! What cannot be read costs the function it is of; what has a shape no compiler writes becomes
+//! code without a rule, never a guess. Run in the collector's unwind compiler, and by the
+//! symbolizer for copied stacks: on files of strangers.
 
 use std::fs::File;
 
@@ -12,39 +12,17 @@ use gimli::{
     UnwindContext, UnwindExpression, UnwindSection, UnwindTableRow,
 };
 use stackwire_collector_ebpf::unwind::{R12, RBP, RBX, RSP, Rule, cfa, fp, ra};
+use stackwire_model::BuildId;
 
 use crate::elf::Elf;
+use crate::error::CompileError;
 use crate::expression::{Shape, shape};
 use crate::pages::Spans;
 use crate::shared::Shared;
 use crate::table::Table;
 use crate::{go, startup, v8};
 
-/// There is no table to be had.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum CompileError {
-    /// No ELF file.
-    #[error("not an ELF file")]
-    NotElf,
-    /// Of another machine.
-    #[error("not a 64-bit x86 program")]
-    Foreign,
-    /// It does not hold together.
-    #[error("not a readable ELF file: {0}")]
-    Broken(String),
-    /// It is whole and has nothing.
-    #[error("it has no call frame information")]
-    Nothing,
-}
-
-impl CompileError {
-    pub(crate) fn broken(error: impl std::fmt::Display) -> Self {
-        Self::Broken(error.to_string())
-    }
-}
-
-type Bytes<'a> = EndianSlice<'a, LittleEndian>;
+pub(crate) type Bytes<'a> = EndianSlice<'a, LittleEndian>;
 
 /// DWARF number of the return address, rip.
 const RIP: Register = Register(16);
@@ -57,18 +35,19 @@ const MAX_CLONE: u64 = 32;
 const MAX_CLONES: usize = 16;
 const RBP_: Register = Register(RBP as u16);
 
-/// The GNU build-id of an executable, empty when it has none.
+/// The GNU build-id of an executable, if it has one.
 ///
 /// # Errors
 /// See [`CompileError`].
-pub fn build_id(file: &File) -> Result<Vec<u8>, CompileError> {
-    Elf::open(file).map(|elf| elf.build_id)
+pub fn build_id(file: &File) -> Result<Option<BuildId>, CompileError> {
+    Elf::open(file).map(|elf| elf.build_id())
 }
 
 /// Compiles the table of an executable.
 ///
 /// # Errors
-/// See [`CompileError`]. Memory: about thirty times the rows, at most a gigabyte for what is not hostile.
+/// See [`CompileError`]. Memory: about thirty times the rows, at most a gigabyte for what is not
+/// hostile.
 pub fn compile(file: &File) -> Result<Table, CompileError> {
     let elf = Elf::open(file)?;
     let go = go::Table::load(&elf);
@@ -78,7 +57,7 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
     if kept.is_none() && spans.rules().any(|rule| u32::from(rule.register) == RBX) {
         spans = compile_with(&elf, go.as_ref(), Some(RBX))?;
     }
-    Ok(spans.finish(elf.build_id.clone()))
+    Ok(spans.finish(elf.build_id()))
 }
 
 /// The rules, with where one more register is that callees keep, or without.
@@ -129,16 +108,18 @@ fn compile_with(
     Ok(spans)
 }
 
-/// The first instructions of a program, where a C library does not say that nobody called them (musl).
+/// The first instructions of a program, where a C library does not say that nobody called them
+/// (musl).
 fn add_entry(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
-    let Some(offset) = elf.offset(elf.entry).filter(|_| elf.entry != 0) else { return };
+    let Some(offset) = elf.offset(elf.entry()).filter(|_| elf.entry() != 0) else { return };
     let next = covered.partition_point(|&(_, end)| end <= offset);
     let end = covered.get(next).map_or(u64::MAX, |&(start, _)| start).min(offset + ENTRY);
     spans.add(offset, end, Rule { cfa: cfa::ROOT, register: RSP as u8, ..Rule::default() });
 }
 
-/// `clone` and `clone3` of C libraries: their call frame information leaves out what runs in the parent and in the child, from the
-/// system call to where the child goes its own way (sysdeps/unix/sysv/linux/x86_64/clone3.S of glibc).
+/// `clone` and `clone3` of C libraries: their call frame information leaves out what runs in the
+/// parent and in the child, from the system call to where the child goes its own way
+/// (sysdeps/unix/sysv/linux/x86_64/clone3.S of glibc).
 fn add_clones(elf: &Elf<'_>, spans: &mut Spans) {
     let at_rsp = |rule: &Rule| {
         let in_memory = rule.ra == ra::AT_CFA && rule.fp == fp::SAME;
@@ -151,8 +132,8 @@ fn add_clones(elf: &Elf<'_>, spans: &mut Spans) {
     }
 }
 
-/// Linkage tables of functions chosen at the start of the program, of static programs and of LLVM's linker: jumps and nothing else,
-/// of which linkers write no call frame information.
+/// Linkage tables of functions chosen at the start of the program, of static programs and of LLVM's
+/// linker: jumps and nothing else, of which linkers write no call frame information.
 fn add_stubs(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
     let of_static = elf.section(".plt").filter(|_| elf.section(".dynamic").is_none());
     for section in of_static.into_iter().chain(elf.section(".iplt")) {
@@ -210,7 +191,7 @@ fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
 }
 
 /// The rule of a row; none when it has a shape the kernel side does not know.
-fn rule<'a, S: UnwindSection<Bytes<'a>>>(
+pub(crate) fn rule<'a, S: UnwindSection<Bytes<'a>>>(
     row: &UnwindTableRow<usize>,
     section: &S,
     cie: &gimli::CommonInformationEntry<Bytes<'a>>,
@@ -250,7 +231,8 @@ fn known_rule<'a, S: UnwindSection<Bytes<'a>>>(
                 rule.offset = small(offset)?;
             }
             Shape::Memory(of, offset, more) => {
-                // As the C library writes it for where signal handlers return to: uc_mcontext.gregs[REG_RSP].
+                // As the C library writes it for where signal handlers return to:
+                // uc_mcontext.gregs[REG_RSP].
                 if cie.is_signal_trampoline() && (of, offset, more) == (RSP as u16, 160, 0) {
                     let (cfa, register) = (cfa::SIGNAL, RSP as u8);
                     return Some(Rule { cfa, register, ..Rule::default() });

@@ -1,70 +1,56 @@
-//! What the compiler needs of an ELF file: sections by name, and where addresses are in the file. Reads with pread.
+//! What the compiler needs of an ELF file: sections by name, and what is at an address. Reads with
+//! pread.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use gimli::{BaseAddresses, EhFrameHdr, Pointer};
-use object::elf::{self, FileHeader64, ProgramHeader64};
-use object::read::ReadCache;
-use object::read::elf::{FileHeader, ProgramHeader as _, SectionHeader as _};
-use object::{LittleEndian, ReadRef};
+use object::Endianness;
+use object::elf;
+use stackwire_elf::{ElfError, Headers, Section, Segment};
+use stackwire_model::BuildId;
 
-use crate::compile::CompileError;
-use crate::table::MAX_BUILD_ID;
+use crate::error::CompileError;
 
 /// Largest section read: that of a browser with all its symbols has 60 MB.
 const MAX_SECTION: u64 = 256 << 20;
+/// Where `.eh_frame` begins stands before the table of its index.
+const MAX_INDEX_HEAD: u64 = 64;
 
 /// A 64-bit little-endian x86-64 file.
 #[derive(Debug)]
 pub struct Elf<'f> {
     file: &'f File,
-    sections: Vec<Section>,
-    /// Loadable segments: address, bytes in the file, offset.
-    loads: Vec<(u64, u64, u64)>,
-    /// GNU build-id, empty when it has none.
-    pub build_id: Vec<u8>,
-    /// Address of its first instruction.
-    pub entry: u64,
+    headers: Headers,
+    /// `.eh_frame`, found by its index where section headers are stripped: what the loader needs
+    /// stays.
+    eh_frame: Option<Section>,
 }
 
-/// A section of it.
-#[derive(Debug)]
-pub struct Section {
-    name: String,
-    /// Address.
-    pub address: u64,
-    offset: u64,
-    /// Bytes.
-    pub size: u64,
-    is_compressed: bool,
-}
-
-/// Address, bytes in the file, offset.
-type Place = (u64, u64, u64);
-
-/// `.eh_frame` as its index says where it begins (`.eh_frame_hdr`, Linux Standard Base Core 10.6.2); it may reach to the end of
-/// its segment, and has an end of its own.
-fn eh_frame(file: &File, (address, size, offset): Place, loads: &[Place]) -> Option<Section> {
+/// `.eh_frame` as its index says where it begins (`.eh_frame_hdr`, Linux Standard Base Core
+/// 10.6.2); it may reach to the end of its segment, and has an end of its own.
+fn eh_frame(file: &File, headers: &Headers) -> Option<Section> {
+    let Segment { address, size, offset } = headers.eh_frame_index?;
     let mut index = vec![0; usize::try_from(size.min(MAX_INDEX_HEAD)).ok()?];
     file.read_exact_at(&mut index, offset).ok()?;
     let bases = BaseAddresses::default().set_eh_frame_hdr(address);
     let parsed = EhFrameHdr::new(&index, gimli::LittleEndian).parse(&bases, 8).ok()?;
     let Pointer::Direct(address) = parsed.eh_frame_ptr() else { return None };
-    loads.iter().find_map(|&(start, bytes, offset)| {
-        let inside = address.checked_sub(start).filter(|&inside| inside < bytes)?;
+    headers.loads.iter().find_map(|load| {
+        let inside = load.segment.inside(address)?;
         Some(Section {
             name: ".eh_frame".to_owned(),
+            kind: elf::SHT_PROGBITS,
+            flags: elf::SHF_ALLOC.into(),
             address,
-            offset: offset.checked_add(inside)?,
-            size: bytes - inside,
-            is_compressed: false,
+            offset: load.segment.offset.checked_add(inside)?,
+            size: load.segment.size - inside,
+            link: 0,
+            info: 0,
+            align: 8,
         })
     })
 }
-
-/// Where it begins stands before its table.
-const MAX_INDEX_HEAD: u64 = 64;
 
 impl<'f> Elf<'f> {
     /// Reads the headers.
@@ -72,70 +58,44 @@ impl<'f> Elf<'f> {
     /// # Errors
     /// When it is none, or not of this machine.
     pub fn open(file: &'f File) -> Result<Self, CompileError> {
-        let cache = ReadCache::new(file);
-        let ident: &[u8] =
-            ReadRef::read_bytes_at(&cache, 0, 5).map_err(|()| CompileError::NotElf)?;
-        if ident[..4] != elf::ELFMAG {
-            return Err(CompileError::NotElf);
-        }
-        if ident[4] != elf::ELFCLASS64 {
+        let headers = Headers::read(file)?;
+        if !headers.is_64
+            || headers.endian != Endianness::Little
+            || headers.machine != elf::EM_X86_64
+        {
             return Err(CompileError::Foreign);
         }
-        let header = FileHeader64::<LittleEndian>::parse(&cache).map_err(CompileError::broken)?;
-        let endian = header.endian().map_err(|_cause| CompileError::Foreign)?;
-        if header.e_machine(endian) != elf::EM_X86_64 {
-            return Err(CompileError::Foreign);
-        }
-        let segments = header.program_headers(endian, &cache).map_err(CompileError::broken)?;
-        let loads = segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD);
-        let place = |segment: &ProgramHeader64<LittleEndian>| {
-            (segment.p_vaddr(endian), segment.p_filesz(endian), segment.p_offset(endian))
+        let eh_frame = match headers.has(".eh_frame") {
+            true => None,
+            false => eh_frame(file, &headers),
         };
-        let loads: Vec<_> = loads.map(place).collect();
-        let table = header.sections(endian, &cache).map_err(CompileError::broken)?;
-        let sections = table.iter().filter(|section| section.sh_type(endian) != elf::SHT_NOBITS);
-        let sections = sections.filter_map(|section| {
-            let name = table.section_name(endian, section).ok()?;
-            Some(Section {
-                name: String::from_utf8_lossy(name).into_owned(),
-                address: section.sh_addr(endian),
-                offset: section.sh_offset(endian),
-                size: section.sh_size(endian),
-                is_compressed: section.sh_flags(endian) & u64::from(elf::SHF_COMPRESSED) != 0,
-            })
-        });
-        let mut sections: Vec<Section> = sections.collect();
-        // Section headers may be stripped. What the loader needs stays, and leads to the call frame information.
-        if !sections.iter().any(|section| section.name == ".eh_frame") {
-            let index = segments.iter().find(|it| it.p_type(endian) == elf::PT_GNU_EH_FRAME);
-            sections.extend(index.and_then(|index| eh_frame(file, place(index), &loads)));
-        }
-        let notes = segments.iter().filter_map(|segment| segment.notes(endian, &cache).ok()?);
-        let build_id = notes
-            .filter_map(|mut notes| {
-                while let Ok(Some(note)) = notes.next() {
-                    if note.n_type(endian) == elf::NT_GNU_BUILD_ID && note.name() == b"GNU" {
-                        return Some(note.desc().to_vec());
-                    }
-                }
-                None
-            })
-            .find(|id| id.len() <= MAX_BUILD_ID as usize);
-        let entry = header.e_entry(endian);
-        Ok(Self { file, sections, loads, build_id: build_id.unwrap_or_default(), entry })
+        Ok(Self { file, headers, eh_frame })
     }
 
-    /// A section by name.
+    /// GNU build-id, if it has one.
+    #[must_use]
+    pub fn build_id(&self) -> Option<BuildId> {
+        self.headers.ids.gnu
+    }
+
+    /// Address of its first instruction.
+    #[must_use]
+    pub fn entry(&self) -> u64 {
+        self.headers.entry
+    }
+
+    /// A section by name that has content.
     #[must_use]
     pub fn section(&self, name: &str) -> Option<&Section> {
-        self.sections.iter().find(|section| section.name == name)
+        let found_by_index = self.eh_frame.as_ref().filter(|section| section.name == name);
+        found_by_index.or_else(|| self.headers.find(name))
     }
 
     /// Whether an address is in a linkage table, of jumps to other files.
     #[must_use]
     pub fn is_linkage_table(&self, address: u64) -> bool {
         let inside = |section: &&Section| address.wrapping_sub(section.address) < section.size;
-        let mut sections = self.sections.iter().filter(inside);
+        let mut sections = self.headers.sections.iter().filter(inside);
         sections.any(|section| section.name.starts_with(".plt") || section.name == ".iplt")
     }
 
@@ -144,19 +104,16 @@ impl<'f> Elf<'f> {
     /// # Errors
     /// When the file is too short for it, or it is too large.
     pub fn content(&self, section: &Section) -> Result<Vec<u8>, CompileError> {
-        if section.is_compressed {
-            return Err(CompileError::Broken(format!("its {} is compressed", section.name)));
+        if section.is_compressed() {
+            return Err(CompileError::Compressed(section.name.clone()));
         }
-        let length = self.file.metadata().map_err(CompileError::broken)?.len();
-        let fits = section.offset.checked_add(section.size).is_some_and(|end| end <= length);
-        if !fits || section.size > MAX_SECTION {
-            return Err(CompileError::Broken(format!(
-                "its {} has {} bytes at {}, the file {length}",
-                section.name, section.size, section.offset
-            )));
+        self.headers.check(section)?;
+        if section.size > MAX_SECTION {
+            let (name, size) = (section.name.clone(), section.size);
+            return Err(ElfError::SectionTooLarge { name, size }.into());
         }
         let mut content = vec![0; section.size as usize];
-        self.file.read_exact_at(&mut content, section.offset).map_err(CompileError::broken)?;
+        self.file.read_exact_at(&mut content, section.offset).map_err(ElfError::from)?;
         Ok(content)
     }
 
@@ -168,7 +125,8 @@ impl<'f> Elf<'f> {
         Some(content)
     }
 
-    /// Words of 8 bytes from an address on, as they are once the program is loaded: of position-independent ones in relocations.
+    /// Words of 8 bytes from an address on, as they are once the program is loaded: of
+    /// position-independent ones in relocations.
     #[must_use]
     pub fn words(&self, address: u64, count: usize) -> Option<Vec<u64>> {
         let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
@@ -197,11 +155,12 @@ impl<'f> Elf<'f> {
     /// What is at an address and after it in the same segment, at most so many bytes.
     #[must_use]
     pub fn code_until(&self, address: u64, length: u64) -> Vec<u8> {
-        let inside = self.loads.iter().find_map(|&(start, size, _)| {
-            let inside = address.checked_sub(start).filter(|&inside| inside < size)?;
-            Some(size - inside)
-        });
-        self.code(address, length.min(inside.unwrap_or(0))).unwrap_or_default()
+        let left = self
+            .headers
+            .loads
+            .iter()
+            .find_map(|load| Some(load.segment.size - load.segment.inside(address)?));
+        self.code(address, length.min(left.unwrap_or(0))).unwrap_or_default()
     }
 
     /// Address of a function, by its name as symbols have it.
@@ -225,10 +184,7 @@ impl<'f> Elf<'f> {
     /// Where an address is in the file.
     #[must_use]
     pub fn offset(&self, address: u64) -> Option<u64> {
-        self.loads.iter().find_map(|&(start, size, offset)| {
-            let inside = address.checked_sub(start).filter(|&inside| inside < size)?;
-            offset.checked_add(inside)
-        })
+        self.headers.offset_of(address)
     }
 }
 
@@ -255,7 +211,8 @@ mod tests {
         assert_eq!((one.address, one.offset), (other.address, other.offset));
         assert!(other.size >= one.size);
         let [rules, same] = [&whole, &stripped].map(|elf| crate::compile(elf.file).unwrap());
-        // Code that has none is found by section headers: entries of a PLT, and what GCC adds (`startup.rs`).
+        // Code that has none is found by section headers: entries of a PLT, and what GCC adds
+        // (`startup.rs`).
         let differ = |at: &u64| rules.rule(*at).is_some() && rules.rule(*at) != same.rule(*at);
         let text = whole.section(".text").unwrap();
         let places = (text.offset..text.offset + text.size).step_by(97);

@@ -1,9 +1,10 @@
-//! Go's functions: how far each instruction of what Go compiled has moved the stack pointer is in `.gopclntab`, of which
-//! stripping leaves all; `.eh_frame` has only the C that was linked in, and not even that where Go's own linker did.
+//! Go's functions: how far each instruction of what Go compiled has moved the stack pointer is in
+//! `.gopclntab`, of which stripping leaves all; `.eh_frame` has only the C that was linked in, and
+//! not even that where Go's own linker did.
 //!
-//! Layouts are those of Go's `runtime/symtab.go`, Go 1.16 to 1.27 (the magic tells three families apart). Assembly, and C
-//! without call frame information, is followed instruction by instruction (`code/`); what the runtime does where it
-//! changes stacks is `go_stacks.rs`.
+//! Layouts are those of Go's `runtime/symtab.go`, Go 1.16 to 1.27 (the magic tells three families
+//! apart). Assembly, and C without call frame information, is followed instruction by instruction
+//! (`code/`); what the runtime does where it changes stacks is `go_stacks.rs`.
 
 use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp, ra};
 
@@ -14,12 +15,12 @@ use crate::pages::Spans;
 
 /// Every Go program and library has the first, plugins the second.
 const MARKS: [&str; 2] = [".go.buildinfo", ".note.go.buildid"];
-/// Sections the table is in; of position-independent programs built before 1.26 the second, or what linkers of C put
-/// that into.
+/// Sections the table is in; of position-independent programs built before 1.26 the second, or what
+/// linkers of C put that into.
 const SECTIONS: [&str; 3] = [".gopclntab", ".data.rel.ro.gopclntab", ".data.rel.ro"];
 const ALIGNED: usize = 32;
-/// Where the header has the beginning of the text, and where the module's description (`runtime.moduledata`), in a
-/// section of its own from 1.26 on.
+/// Where the header has the beginning of the text, and where the module's description
+/// (`runtime.moduledata`), in a section of its own from 1.26 on.
 const HEADER_TEXT: u64 = 24;
 const MODULE: &str = ".go.module";
 const MODULE_TEXT: u64 = 22 * 8;
@@ -172,7 +173,8 @@ impl Table {
         }
     }
 
-    /// Whether the race detector is linked in, which goes to another stack and keeps the way back in r12.
+    /// Whether the race detector is linked in, which goes to another stack and keeps the way back
+    /// in r12.
     pub fn detects_races(&self) -> bool {
         (0..self.functions)
             .filter_map(|index| self.function(index))
@@ -204,7 +206,8 @@ impl Table {
         let first = if self.family == Family::Go116 { 8 } else { 4 };
         let at = self.entries.checked_add(at)?.checked_add(first)?;
         let name = self.name(number(bytes, at, 4)?)?;
-        // Before it: args, deferreturn. Of C that was linked in the table has names and nothing else.
+        // Before it: args, deferreturn. Of C that was linked in the table has names and nothing
+        // else.
         let moves = match number(bytes, at + 12, 4)? {
             0 => Vec::new(),
             at => self.moves(entry, at)?,
@@ -262,7 +265,8 @@ fn number(bytes: &[u8], at: u64, length: usize) -> Option<u64> {
     Some(bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
 
-/// Where Go's text begins: in the header up to 1.25, from then on in the module's description alone.
+/// Where Go's text begins: in the header up to 1.25, from then on in the module's description
+/// alone.
 fn text(elf: &Elf<'_>, table: u64) -> Option<u64> {
     let module = || {
         let module = elf.section(MODULE)?.address;
@@ -301,7 +305,8 @@ impl Function<'_> {
         let Self { name, entry, end, flags, .. } = *self;
         let is_root = flags & TOPFRAME != 0 || ROOTS.contains(&name);
         let is_handler = name == b"runtime.sigtramp" || name == b"runtime.cgoSigtramp";
-        // The kernel has a signal's handler return to its first instruction, of which the one before is looked up.
+        // The kernel has a signal's handler return to its first instruction, of which the one
+        // before is looked up.
         if name == b"runtime.sigreturn" || name == b"runtime.sigreturn__sigaction" {
             add(entry.saturating_sub(1), end, Rule { cfa: cfa::SIGNAL, ..from_rsp(0) });
         } else if is_root && !is_handler {
@@ -354,7 +359,8 @@ impl Function<'_> {
         self.add_else(at, end, flags, add);
     }
 
-    /// Where instructions say nothing, the table does, but for who writes the stack pointer in ways it does not count.
+    /// Where instructions say nothing, the table does, but for who writes the stack pointer in ways
+    /// it does not count.
     fn add_else(&self, from: u64, to: u64, flags: u8, add: &mut impl FnMut(u64, u64, Rule)) {
         if flags & SPWRITE != 0 || go_stacks::changes(self.name) {
             add(from, to, unknown());
@@ -371,7 +377,8 @@ impl Function<'_> {
         }
     }
 
-    /// Rules by the table, of what Go compiled. rbp is where the beginning of the function has put it.
+    /// Rules by the table, of what Go compiled. rbp is where the beginning of the function has put
+    /// it.
     fn add_moves(&self, code: &mut Window<'_, '_>, add: &mut impl FnMut(u64, u64, Rule)) {
         let injected = if INJECTED.contains(&self.name) { ra::EXACT } else { 0 };
         // Whether it is put there, once that is known.
@@ -400,8 +407,9 @@ impl Function<'_> {
     }
 }
 
-/// Whether a function keeps its caller's rbp at the top of its frame, from the instructions around where it makes room for
-/// that: `push %rbp`, or (up to Go 1.20) `mov %rbp,TOP(%rsp)` after it. How many bytes later it is there.
+/// Whether a function keeps its caller's rbp at the top of its frame, from the instructions around
+/// where it makes room for that: `push %rbp`, or (up to Go 1.20) `mov %rbp,TOP(%rsp)` after it. How
+/// many bytes later it is there.
 fn saves(code: &[u8], moved: i32) -> Option<u64> {
     let top = moved.checked_sub(8)?;
     match *code {

@@ -1,6 +1,7 @@
-//! Where Go's runtime goes from one stack to another in ways its instructions alone do not tell: through its own
-//! structures. Where those have what is needed is read from the instructions of `runtime.systemstack`
-//! (`runtime/asm_amd64.s`), since offsets move from release to release. What is not recognized is said to be unknown.
+//! Where Go's runtime goes from one stack to another in ways its instructions alone do not tell:
+//! through its own structures. Where those have what is needed is read from the instructions of
+//! `runtime.systemstack` (`runtime/asm_amd64.s`), since offsets move from release to release. What
+//! is not recognized is said to be unknown.
 //!
 //! Pure. Called by `go.rs` for functions of these names.
 
@@ -22,7 +23,8 @@ pub struct Code<'a> {
     pub bytes: &'a [u8],
 }
 
-/// Where the running goroutine is: from the thread's own variables through structures of the runtime.
+/// Where the running goroutine is: from the thread's own variables through structures of the
+/// runtime.
 #[derive(Clone, Copy, Debug)]
 pub struct Runtime {
     /// Offset of g from the thread pointer, or the address of the word that has it.
@@ -121,8 +123,8 @@ pub fn changes(name: &[u8]) -> bool {
 /// A rule that holds for a part of an instruction.
 pub type Part = (u64, u64, Rule);
 
-/// The rule of an instruction of one of these functions, where it is another than what the instructions say; `None`:
-/// what they say holds.
+/// The rule of an instruction of one of these functions, where it is another than what the
+/// instructions say; `None`: what they say holds.
 pub fn rule(name: &[u8], code: Code<'_>, found: &Found, runtime: Option<&Runtime>) -> Option<Part> {
     let whole = |rule| Some((found.from, found.to, rule));
     let in_code = (found.from - code.start) as usize;
@@ -147,8 +149,8 @@ pub fn rule(name: &[u8], code: Code<'_>, found: &Found, runtime: Option<&Runtime
             let (from, to, rule) = through(cfa::GO_MORE_STACK, fp::LOST)?;
             Some((from, to, Rule { ra: rule.ra | ra::EXACT, ..rule }))
         }
-        // rbp may say where the frame was before others moved the goroutine's stack meanwhile. Before it returns it is on
-        // that stack again.
+        // rbp may say where the frame was before others moved the goroutine's stack meanwhile.
+        // Before it returns it is on that stack again.
         b"runtime.systemstack"
             if found.left && found.rule.is_none_or(|rule| rule.cfa == cfa::OTHER_STACK) =>
         {
@@ -159,7 +161,8 @@ pub fn rule(name: &[u8], code: Code<'_>, found: &Found, runtime: Option<&Runtime
             None if found.left => whole(unknown()),
             None => None,
         },
-        // The kernel gives the child another stack pointer before it returns, and who is there cannot be told.
+        // The kernel gives the child another stack pointer before it returns, and who is there
+        // cannot be told.
         b"runtime.clone" => {
             let after = code.find(0, &[0x0f, 0x05]).is_some_and(|syscall| in_code > syscall); // syscall
             after.then(|| whole(if found.left { root() } else { unknown() }))?
@@ -183,7 +186,8 @@ struct SavedDepth {
     rule: Rule,
 }
 
-/// In `asmcgocall`, on the scheduler's stack: from where the depth is put there until the goroutine's stack is back.
+/// In `asmcgocall`, on the scheduler's stack: from where the depth is put there until the
+/// goroutine's stack is back.
 fn saved_depth(code: Code<'_>, fp: u8) -> Option<SavedDepth> {
     let begin = code.find(0, &[0x48, 0x29, 0xd7])?; // sub %rdx,%rdi
     // mov %rdi,DEPTH(%rsp)

@@ -1,20 +1,24 @@
 //! Unwind tables: from the call frame information of an ELF file to what the kernel side searches.
 //!
-//! [`compile`] reads ELF and DWARF and is run by the collector's unwind compiler, a process without any privilege;
-//! [`Table`] is what comes out, checked again by who loads it. Knows no process and no map.
+//! [`compile`] reads ELF and DWARF and is run by the collector's unwind compiler, a process without
+//! any privilege; [`Table`] is what comes out, checked again by who loads it. Knows no process and
+//! no map.
 
 mod code;
 mod compile;
 mod elf;
+mod error;
 mod expression;
 mod go;
 mod go_stacks;
+pub mod jitdump;
 mod pages;
 mod shared;
 mod startup;
 mod table;
 mod v8;
 
-pub use compile::{CompileError, build_id, compile};
+pub use compile::{build_id, compile};
+pub use error::CompileError;
 pub use shared::Shared;
 pub use table::{Table, TableError, VERSION};

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use stackwire_collector_ebpf::tables::{RULES, row};
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa};
+use stackwire_model::BuildId;
 
 use crate::table::{MAX_PAGES, Table, none};
 
@@ -32,7 +33,8 @@ impl Default for Spans {
 }
 
 impl Spans {
-    /// A rule holds from offset `start` to `end`. More rules than the kernel side has room for are none.
+    /// A rule holds from offset `start` to `end`. More rules than the kernel side has room for are
+    /// none.
     pub fn add(&mut self, start: u64, end: u64, rule: Rule) {
         if start >= end || end > MAX_OFFSET {
             return;
@@ -48,6 +50,11 @@ impl Spans {
             }
         };
         self.spans.push(Span { start, end, rule: number });
+    }
+
+    /// Spans so far.
+    pub fn len(&self) -> usize {
+        self.spans.len()
     }
 
     /// The rules so far.
@@ -69,7 +76,8 @@ impl Spans {
         covered
     }
 
-    /// Gaps of at most this length in front of code without a caller: start, end, the rule before. After [`Spans::covered`].
+    /// Gaps of at most this length in front of code without a caller: start, end, the rule before.
+    /// After [`Spans::covered`].
     pub fn gaps_before_roots(&self, most: u64) -> impl Iterator<Item = (u64, u64, Rule)> {
         self.spans.windows(2).filter_map(move |two| {
             let [before, after] = [&two[0], &two[1]];
@@ -82,13 +90,13 @@ impl Spans {
 
     /// The table, of the file with this build-id.
     #[must_use]
-    pub fn finish(mut self, build_id: Vec<u8>) -> Table {
+    pub fn finish(mut self, build_id: Option<BuildId>) -> Table {
         self.spans.sort_by_key(|span| (span.start, span.end));
         let mut pages = Pages::default();
         let mut end = 0u64;
         for span in &self.spans {
-            // What lies between functions has none: a return address made up, as that of `makecontext`, is the first byte of a
-            // function, and looked up in front of it.
+            // What lies between functions has none: a return address made up, as that of
+            // `makecontext`, is the first byte of a function, and looked up in front of it.
             if span.start > end {
                 pages.row(end, NO_RULE);
             }
@@ -159,7 +167,7 @@ mod tests {
         for &(start, end, offset) in spans {
             all.add(start, end, rule(offset));
         }
-        all.finish(Vec::new())
+        all.finish(None)
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Entries of call frame information that functions share (CIEs), each parsed once.
 //!
-//! Compilers write a few of some 30 bytes. A hostile file lets 60,000 functions share one of a megabyte: parsed and run for
-//! each of them, it holds up whoever compiles tables for all processes of the host.
+//! Compilers write a few of some 30 bytes. A hostile file lets 60,000 functions share one of a
+//! megabyte: parsed and run for each of them, it holds up whoever compiles tables for all processes
+//! of the host.
 
 use std::collections::HashMap;
 

@@ -1,10 +1,12 @@
-//! The functions a C compiler puts into every program and library: `_init`, `_fini`, and those of GCC's `crtstuff.c`, which run
-//! constructors and destructors. Distributions build them without call frame information, and short programs spend a tenth of
-//! their time there, where memory is written for the first time.
+//! The functions a C compiler puts into every program and library: `_init`, `_fini`, and those of
+//! GCC's `crtstuff.c`, which run constructors and destructors. Distributions build them without
+//! call frame information, and short programs spend a tenth of their time there, where memory is
+//! written for the first time.
 //!
-//! Found by `.init_array`, `.fini_array` and the sections of the first two, and by whom those call; their instructions are followed
-//! (`code/`). Whatever has rules is left alone, and what does not look like these functions has none: constructors of programs built
-//! without call frame information are in the same arrays, and of those nobody knows where they end.
+//! Found by `.init_array`, `.fini_array` and the sections of the first two, and by whom those call;
+//! their instructions are followed (`code/`). Whatever has rules is left alone, and what does not
+//! look like these functions has none: constructors of programs built without call frame
+//! information are in the same arrays, and of those nobody knows where they end.
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction};
 use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa};
@@ -71,8 +73,9 @@ fn code(elf: &Elf<'_>, covered: &[(u64, u64)], address: u64, most: u64) -> Vec<u
     elf.code_until(address, gap.min(most))
 }
 
-/// The rules of a function; none when it is not like those of GCC: it is deeper than they are, or returns or goes on elsewhere
-/// with something on its stack, as where a call that never returns is taken for one that does.
+/// The rules of a function; none when it is not like those of GCC: it is deeper than they are, or
+/// returns or goes on elsewhere with something on its stack, as where a call that never returns is
+/// taken for one that does.
 fn followed(start: u64, bytes: &[u8], kept: Option<u32>, left: &mut usize) -> Option<Vec<Found>> {
     let found = rules(&Function { start, bytes, keeps_all: None }, kept, left);
     let is_like = |one: &Found| {
@@ -152,7 +155,8 @@ mod tests {
         assert_eq!(rules(&like), Some(5));
         // Deeper: push %rbp; push %rbx; pop %rbx; pop %rbp; ret
         assert_eq!(rules(&[0x55, 0x53, 0x5b, 0x5d, 0xc3]), None);
-        // The call never returns, and the next function follows: push %rbp; call abort; xor %eax,%eax; ret
+        // The call never returns, and the next function follows: push %rbp; call abort; xor
+        // %eax,%eax; ret
         assert_eq!(rules(&[0x55, 0xe8, 0, 1, 0, 0, 0x31, 0xc0, 0xc3]), None);
         // push %rax; jmp elsewhere
         assert_eq!(rules(&[0x50, 0xe9, 0, 1, 0, 0]), None);

@@ -1,13 +1,16 @@
 //! The table of one executable, as bytes and as what they mean.
 //!
-//! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row 4 bytes. Layout, all
-//! little-endian: magic, version, CRC-32 of what follows it, number of rules, pages and rows, number of the first page,
-//! length of the build-id; the build-id, rules of 24 bytes, rows of each page, rows.
+//! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
+//! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
+//! pages and rows, number of the first page, length of the build-id; the build-id, rules of 24
+//! bytes, rows of each page, rows.
 
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
+use stackwire_model::BuildId;
 
-/// What tables made by this code hold. A change of rules or of what is compiled needs a new one: tables are kept on disk.
+/// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
+/// tables are kept on disk.
 pub const VERSION: u32 = 6;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
@@ -15,9 +18,6 @@ const HEADER: usize = 36;
 const RULE: usize = 24;
 /// More than any file of 8 GiB needs.
 pub(crate) const MAX_PAGES: u32 = 1 << 17;
-
-/// Longest build-id, as on the wire.
-pub(crate) const MAX_BUILD_ID: u32 = 32;
 
 /// Bytes that are no table of this version.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,8 +27,8 @@ pub struct TableError(&'static str);
 /// Rules by address of an executable.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table {
-    /// GNU build-id of the file, empty when it has none.
-    pub build_id: Vec<u8>,
+    /// GNU build-id of the file, if it has one.
+    pub build_id: Option<BuildId>,
     /// Number of the first page among the pages of its file.
     pub base: u32,
     /// Number 0 is no rule.
@@ -61,10 +61,11 @@ impl Table {
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend([0; 4]);
-        for word in counts.into_iter().chain([self.base, self.build_id.len() as u32]) {
+        let build_id = self.build_id.as_ref().map_or(&[][..], BuildId::as_bytes);
+        for word in counts.into_iter().chain([self.base, build_id.len() as u32]) {
             bytes.extend(word.to_le_bytes());
         }
-        bytes.extend(&self.build_id);
+        bytes.extend(build_id);
         for rule in &self.rules {
             bytes.extend([rule.cfa, rule.register, rule.fp, rule.ra]);
             for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, rule.kept] {
@@ -97,10 +98,14 @@ impl Table {
             return error("too large");
         }
         let size = rules as usize * RULE + (pages as usize + rows as usize) * 4;
-        if id > MAX_BUILD_ID || body.len() != id as usize + size {
+        if body.len() != id as usize + size {
             return error("of a wrong size");
         }
-        let (build_id, body) = body.split_at(id as usize);
+        let (id, body) = body.split_at(id as usize);
+        let build_id = BuildId::new(id);
+        if build_id.is_none() && !id.is_empty() {
+            return error("with an impossible build-id");
+        }
         let (rules, rest) = body.split_at(rules as usize * RULE);
         let rules: Vec<Rule> = rules.chunks_exact(RULE).map(rule).collect();
         let (pages, rows) = rest.split_at(pages as usize * 4);
@@ -125,7 +130,7 @@ impl Table {
         if !left.is_empty() {
             return error("with rows beyond its pages");
         }
-        Ok(Self { build_id: build_id.to_vec(), base, rules, pages, rows })
+        Ok(Self { build_id, base, rules, pages, rows })
     }
 }
 
@@ -172,7 +177,7 @@ mod tests {
     fn sample() -> Table {
         let known = Rule { cfa: cfa::REGISTER, register: 7, offset: 8, ..Rule::default() };
         Table {
-            build_id: vec![7; 20],
+            build_id: BuildId::new(&[7; 20]),
             base: 2,
             rules: vec![none(), known],
             pages: vec![2, 0, 1],

@@ -1,12 +1,13 @@
-//! V8's builtins (Node, Chromium): one block of machine code without call frame information, all of which keeps frame
-//! pointers (v8/src/execution/frames.h), as the code V8 makes at run time does.
+//! V8's builtins (Node, Chromium): one block of machine code without call frame information, all of
+//! which keeps frame pointers (v8/src/execution/frames.h), as the code V8 makes at run time does.
 
 use stackwire_collector_ebpf::unwind::{Rule, cfa};
 
 use crate::elf::Elf;
 use crate::pages::Spans;
 
-/// Functions that return where the block is, and how long: one instruction each, in every release since 2018.
+/// Functions that return where the block is, and how long: one instruction each, in every release
+/// since 2018.
 const BLOCK: &str = "_ZN2v88internal23DefaultEmbeddedBlobCodeEv";
 const LENGTH: &str = "_ZN2v88internal27DefaultEmbeddedBlobCodeSizeEv";
 /// Of Node 20 it is 1.6 MB.

@@ -1,4 +1,5 @@
-//! Which CPU the host has, in perf's words (`HEADER_CPUID` and `HEADER_CPUDESC` of perf.data): `perf annotate` asks.
+//! Which CPU the host has, in perf's words (`HEADER_CPUID` and `HEADER_CPUDESC` of perf.data):
+//! `perf annotate` asks.
 
 /// Id and description of a CPU; empty where they are not known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,18 +1,22 @@
-//! What JIT compilers write about the code they make: perf-maps and jitdumps, taken in pieces as they grow.
+//! What JIT compilers write about the code they make: perf-maps and jitdumps, taken in pieces as
+//! they grow.
 //!
-//! The files belong to the process looked at, so they may be anything: opened by the broker, read on a thread
-//! that is given up when it hangs, within limits. Content is not looked at: parsing is for the symbolizer.
-//! Called by `pipeline.rs` between epochs and when a process ends.
+//! The files belong to the process looked at, so they may be anything: opened by the broker, read
+//! on a thread that is given up when it hangs, within limits. Content is not looked at: parsing is
+//! for the symbolizer. Called by `pipeline.rs` between epochs and when a process ends.
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use crate::artifact::{Artifact, Extent, Hash, Kind};
-use crate::broker::{self, Broker, Wanted};
-use crate::in_time::in_time;
+use crate::helpers::broker::{Broker, OpenError, Wanted};
+use crate::host::growth::{Growth, LOOK};
+use crate::in_time::{NotInTime, in_time, later};
 use crate::outbox::Outbox;
 
 /// Largest file taken.
@@ -21,18 +25,72 @@ pub const MAX_BYTES: u64 = 64 << 20;
 const MAX_PIECES: usize = 64;
 /// Time for all files of an epoch: samples wait meanwhile.
 const EPOCH_LIMIT: Duration = Duration::from_secs(2);
+/// How long a file that was not there is not looked for, at first; each time twice as long.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// How long a file may take to open that nobody waits for: others wait for the broker.
+const AT_ONCE: Duration = Duration::from_millis(50);
 /// Bytes in front of what is taken next that must be what they were.
 const TAIL: u64 = 4096;
 
 /// What there is of a process image.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct Taken {
     /// Artifacts that make up its perf-map.
     pub perf_map: Vec<Hash>,
     /// Those of its jitdump.
     pub jitdump: Vec<Hash>,
+    /// How the perf-map grew in this epoch.
+    pub perf_map_growth: Growth,
+    /// And the jitdump.
+    pub jitdump_growth: Growth,
     /// Why there is neither, or not the latest.
-    pub missing: Option<String>,
+    pub missing: Option<Missing>,
+}
+
+/// Why there is nothing of a process, or not the latest.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Missing {
+    /// Nothing is where its perf-map would be, and it has mapped no jitdump.
+    #[error("the process wrote no perf-map")]
+    NotWritten,
+    /// There is a perf-map.
+    #[error("its perf-map cannot be taken: {0}")]
+    PerfMap(NotTaken),
+    /// It has mapped a jitdump.
+    #[error("its jitdump cannot be taken: {0}")]
+    Jitdump(NotTaken),
+}
+
+/// Why a file is not taken.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum NotTaken {
+    /// It cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// It does not answer.
+    #[error(transparent)]
+    InTime(#[from] NotInTime),
+    /// It cannot be read.
+    #[error(transparent)]
+    Read(Arc<io::Error>),
+    /// There is nothing in it.
+    #[error("it is empty")]
+    Empty,
+    /// No file may be that large.
+    #[error("it has {0} bytes, more than the {MAX_BYTES} that are taken")]
+    TooLarge(u64),
+    /// Samples would wait too long.
+    #[error("processes write more than there is time for")]
+    NoTime,
+    /// They would take too much memory.
+    #[error("processes write more than can be kept")]
+    NoRoom,
+}
+
+impl From<io::Error> for NotTaken {
+    fn from(error: io::Error) -> Self {
+        Self::Read(Arc::new(error))
+    }
 }
 
 /// What was taken of all processes.
@@ -41,8 +99,21 @@ pub struct Snapshots {
     broker: Arc<Broker>,
     files: HashMap<(u64, Kind), Growing>,
     taken: HashMap<u64, Taken>,
+    /// Images whose files are looked for.
+    watched: HashMap<u64, Watch>,
+    looked: Instant,
     /// Time spent in this epoch.
     spent: Duration,
+}
+
+/// When to look for the files of an image.
+#[derive(Debug)]
+struct Watch {
+    /// Those being opened.
+    opening: Option<mpsc::Receiver<Vec<(Kind, Growing)>>>,
+    /// And if there were none, when to look again and how much later than the last time.
+    again: Instant,
+    after: Duration,
 }
 
 /// A file as far as it was taken.
@@ -55,13 +126,21 @@ struct Growing {
     /// The last bytes of what was taken.
     tail: Vec<u8>,
     pieces: Vec<Hash>,
+    growth: Growth,
 }
 
 impl Snapshots {
     /// Nothing taken yet.
     #[must_use]
     pub fn new(broker: Arc<Broker>) -> Self {
-        Self { broker, files: HashMap::new(), taken: HashMap::new(), spent: Duration::ZERO }
+        Self {
+            broker,
+            files: HashMap::new(),
+            taken: HashMap::new(),
+            watched: HashMap::new(),
+            looked: Instant::now(),
+            spent: Duration::ZERO,
+        }
     }
 
     /// What there is of each image.
@@ -70,7 +149,8 @@ impl Snapshots {
         &self.taken
     }
 
-    /// Takes what a process has written since the last time, for an epoch. `jitdump` is where it has mapped one.
+    /// Takes what a process has written since the last time, for an epoch. `jitdump` is where it
+    /// has mapped one.
     pub fn take(
         &mut self,
         image: u64,
@@ -81,33 +161,95 @@ impl Snapshots {
     ) {
         let started = Instant::now();
         let mut taken = Taken::default();
-        let own = namespace_pid(pid).unwrap_or(pid);
-        // In another namespace the same path here is of another process.
-        let map = Wanted::Own { pid, path: format!("/tmp/perf-{own}.map"), here: own == pid };
-        let (pieces, reason) = self.grow(image, Kind::PerfMap, map, epoch, outbox);
+        let (pieces, reason) = self.grow(image, Kind::PerfMap, perf_map(pid), epoch, outbox);
         taken.perf_map = pieces;
-        taken.missing = reason.map(|reason| match reason == broker::NONE {
-            true => "the process wrote no perf-map".to_owned(),
-            false => format!("its perf-map cannot be taken: {reason}"),
+        taken.missing = reason.map(|reason| match reason {
+            NotTaken::Open(OpenError::NotFound) => Missing::NotWritten,
+            other => Missing::PerfMap(other),
         });
         if let Some(wanted) = jitdump {
             let (pieces, reason) = self.grow(image, Kind::Jitdump, wanted, epoch, outbox);
             taken.jitdump = pieces;
-            taken.missing = reason.map(|reason| format!("its jitdump cannot be taken: {reason}"));
+            taken.missing = reason.map(Missing::Jitdump);
         }
+        let growth = |kind| self.files.get(&(image, kind)).map(|file| file.growth.clone());
+        taken.perf_map_growth = growth(Kind::PerfMap).unwrap_or_default();
+        taken.jitdump_growth = growth(Kind::Jitdump).unwrap_or_default();
         self.taken.insert(image, taken);
         self.spent += started.elapsed();
+    }
+
+    /// Whether it is time to look at what grows.
+    #[must_use]
+    pub fn is_due(&self) -> bool {
+        self.looked.elapsed() >= LOOK
+    }
+
+    /// Looks for the files of an image that runs code without a file, so that it is seen when they
+    /// grow. Nobody waits for it. `jitdump` is asked for where it has mapped one.
+    pub fn watch(&mut self, image: u64, pid: u32, jitdump: impl FnOnce() -> Option<Wanted>) {
+        let now = Instant::now();
+        let new = || Watch { opening: None, again: now, after: LOOK_AGAIN };
+        let watch = self.watched.entry(image).or_insert_with(new);
+        let known = self.files.contains_key(&(image, Kind::PerfMap))
+            || self.files.contains_key(&(image, Kind::Jitdump));
+        if known || watch.opening.is_some() || watch.again > now {
+            return;
+        }
+        static TAKEN: AtomicUsize = AtomicUsize::new(0);
+        let broker = Arc::clone(&self.broker);
+        let jitdump = jitdump().map(|wanted| (Kind::Jitdump, wanted));
+        let wanted = [Some((Kind::PerfMap, perf_map(pid))), jitdump];
+        watch.opening = later(&TAKEN, move || {
+            // What cannot be opened now is tried again at the end of the epoch, which says why.
+            let opened = wanted.into_iter().flatten().filter_map(|(kind, wanted)| {
+                let file = broker.open_within(&wanted, AT_ONCE).ok()?;
+                Some((kind, Growing::of(file).ok()?))
+            });
+            opened.collect()
+        });
+        if watch.opening.is_some() {
+            watch.again = now + watch.after;
+            watch.after *= 2;
+        }
+    }
+
+    /// Looks at what grows.
+    pub fn look(&mut self) {
+        self.looked = Instant::now();
+        for (&image, watch) in &mut self.watched {
+            let Some(opened) = watch.opening.as_ref().map(mpsc::Receiver::try_recv) else {
+                continue;
+            };
+            match opened {
+                Err(mpsc::TryRecvError::Empty) => {}
+                opened => {
+                    watch.opening = None;
+                    for (kind, growing) in opened.into_iter().flatten() {
+                        self.files.entry((image, kind)).or_insert(growing);
+                    }
+                }
+            }
+        }
+        for Growing { file, growth, .. } in self.files.values_mut() {
+            growth.look(file);
+        }
     }
 
     /// Called between epochs.
     pub fn end_epoch(&mut self) {
         self.spent = Duration::ZERO;
+        self.files.values_mut().for_each(|file| file.growth.end_epoch());
+        for taken in self.taken.values_mut() {
+            (taken.perf_map_growth, taken.jitdump_growth) = Default::default();
+        }
     }
 
     /// Forgets images of which this is not true.
     pub fn retain(&mut self, mut keep: impl FnMut(u64) -> bool) {
+        self.watched.retain(|&image, _| keep(image));
         self.taken.retain(|&image, _| keep(image));
-        self.files.retain(|&(image, _), _| self.taken.contains_key(&image));
+        self.files.retain(|&(image, _), _| keep(image));
     }
 
     /// All pieces of a file there are by now, and why there are none, or no newer ones.
@@ -118,24 +260,27 @@ impl Snapshots {
         wanted: Wanted,
         epoch: u64,
         outbox: &Outbox,
-    ) -> (Vec<Hash>, Option<String>) {
+    ) -> (Vec<Hash>, Option<NotTaken>) {
         let before = self.files.get(&(image, kind)).cloned();
         let kept = before.as_ref().is_none_or(|before| outbox.keep_for(&before.pieces, epoch));
         let broker = Arc::clone(&self.broker);
-        let start = before.clone().filter(|before| kept && before.pieces.len() < MAX_PIECES);
+        let start = before.clone();
+        let anew = !kept || start.as_ref().is_some_and(|start| start.pieces.len() >= MAX_PIECES);
         let read = match self.spent < EPOCH_LIMIT {
-            true => in_time(move || read(&broker, kind, &wanted, start)).and_then(|read| read),
-            false => Err("processes write more than there is time for".to_owned()),
+            true => in_time(move || read(&broker, kind, &wanted, start, anew))
+                .map_err(NotTaken::from)
+                .and_then(|read| read),
+            false => Err(NotTaken::NoTime),
         };
         let taken = read.and_then(|(growing, new)| {
             let fits = new.is_none_or(|new| outbox.add_artifact(new, Some(epoch)));
-            fits.then_some(growing).ok_or("processes write more than can be kept".to_owned())
+            fits.then_some(growing).ok_or(NotTaken::NoRoom)
         });
         match taken {
             Ok(growing) => {
                 let pieces = growing.pieces.clone();
                 self.files.insert((image, kind), growing);
-                let empty = pieces.is_empty().then(|| "it is empty".to_owned());
+                let empty = pieces.is_empty().then_some(NotTaken::Empty);
                 (pieces, empty)
             }
             // A snapshot from before is better than none; that it is old is said.
@@ -144,47 +289,77 @@ impl Snapshots {
     }
 }
 
-/// Opens the file and takes what is new in it, if anything is.
+impl Growing {
+    /// A file of which nothing was taken yet.
+    fn of(file: File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        let mut growing = Self::with(Arc::new(file), (metadata.dev(), metadata.ino()));
+        growing.growth.now(metadata.len());
+        Ok(growing)
+    }
+
+    fn with(file: Arc<File>, identity: (u64, u64)) -> Self {
+        let growth = Growth::default();
+        Self { file, identity, taken: 0, tail: Vec::new(), pieces: Vec::new(), growth }
+    }
+}
+
+/// Where a process writes its perf-map.
+fn perf_map(pid: u32) -> Wanted {
+    let own = namespace_pid(pid).unwrap_or(pid);
+    // In another namespace the same path here is of another process.
+    Wanted::Own { pid, path: format!("/tmp/perf-{own}.map"), here: own == pid }
+}
+
+/// Opens the file and takes what is new in it, if anything is, or all of it `anew`.
 fn read(
     broker: &Broker,
     kind: Kind,
     wanted: &Wanted,
     before: Option<Growing>,
-) -> Result<(Growing, Option<Artifact>), String> {
-    let said = |error: std::io::Error| error.to_string();
+    anew: bool,
+) -> Result<(Growing, Option<Artifact>), NotTaken> {
     let file = match (broker.open(wanted), &before) {
         (Ok(file), _) => Arc::new(file),
         // The process is gone, and what it wrote last is still there.
         (Err(_), Some(before)) => Arc::clone(&before.file),
-        (Err(reason), None) => return Err(reason),
+        (Err(reason), None) => return Err(reason.into()),
     };
-    let metadata = file.metadata().map_err(said)?;
+    let metadata = file.metadata()?;
     let (identity, size) = ((metadata.dev(), metadata.ino()), metadata.len());
     if size > MAX_BYTES {
-        return Err(format!("it has {size} bytes, more than the {MAX_BYTES} that are taken"));
+        return Err(NotTaken::TooLarge(size));
     }
-    let grown = before.filter(|before| {
+    let is_same = |before: &Growing| {
         before.identity == identity
             && before.taken <= size
             && tail(&file, before.taken).is_ok_and(|tail| tail == before.tail)
-    });
+    };
+    let same = before.as_ref().is_none_or(is_same);
+    let mut growth = before.as_ref().map(|before| before.growth.clone()).unwrap_or_default();
+    if !same {
+        growth.restart();
+    }
     // Pieces taken before are read again through the descriptor they were taken through.
-    let mut growing =
-        grown.unwrap_or(Growing { file, identity, taken: 0, tail: Vec::new(), pieces: Vec::new() });
+    let mut growing = match before.filter(|_| same && !anew) {
+        Some(grown) => grown,
+        None => Growing { growth, ..Growing::with(file, identity) },
+    };
+    growing.growth.now(size);
     if growing.taken == size {
         return Ok((growing, None));
     }
     let (file, offset) = (Arc::clone(&growing.file), growing.taken);
     let extent = Extent { file, offset, length: size - offset };
-    let new = Artifact::of_file(kind, extent).map_err(said)?;
+    let new = Artifact::of_file(kind, extent)?;
     growing.taken = size;
-    growing.tail = tail(&growing.file, size).map_err(said)?;
+    growing.tail = tail(&growing.file, size)?;
     growing.pieces.push(new.hash);
     Ok((growing, Some(new)))
 }
 
 /// The bytes before `end`, [`TAIL`] at most.
-fn tail(file: &File, end: u64) -> std::io::Result<Vec<u8>> {
+fn tail(file: &File, end: u64) -> io::Result<Vec<u8>> {
     let length = end.min(TAIL);
     let mut tail = vec![0; length as usize];
     file.read_exact_at(&mut tail, end - length)?;
@@ -223,9 +398,9 @@ mod tests {
                 .iter()
                 .map(|hash| outbox.artifact(*hash).unwrap().open().unwrap().piece(0).unwrap());
             let whole = whole.collect::<Vec<_>>().concat();
-            (pieces.len(), String::from_utf8(whole).unwrap(), reason)
+            (pieces.len(), String::from_utf8(whole).unwrap(), reason.map(|why| why.to_string()))
         };
-        assert_eq!(take(0), (0, String::new(), Some(broker::NONE.to_owned())));
+        assert_eq!(take(0), (0, String::new(), Some(OpenError::NotFound.to_string())));
         std::fs::write(&path, "a\n").unwrap();
         assert_eq!(take(1), (1, "a\n".to_owned(), None));
         assert_eq!(take(2), (1, "a\n".to_owned(), None), "nothing new");
@@ -253,9 +428,9 @@ mod tests {
         let wanted = || Wanted::Own { pid: std::process::id(), path: path.clone(), here: true };
         snapshots.spent = EPOCH_LIMIT;
         let (pieces, reason) = snapshots.grow(1, Kind::PerfMap, wanted(), 0, &outbox);
-        assert!(pieces.is_empty() && reason.unwrap().contains("more than there is time for"));
+        assert!(pieces.is_empty() && matches!(reason, Some(NotTaken::NoTime)));
         snapshots.end_epoch();
-        assert_eq!(snapshots.grow(1, Kind::PerfMap, wanted(), 1, &outbox).1, None);
+        assert!(snapshots.grow(1, Kind::PerfMap, wanted(), 1, &outbox).1.is_none());
     }
 
     #[test]

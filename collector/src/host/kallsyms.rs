@@ -9,8 +9,8 @@ use std::fmt::Write as _;
 /// Where the kernel lists its symbols.
 pub const PATH: &str = "/proc/kallsyms";
 
-/// A symbol with nothing known behind it reaches no farther than this: few functions are longer, and what was
-/// loaded behind it since must not be taken for it.
+/// A symbol with nothing known behind it reaches no farther than this: few functions are longer,
+/// and what was loaded behind it since must not be taken for it.
 const MAX_REACH: u64 = 8 << 10;
 
 /// Where the kernel itself is among the modules.
@@ -52,16 +52,18 @@ impl KernelLayout {
 /// Parses kallsyms into the layout and the rebased snapshot, whose lines are
 /// `module TAB offset TAB name`, by module and offset; text symbols only.
 ///
-/// The kernel's base is `_text`, a module's is its lowest text symbol. Lines that do not parse, data
-/// symbols and zero addresses are passed over.
+/// The kernel's base is `_text`, a module's is its lowest text symbol. Lines that do not parse,
+/// data symbols and zero addresses are passed over.
 #[must_use]
 pub fn parse(text: &str) -> (KernelLayout, String) {
-    // Names of modules are compared once per run of lines, not per line: there are 120,000 of those.
+    // Names of modules are compared once per run of lines, not per line: there are 120,000 of
+    // those.
     let mut names: Vec<&str> = vec![""];
     let mut symbols: Vec<(u64, &str, usize)> = Vec::with_capacity(text.len() / 64);
     let mut last = 0;
     for (address, name, module) in text.lines().filter_map(parse_line) {
-        // Two empty names are not compared: a masked load from where nothing is costs a microcode assist each.
+        // Two empty names are not compared: a masked load from where nothing is costs a microcode
+        // assist each.
         if module.is_empty() {
             last = KERNEL;
         } else if names[last] != module {
@@ -83,7 +85,8 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
 
     let mut bases: Vec<Option<u64>> = vec![None; names.len()];
     bases[KERNEL] = Some(kernel_base);
-    // The kernel's own text is one run; modules and BPF programs may have others between their parts.
+    // The kernel's own text is one run; modules and BPF programs may have others between their
+    // parts.
     let mut runs: Vec<Run> = Vec::new();
     for &(address, name, module) in &symbols {
         bases[module].get_or_insert(address);

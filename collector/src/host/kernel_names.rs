@@ -1,8 +1,9 @@
-//! Names of the kernel's functions that samples lie in, in pieces: a capture of an hour touches a few hundred of 60,000.
+//! Names of the kernel's functions that samples lie in, in pieces: a capture of an hour touches a
+//! few hundred of 60,000.
 //!
-//! Asked once an epoch by the pipeline. What was not named before becomes a piece, an artifact with lines of the snapshot
-//! (`kallsyms.rs`); a line without a name ends a function whose neighbour is not in the piece. An epoch refers to all pieces it
-//! needs. Pure.
+//! Asked once an epoch by the pipeline. What was not named before becomes a piece, an artifact with
+//! lines of the snapshot (`kallsyms.rs`); a line without a name ends a function whose neighbour is
+//! not in the piece. An epoch refers to all pieces it needs. Pure.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -55,7 +56,8 @@ impl KernelNames {
         }
         let known = functions.iter().filter_map(|function| Some(self.pieces.get(function)?.0));
         let parts = known.collect::<BTreeSet<[u8; 32]>>().len();
-        // Each epoch names its pieces: rather one again of all its functions than ever more of them.
+        // Each epoch names its pieces: rather one again of all its functions than ever more of
+        // them.
         let again = parts >= MAX_PIECES;
         let new = functions.iter().filter(|at| again || !self.pieces.contains_key(at));
         let new: Vec<usize> = new.copied().collect();
@@ -100,8 +102,8 @@ impl KernelNames {
 
     /// Adds the lines that name a function: its own, all names at its place.
     ///
-    /// Of a module of the kernel also its neighbours and all of the same name: only they tell which function of the module's
-    /// debug file it is.
+    /// Of a module of the kernel also its neighbours and all of the same name: only they tell which
+    /// function of the module's debug file it is.
     fn choose(&self, function: usize, lines: &mut BTreeSet<usize>) {
         let (module, start, _) = fields(self.line(function));
         let own: Vec<usize> = self.at_place(function).collect();
@@ -137,7 +139,8 @@ impl KernelNames {
         (found == module).then(|| self.first(module, start))
     }
 
-    /// The first line of a module at or behind an offset; behind all of its lines, or of all, when there is none.
+    /// The first line of a module at or behind an offset; behind all of its lines, or of all, when
+    /// there is none.
     fn first(&self, module: &str, offset: u64) -> usize {
         let (mut low, mut high) = (0, self.snapshot.len());
         while low < high {

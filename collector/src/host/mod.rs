@@ -1,12 +1,17 @@
-//! What the symbolizer cannot see from where it runs: identity of the host, kallsyms, vDSO, what JITs write.
+//! What the symbolizer cannot see from where it runs: identity of the host, kallsyms, vDSO, what
+//! JITs write.
 
 pub mod cpu;
+pub mod growth;
 pub mod jit;
 pub mod kallsyms;
 pub mod kernel_names;
 pub mod vdso;
 
 use std::fmt::Write as _;
+
+use stackwire_elf::gnu_build_id;
+use stackwire_model::BuildId;
 
 use crate::process::cgroup;
 
@@ -21,8 +26,8 @@ pub struct Identity {
     pub kernel_release: String,
     /// `uname -m`.
     pub machine: String,
-    /// GNU build-id of the kernel image, empty when it has none.
-    pub kernel_build_id: Vec<u8>,
+    /// GNU build-id of the kernel image, if it has one.
+    pub kernel_build_id: Option<BuildId>,
     /// Where the collector itself runs.
     pub container: Container,
     /// CPUs that can be, and are, online.
@@ -31,7 +36,8 @@ pub struct Identity {
     pub cpu: cpu::Cpu,
 }
 
-/// What the collector's environment says of the container it runs in; what it does not say is empty.
+/// What the collector's environment says of the container it runs in; what it does not say is
+/// empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Container {
     /// `POD_NAME`.
@@ -91,11 +97,11 @@ fn cpu_count(list: &str) -> u32 {
     list.split(',').filter_map(of).sum()
 }
 
-/// GNU build-id of a loaded module, empty when the kernel publishes none.
+/// GNU build-id of a loaded module, if the kernel publishes one.
 #[must_use]
-pub fn module_build_id(module: &str) -> Vec<u8> {
+pub fn module_build_id(module: &str) -> Option<BuildId> {
     if module.contains(['/', '.']) {
-        return Vec::new();
+        return None;
     }
     let mut path = String::from("/sys/module/");
     // Writing to a String cannot fail.
@@ -103,46 +109,13 @@ pub fn module_build_id(module: &str) -> Vec<u8> {
     notes_build_id(&path)
 }
 
-fn notes_build_id(path: &str) -> Vec<u8> {
-    std::fs::read(path).ok().and_then(|notes| gnu_build_id(&notes)).unwrap_or_default()
-}
-
-/// The build-id in ELF notes: `NT_GNU_BUILD_ID` (3) of owner "GNU". Kernel notes only, never a file's.
-fn gnu_build_id(mut notes: &[u8]) -> Option<Vec<u8>> {
-    loop {
-        let (head, rest) = notes.split_at_checked(12)?;
-        let word =
-            |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let (name_size, size) = (word(0) as usize, word(4) as usize);
-        let (name, rest) = rest.split_at_checked(name_size.next_multiple_of(4))?;
-        let (content, rest) = rest.split_at_checked(size.next_multiple_of(4))?;
-        if word(8) == 3 && name.starts_with(b"GNU\0") {
-            return Some(content[..size].to_vec());
-        }
-        notes = rest;
-    }
+fn notes_build_id(path: &str) -> Option<BuildId> {
+    gnu_build_id(&std::fs::read(path).ok()?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn finds_the_build_id_among_notes() {
-        let note = |kind: u32, name: &[u8], content: &[u8]| {
-            let mut note = Vec::new();
-            for word in [name.len() as u32, content.len() as u32, kind] {
-                note.extend(word.to_ne_bytes());
-            }
-            note.extend(name);
-            note.extend(content);
-            note
-        };
-        let notes = [note(1, b"Linux\0\0\0", &[0; 4]), note(3, b"GNU\0", &[7; 20])].concat();
-        assert_eq!(gnu_build_id(&notes), Some(vec![7; 20]));
-        assert_eq!(gnu_build_id(&notes[..30]), None);
-        assert_eq!(gnu_build_id(&[0xff; 40]), None);
-    }
 
     #[test]
     fn cpus_are_counted() {

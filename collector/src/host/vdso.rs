@@ -9,8 +9,8 @@ use std::slice;
 pub fn image() -> Option<Vec<u8>> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let (start, end) = span(&maps)?;
-    // SAFETY: the kernel maps the vDSO readable for the life of the process and never changes it; the
-    // range is the one it lists for exactly that mapping.
+    // SAFETY: the kernel maps the vDSO readable for the life of the process and never changes it;
+    // the range is the one it lists for exactly that mapping.
     let bytes = unsafe { slice::from_raw_parts(start as *const u8, end - start) };
     Some(bytes.to_vec())
 }

@@ -1,6 +1,8 @@
-//! Which cgroup a process is in, by the path its labels are made of: containers and pods are known by it.
+//! Which cgroup a process is in, by the path its labels are made of: containers and pods are known
+//! by it.
 //!
-//! Reads `/proc/PID/cgroup`, which asks for no capability. Takes no path apart: the symbolizer does.
+//! Reads `/proc/PID/cgroup`, which asks for no capability. Takes no path apart: the symbolizer
+//! does.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -9,8 +11,8 @@ use std::rc::Rc;
 /// Paths remembered by id.
 const MAX_PATHS: usize = 8192;
 
-/// Controllers a container runtime uses, those that are always on first; `""` is the unified hierarchy, which on hosts
-/// with both holds services at best.
+/// Controllers a container runtime uses, those that are always on first; `""` is the unified
+/// hierarchy, which on hosts with both holds services at best.
 const ORDER: [&str; 8] =
     ["memory", "pids", "cpu", "devices", "freezer", "cpuset", "name=systemd", ""];
 
@@ -37,7 +39,8 @@ impl Membership {
 #[derive(Debug, Default)]
 pub struct Paths {
     by_id: HashMap<u64, Rc<str>>,
-    /// There is the unified hierarchy alone: then an id says all; elsewhere many containers have one.
+    /// There is the unified hierarchy alone: then an id says all; elsewhere many containers have
+    /// one.
     unified: bool,
 }
 
@@ -64,7 +67,8 @@ impl Paths {
         }
     }
 
-    /// Remembers which path an id has, if the directory there has that id: the process may have moved in between.
+    /// Remembers which path an id has, if the directory there has that id: the process may have
+    /// moved in between.
     fn learn(&mut self, membership: &Membership) {
         let Some(path) = membership.path.as_ref().filter(|_| self.unified) else { return };
         if self.by_id.contains_key(&membership.id) {
@@ -93,8 +97,8 @@ impl Paths {
     }
 }
 
-/// The path in `/proc/PID/cgroup` (lines `id:controllers:path`, cgroups(7)) that says most: that of the first hierarchy in
-/// which the process is not at the root.
+/// The path in `/proc/PID/cgroup` (lines `id:controllers:path`, cgroups(7)) that says most: that of
+/// the first hierarchy in which the process is not at the root.
 #[must_use]
 pub fn choose(text: &str) -> Option<&str> {
     let lines = || {

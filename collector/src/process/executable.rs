@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
+use stackwire_model::ExecutableKey;
+
 use crate::event::Mapped;
 
 /// What an address can lie in.
@@ -12,17 +14,21 @@ pub enum Kind {
     File {
         /// Path as the process has it.
         path: String,
-        /// GNU build-id, empty when the file has none or the kernel could not read it.
-        build_id: Vec<u8>,
-        /// Inode and device, where there is no build-id.
-        inode: u64,
-        /// Major and minor number of the device.
-        device: (u32, u32),
+        /// Its build-id, or the file itself when it has none or the kernel could not read it.
+        key: Option<ExecutableKey>,
     },
     /// The vDSO.
     Vdso,
     /// Anonymous executable memory.
     Anonymous,
+    /// The same, as far as it is described in a jitdump: for unwind tables alone.
+    Described {
+        /// The jitdump.
+        dump: Box<Self>,
+        /// Number of the window of [`WINDOW`](stackwire_collector_ebpf::tables::WINDOW) bytes it
+        /// lies in.
+        window: u64,
+    },
     /// The kernel image.
     Kernel,
     /// A kernel module, or `bpf`.
@@ -71,21 +77,8 @@ impl Executables {
             || path.starts_with("/memfd:doublemapper")
         {
             Kind::Anonymous
-        } else if mapped.build_id.is_empty() {
-            Kind::File {
-                path: path.to_owned(),
-                build_id: Vec::new(),
-                inode: mapped.inode,
-                device: mapped.device,
-            }
         } else {
-            // The build-id is the identity; the inode would tell equal files apart.
-            Kind::File {
-                path: path.to_owned(),
-                build_id: mapped.build_id.clone(),
-                inode: 0,
-                device: (0, 0),
-            }
+            Kind::File { path: path.to_owned(), key: mapped.key }
         };
         self.intern(kind)
     }
@@ -98,15 +91,17 @@ impl Executables {
 
 #[cfg(test)]
 mod tests {
+    use stackwire_model::BuildId;
+
     use super::*;
 
     #[test]
     fn equal_mappings_are_one_executable_until_forgotten() {
         let mut executables = Executables::default();
-        let mapped =
-            Mapped { path: "/bin/x".into(), build_id: vec![1; 20], inode: 5, ..Mapped::default() };
+        let key = BuildId::new(&[1; 20]).map(Into::into);
+        let mapped = Mapped { path: "/bin/x".into(), key, ..Mapped::default() };
         let first = executables.of_mapping(&mapped);
-        let deleted = Mapped { path: "/bin/x (deleted)".into(), inode: 6, ..mapped.clone() };
+        let deleted = Mapped { path: "/bin/x (deleted)".into(), ..mapped.clone() };
         assert_eq!(executables.of_mapping(&deleted).id, first.id);
         let id = first.id;
         drop(first);

@@ -1,4 +1,5 @@
-//! Which processes have come from which: the children that ran before a capture that follows children.
+//! Which processes have come from which: the children that ran before a capture that follows
+//! children.
 //!
 //! A child whose parent has ended belongs to init by then, and is not found.
 
@@ -7,8 +8,8 @@ use std::path::Path;
 
 use super::text;
 
-/// These processes and all that descend from them, each once: first those given, then children before
-/// grandchildren.
+/// These processes and all that descend from them, each once: first those given, then children
+/// before grandchildren.
 #[must_use]
 pub fn family(pids: &[u32]) -> Vec<u32> {
     descend(pids, &parents(Path::new("/proc")))

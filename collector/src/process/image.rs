@@ -64,14 +64,15 @@ pub struct Process {
     pub cgroup: Membership,
     /// It was sampled since the capture began.
     pub sampled: bool,
-    /// Where other code was mapped over what was there, and until when stacks through it were walked by tables of that.
+    /// Where other code was mapped over what was there, and until when stacks through it were
+    /// walked by tables of that.
     pub(super) replaced: Vec<(Range<u64>, u64)>,
     /// Sampled in this epoch.
     pub(super) touched: bool,
     /// Events were lost since its mappings were read: they are read again at the next sample.
     pub(super) stale: bool,
-    /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them. Events from
-    /// before are in them already.
+    /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them.
+    /// Events from before are in them already.
     pub(super) read_ns: u64,
 }
 
@@ -99,7 +100,8 @@ impl Process {
         }
     }
 
-    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any more.
+    /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any
+    /// more.
     pub(super) fn exited(&self) -> bool {
         self.end_ns != 0
     }
@@ -112,8 +114,8 @@ impl Process {
         mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
     }
 
-    /// How many frames of a stack walked at a time are certain: one in code that has just taken the place of other code
-    /// is the last, for the caller was found by the tables of what was there.
+    /// How many frames of a stack walked at a time are certain: one in code that has just taken the
+    /// place of other code is the last, for the caller was found by the tables of what was there.
     #[must_use]
     pub fn certain(&mut self, time_ns: u64, addresses: &[u64]) -> usize {
         self.replaced.retain(|(_, until)| time_ns < *until);

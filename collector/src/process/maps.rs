@@ -1,11 +1,14 @@
 //! Executable mappings of a process that already runs: `PROCMAP_QUERY`, else `/proc/PID/maps`.
 //!
-//! The text parser is pure. Reads what the kernel says about mappings and opens no mapped file, so a
-//! kernel without `PROCMAP_QUERY` (before 6.11) gives no build-ids here. Called by `process/mod.rs`.
+//! The text parser is pure. Reads what the kernel says about mappings and opens no mapped file, so
+//! a kernel without `PROCMAP_QUERY` (before 6.11) gives no build-ids here. Called by
+//! `process/mod.rs`.
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
+
+use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
 
 use super::living_task;
 use crate::event::Mapped;
@@ -56,11 +59,12 @@ fn parse_line(line: &[u8]) -> Option<Mapped> {
     }
     let file_offset = hex(fields.next()?)?;
     let (major, minor) = fields.next()?.split_once(':')?;
-    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
-    let inode = fields.next()?.parse().ok()?;
+    let number = |text| u32::from_str_radix(text, 16).ok();
+    let device = Device { major: number(major)?, minor: number(minor)? };
+    let key = ExecutableKey::of(None, FileId::new(fields.next()?.parse().ok()?, device));
     let path = fields.next().unwrap_or("").trim_start().to_owned();
     let length = end.checked_sub(start)?;
-    Some(Mapped { start, length, file_offset, path, build_id: Vec::new(), inode, device })
+    Some(Mapped { start, length, file_offset, path, key })
 }
 
 fn hex(text: &str) -> Option<u64> {
@@ -118,22 +122,23 @@ fn query(maps: &File, address: u64) -> io::Result<Option<Mapped>> {
         build_id_addr: build_id.as_mut_ptr() as u64,
         ..ProcmapQuery::default()
     };
-    // SAFETY: the request is the struct the ioctl takes, its two buffers have the sizes it states, and
-    // all three outlive the call.
+    // SAFETY: the request is the struct the ioctl takes, its two buffers have the sizes it states,
+    // and all three outlive the call.
     let result = unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY as _, &raw mut request) };
     if result < 0 {
         let error = io::Error::last_os_error();
         return if error.raw_os_error() == Some(libc::ENOENT) { Ok(None) } else { Err(error) };
     }
     let path = name.get(..(request.vma_name_size as usize).saturating_sub(1)).unwrap_or(&[]);
+    let build_id = BuildId::new(build_id.get(..request.build_id_size as usize).unwrap_or(&[]));
+    let device = Device { major: request.dev_major, minor: request.dev_minor };
+    let file = FileId::new(request.inode, device);
     Ok(Some(Mapped {
         start: request.vma_start,
         length: request.vma_end - request.vma_start,
         file_offset: request.vma_offset,
         path: String::from_utf8_lossy(path).into_owned(),
-        build_id: build_id.get(..request.build_id_size as usize).unwrap_or(&[]).to_vec(),
-        inode: request.inode,
-        device: (request.dev_major, request.dev_minor),
+        key: ExecutableKey::of(build_id, file),
     }))
 }
 
@@ -155,8 +160,9 @@ nonsense\n";
         assert_eq!(mappings.len(), 2);
         assert_eq!(mappings[0].path, "/usr/bin/a program (deleted)");
         assert_eq!((mappings[0].start, mappings[0].length), (0x55d0, 0x1100));
-        assert_eq!((mappings[0].file_offset, mappings[0].inode), (0x2000, 1234));
-        assert_eq!(mappings[0].device, (0xfe, 1));
+        assert_eq!(mappings[0].file_offset, 0x2000);
+        let device = Device { major: 0xfe, minor: 1 };
+        assert_eq!(mappings[0].key, FileId::new(1234, device).map(Into::into));
         assert_eq!(mappings[1].path, "");
     }
 

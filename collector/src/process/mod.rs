@@ -1,4 +1,5 @@
-//! The processes under observation: identity, name, and what is mapped where, at the time of each sample.
+//! The processes under observation: identity, name, and what is mapped where, at the time of each
+//! sample.
 //!
 //! Fed with side-band events in time order and asked at each sample. Processes that ran before the
 //! capture are read from `/proc` at start or when first met. Opens no file of a target but
@@ -19,11 +20,12 @@ use std::rc::Rc;
 use self::executable::{Executables, Kind};
 pub use self::family::family;
 pub use self::image::{Mapping, Mappings, Process};
-use crate::broker::Wanted;
 use crate::clock::now_ns;
 use crate::event::{Change, Event};
+use crate::helpers::broker::Wanted;
 
-/// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten first.
+/// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten
+/// first.
 const MAX_PROCESSES: usize = 32_768;
 
 /// Samples older than this have been looked at.
@@ -91,7 +93,8 @@ impl Processes {
     pub fn apply(&mut self, event: &Event) {
         let pid = event.pid;
         match &event.change {
-            // The side band has gaps: what is mapped must be asked again. The record names no process.
+            // The side band has gaps: what is mapped must be asked again. The record names no
+            // process.
             Change::Lost(_) => self.by_pid.values_mut().for_each(|process| process.stale = true),
             // What was read from /proc after the event has it in it.
             _ if self.by_pid.get(&pid).is_some_and(|process| event.time_ns < process.read_ns) => {}
@@ -191,7 +194,8 @@ impl Processes {
         std::mem::take(&mut self.changed)
     }
 
-    /// Stacks are walked by tables: from now on what is mapped where matters to samples before it is told.
+    /// Stacks are walked by tables: from now on what is mapped where matters to samples before it
+    /// is told.
     pub fn walk_by_tables(&mut self) {
         self.by_tables = true;
     }
@@ -208,8 +212,9 @@ impl Processes {
         }
     }
 
-    /// Mappings of these processes after events that are yet to be applied, in order of time, with since when each runs what
-    /// they are of: those that became another program or mapped something.
+    /// Mappings of these processes after events that are yet to be applied, in order of time, with
+    /// since when each runs what they are of: those that became another program or mapped
+    /// something.
     pub fn preview(
         &mut self,
         events: &[Event],
@@ -258,16 +263,7 @@ impl Processes {
     #[must_use]
     pub fn jitdump(&self, pid: u32) -> Option<Wanted> {
         let Mappings::Known(mappings) = &self.by_pid.get(&pid)?.mappings else { return None };
-        mappings.iter().rev().find_map(|mapping| {
-            let Kind::File { path, .. } = &mapping.executable.kind else { return None };
-            let name = path.rsplit('/').next()?;
-            (name.starts_with("jit-") && name.ends_with(".dump")).then(|| Wanted::Mapped {
-                pid,
-                start: mapping.start,
-                end: mapping.end,
-                path: path.clone(),
-            })
-        })
+        jitdump(pid, mappings).map(|(_, wanted)| wanted)
     }
 
     /// Whether some process still runs this image.
@@ -276,7 +272,8 @@ impl Processes {
         self.by_pid.values().any(|process| process.image == image)
     }
 
-    /// Called between epochs: forgets who ended, who was sampled, and executables nothing refers to.
+    /// Called between epochs: forgets who ended, who was sampled, and executables nothing refers
+    /// to.
     pub fn end_epoch(&mut self) {
         self.by_pid.retain(|_, process| process.touched || !process.exited());
         for process in self.by_pid.values_mut() {
@@ -385,7 +382,8 @@ impl Processes {
         self.by_pid.insert(pid, process);
     }
 
-    /// Reads the mappings of a process again; what was known stays when nothing better is to be had.
+    /// Reads the mappings of a process again; what was known stays when nothing better is to be
+    /// had.
     fn read_again(&mut self, pid: u32) {
         let Some(mut before) = self.by_pid.remove(&pid) else { return };
         self.load(pid);
@@ -405,8 +403,8 @@ impl Processes {
     }
 }
 
-/// A thread that lives on in a process whose main thread has ended; `/proc` has its memory under its own number. None where
-/// the main thread lives.
+/// A thread that lives on in a process whose main thread has ended; `/proc` has its memory under
+/// its own number. None where the main thread lives.
 #[must_use]
 pub fn living_task(pid: u32) -> Option<u32> {
     let state = |task: u32| {
@@ -427,20 +425,37 @@ fn is_running(pid: u32) -> bool {
     text::read(format!("/proc/{pid}/stat")).is_ok_and(|stat| !has_ended(&stat))
 }
 
-/// Whether `/proc/PID/stat` is of a process without a thread that runs: a zombie (or dead) and alone.
+/// Whether `/proc/PID/stat` is of a process without a thread that runs: a zombie (or dead) and
+/// alone.
 #[must_use]
 pub fn has_ended(stat: &str) -> bool {
-    // proc_pid_stat(5): state is field 3, num_threads field 20; the name before them may hold anything, so
-    // they are counted from behind its last parenthesis.
+    // proc_pid_stat(5): state is field 3, num_threads field 20; the name before them may hold
+    // anything, so they are counted from behind its last parenthesis.
     let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
     let ended = matches!(fields.next(), Some("Z" | "X"));
     let threads: u32 = fields.nth(16).and_then(|threads| threads.parse().ok()).unwrap_or(0);
     ended && threads <= 1
 }
 
+/// The jitdump among what a process has mapped, its own rather than its parent's, and how to open
+/// it.
+#[must_use]
+pub fn jitdump(pid: u32, mappings: &[Mapping]) -> Option<(&Kind, Wanted)> {
+    let dumps = mappings.iter().filter_map(|mapping| {
+        let kind = &mapping.executable.kind;
+        let Kind::File { path, .. } = kind else { return None };
+        let of = path.rsplit('/').next()?.strip_prefix("jit-")?.strip_suffix(".dump")?;
+        let (start, end, path) = (mapping.start, mapping.end, path.clone());
+        Some((of.parse() == Ok(pid), kind, Wanted::Mapped { pid, start, end, path }))
+    });
+    dumps.max_by_key(|(own, ..)| *own).map(|(_, kind, wanted)| (kind, wanted))
+}
+
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use stackwire_model::BuildId;
+
     use super::*;
     use crate::event::Mapped;
 
@@ -448,8 +463,8 @@ mod tests {
 
     fn map(pid: u32, start: u64, length: u64, file_offset: u64, path: &str) -> Event {
         let path = path.to_owned();
-        let mapped =
-            Mapped { start, length, file_offset, path, build_id: vec![1; 20], ..Mapped::default() };
+        let key = BuildId::new(&[1; 20]).map(Into::into);
+        let mapped = Mapped { start, length, file_offset, path, key };
         Event { time_ns: 0, pid, change: Change::Map(mapped) }
     }
 

@@ -7,7 +7,8 @@ use super::text;
 pub struct Users {
     /// Who started it.
     pub real: u32,
-    /// With whose rights it may act: of a set-user-ID program the owner's, also while it acts for another.
+    /// With whose rights it may act: of a set-user-ID program the owner's, also while it acts for
+    /// another.
     pub saved: u32,
 }
 

@@ -46,8 +46,8 @@ impl<'a> Btf<'a> {
         Ok(Self { reader, types })
     }
 
-    /// Byte offsets of `members` in `struct name`, members of anonymous structs and unions included; `thread.fsbase` is one
-    /// of a struct within.
+    /// Byte offsets of `members` in `struct name`, members of anonymous structs and unions
+    /// included; `thread.fsbase` is one of a struct within.
     ///
     /// # Errors
     /// See [`BtfError`]; a bit-field that starts inside a byte counts as missing.
@@ -180,7 +180,8 @@ impl<'a> Reader<'a> {
         Ok(found)
     }
 
-    /// Bit offset and type of `member` in `within`; nested anonymous structs are searched, to a depth of 8.
+    /// Bit offset and type of `member` in `within`; nested anonymous structs are searched, to a
+    /// depth of 8.
     fn find(
         &self,
         types: &[Type],
@@ -213,7 +214,8 @@ mod tests {
 
     use super::*;
 
-    /// `typedef union { int b; } other; struct task { int flags; union { int b; }; other of; }`, written by hand.
+    /// `typedef union { int b; } other; struct task { int flags; union { int b; }; other of; }`,
+    /// written by hand.
     fn sample() -> Vec<u8> {
         let strings = b"\0task\0flags\0b\0of\0";
         let types: Vec<u32> = [

@@ -34,7 +34,8 @@ impl Mapped {
         Self::map(fd, length, ProtFlags::READ)
     }
 
-    /// Maps `length` bytes of `fd` from `offset` on, readable and writable; both are multiples of a page.
+    /// Maps `length` bytes of `fd` from `offset` on, readable and writable; both are multiples of a
+    /// page.
     ///
     /// # Errors
     /// The system call's.

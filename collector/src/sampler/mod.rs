@@ -1,7 +1,8 @@
 //! The driver of the kernel side: loads, attaches to every CPU, drains rings in time order.
 //!
-//! Knows records, not processes: what they mean is for `pipeline.rs` and below. Everything that needs a
-//! capability happens in [`Sampler::start`], except opening events on CPUs that come online later.
+//! Knows records, not processes: what they mean is for `pipeline.rs` and below. Everything that
+//! needs a capability happens in [`Sampler::start`], except opening events on CPUs that come online
+//! later.
 
 mod btf;
 pub(crate) mod mapped;
@@ -48,13 +49,14 @@ pub enum SamplerError {
     Cpus(io::Error),
 }
 
-/// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8 MiB, is a
-/// tenth full by then.
+/// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8
+/// MiB, is a tenth full by then.
 const TURN: Duration = Duration::from_millis(10);
-/// Likewise, when there are side-band events: code that was just mapped has no whole stacks until they are read, unless it was
-/// met before.
+/// Likewise, when there are side-band events: code that was just mapped has no whole stacks until
+/// they are read, unless it was met before.
 const EVENT_TURN: Duration = Duration::from_millis(1);
-/// Turns that short in a row, and how many come back in a second. A build or a loop of `dlopen` would take a tenth of a CPU.
+/// Turns that short in a row, and how many come back in a second. A build or a loop of `dlopen`
+/// would take a tenth of a CPU.
 const EVENT_TURNS: u32 = 40;
 
 const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
@@ -123,8 +125,8 @@ pub struct Sampler {
     frequency: u32,
     refused: BTreeSet<u32>,
     buffer: Vec<u8>,
-    /// A short turn is allowed while this is past. Each moves it on by its share of a second; it is never more than a second
-    /// ago.
+    /// A short turn is allowed while this is past. Each moves it on by its share of a second; it is
+    /// never more than a second ago.
     spent: Instant,
 }
 
@@ -141,7 +143,8 @@ impl fmt::Debug for Sampler {
 }
 
 impl Sampler {
-    /// Loads, attaches to every online CPU, and starts sampling; of single processes once they are admitted.
+    /// Loads, attaches to every online CPU, and starts sampling; of single processes once they are
+    /// admitted.
     ///
     /// # Errors
     /// See [`SamplerError`].
@@ -177,9 +180,10 @@ impl Sampler {
         Ok(self.object.take_tables()?)
     }
 
-    /// Opens events on CPUs that came online, for the first time or again, and forgets those of CPUs that
-    /// went; what is in their rings goes to `batch`. To be called less often than an event needs to run.
-    /// One that is refused counts in [`Sampler::refused_cpus`] and is tried again at the next look.
+    /// Opens events on CPUs that came online, for the first time or again, and forgets those of
+    /// CPUs that went; what is in their rings goes to `batch`. To be called less often than an
+    /// event needs to run. One that is refused counts in [`Sampler::refused_cpus`] and is tried
+    /// again at the next look.
     pub fn follow_hotplug(&mut self, batch: &mut Batch) {
         let Ok(online) = online_cpus() else { return };
         let mut gone = Vec::new();
@@ -214,7 +218,8 @@ impl Sampler {
         self.refused.len() as u64
     }
 
-    /// Waits until there is much to drain or `timeout`, less than a second, is over; whether it was cut short by an event.
+    /// Waits until there is much to drain or `timeout`, less than a second, is over; whether it was
+    /// cut short by an event.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         let price = Duration::from_secs(1) / EVENT_TURNS;
         self.spent = self.spent.max(a_second_ago());
@@ -229,7 +234,8 @@ impl Sampler {
             let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
             poll(fds, Some(&timeout)).unwrap_or(1)
         };
-        // The ring is readable as soon as it holds one record: without a pause every sample would be a turn.
+        // The ring is readable as soon as it holds one record: without a pause every sample would
+        // be a turn.
         if !may_be_short || wait(&mut fds, TURN - turn) == 0 {
             fds.push(PollFd::new(&self.ring, PollFlags::IN));
             wait(&mut fds, timeout);
@@ -246,8 +252,8 @@ impl Sampler {
     /// Moves everything in the rings into `batch`: samples first, so that every event older than a
     /// sample is in the batch with it.
     pub fn drain(&mut self, batch: &mut Batch) {
-        // At most what the ring holds: at the highest rates it fills as fast as it is emptied, and what
-        // comes after, a stop among it, would have to wait.
+        // At most what the ring holds: at the highest rates it fills as fast as it is emptied, and
+        // what comes after, a stop among it, would have to wait.
         let mut left = RING_BYTES as usize;
         while let Some(record) = self.ring.next() {
             left = left.saturating_sub(record.len());

@@ -1,7 +1,7 @@
 //! Loads the eBPF object into the kernel and hands out its maps and programs.
 //!
-//! The object is checked in; `make ebpf` rebuilds it and `tests` compare its digest with the sources.
-//! Attaches nothing to perf events: `sampler/mod.rs` does.
+//! The object is checked in; `make ebpf` rebuilds it and `tests` compare its digest with the
+//! sources. Attaches nothing to perf events: `sampler/mod.rs` does.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -73,8 +73,8 @@ impl Object {
     /// # Errors
     /// See [`LoadError`].
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
-        // aya reads the kernel's BTF whether it needs it or not, which takes as long as all the rest:
-        // the offsets are read meanwhile.
+        // aya reads the kernel's BTF whether it needs it or not, which takes as long as all the
+        // rest: the offsets are read meanwhile.
         let ((config, layout), mut loader) = std::thread::scope(|scope| {
             let offsets = scope.spawn(|| offsets(filter));
             let loader = EbpfLoader::new();
@@ -209,7 +209,8 @@ fn offsets(filter: &Filter) -> Result<(Config, Layout), LoadError> {
         collector: std::process::id(),
         ..filter.config
     };
-    // Kernels older than 6.1 have another tree: mappings are known there when the collector has told them.
+    // Kernels older than 6.1 have another tree: mappings are known there when the collector has
+    // told them.
     Ok((config, layout(&btf).unwrap_or_default()))
 }
 
@@ -305,7 +306,8 @@ fn load_error(error: impl std::error::Error + 'static) -> LoadError {
 
 /// What a refusal means, where `lockdown` is the state of the kernel's lockdown. Pure.
 fn refusal(text: &str, denied: bool, lockdown: &str) -> LoadError {
-    // The verifier then knows no helper that reads kernel memory, and names the one it was asked for.
+    // The verifier then knows no helper that reads kernel memory, and names the one it was asked
+    // for.
     if lockdown.contains("[confidentiality]") || text.contains("bpf_probe_read#") {
         return LoadError::Lockdown;
     }

@@ -1,16 +1,17 @@
-//! The capture file as a sink: everything in it that reading it back needs, artifacts before the epochs
-//! that refer to them, files after.
+//! The capture file as a sink: everything in it that reading it back needs, artifacts before the
+//! epochs that refer to them, files after.
 
 use std::collections::HashSet;
 use std::io::Write;
 use std::sync::Arc;
 
+use stackwire_model::ExecutableKey;
 use stackwire_proto::{FrameWriter, v1};
 
 use super::SinkError;
 use super::sending::Sending;
 use crate::artifact::Hash;
-use crate::handover::{FileId, Handover, Share};
+use crate::handover::{Handover, Share};
 use crate::outbox::{Next, Outbox};
 use crate::wire;
 
@@ -29,7 +30,7 @@ pub async fn run(
     let failed = |error| SinkError::Write { path: name.clone(), error };
     out.write(&hello).map_err(failed)?;
     let mut written: HashSet<Hash> = HashSet::new();
-    let mut files: HashSet<FileId> = HashSet::new();
+    let mut files: HashSet<ExecutableKey> = HashSet::new();
     let mut from = 0;
     loop {
         match outbox.next(from).await.map_err(SinkError::Spool)? {
@@ -51,9 +52,9 @@ pub async fn run(
                 outbox.acknowledge(number);
                 // After it: a file that hangs must not cost what was sampled.
                 if handover.share() == Share::Always {
-                    for id in handover.files() {
-                        if files.insert(id.clone()) {
-                            let mut sending = Sending::file(&handover, id, 0);
+                    for key in handover.files() {
+                        if files.insert(key) {
+                            let mut sending = Sending::file(&handover, key, 0);
                             while let Some(piece) = sending.next().await {
                                 out.write(&piece).map_err(failed)?;
                             }

@@ -1,5 +1,5 @@
-//! Where epochs go: a capture file, or a symbolizer over gRPC. Each runs on its own thread and takes
-//! from the [`Outbox`](crate::outbox::Outbox).
+//! Where epochs go: a capture file, or a symbolizer over gRPC. Each runs on its own thread and
+//! takes from the [`Outbox`](crate::outbox::Outbox).
 
 mod file;
 mod sending;

@@ -1,24 +1,29 @@
-//! A file or an artifact on its way: pieces in order, or the reason why there are none. Used by both sinks.
+//! A file or an artifact on its way: pieces in order, or the reason why there are none. Used by
+//! both sinks.
 //!
-//! Read on a thread of its own: what hangs, on a file system that does not answer, must not keep epochs waiting.
+//! Read on a thread of its own: what hangs, on a file system that does not answer, must not keep
+//! epochs waiting.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
+use stackwire_model::ExecutableKey;
 use stackwire_proto::ARTIFACT_PIECE_BYTES;
 use stackwire_proto::v1::CollectorMessage;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
 use crate::artifact::{Artifact, Hash};
-use crate::handover::{FileId, Handover};
+use crate::handover::{Handover, NotSent};
 use crate::in_time::Slot;
 use crate::wire;
 
-/// How long the first piece, before which all of the file is read for its hash, and each after it may take.
+/// How long the first piece, before which all of the file is read for its hash, and each after it
+/// may take.
 const FILE_LIMIT: Duration = Duration::from_secs(20);
-/// How long all of an artifact may take to be read: its process wrote it to a file system of its choice.
+/// How long all of an artifact may take to be read: its process wrote it to a file system of its
+/// choice.
 const ARTIFACT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Something being read.
@@ -40,7 +45,7 @@ enum Pieces {
 
 #[derive(Debug)]
 enum What {
-    File(FileId),
+    File(ExecutableKey),
     Artifact {
         hash: Hash,
         /// Pieces still to come.
@@ -52,11 +57,11 @@ enum What {
 
 impl Sending {
     /// Begins to read a file, to send it from `offset` on.
-    pub(super) fn file(handover: &Arc<Handover>, id: FileId, offset: u64) -> Self {
+    pub(super) fn file(handover: &Arc<Handover>, key: ExecutableKey, offset: u64) -> Self {
         static HANGING: AtomicUsize = AtomicUsize::new(0);
-        let (of, handover) = (id.clone(), Arc::clone(handover));
-        let pieces = on_a_thread(&HANGING, move |out| read(&handover, &of, offset, out));
-        Self { what: What::File(id), pieces: Pieces::Read(pieces), since: None }
+        let handover = Arc::clone(handover);
+        let pieces = on_a_thread(&HANGING, move |out| read(&handover, key, offset, out));
+        Self { what: What::File(key), pieces: Pieces::Read(pieces), since: None }
     }
 
     /// Begins to read an artifact.
@@ -103,11 +108,9 @@ impl Sending {
                 self.pieces = Pieces::GivenUp;
                 None
             }
-            (What::File(id), Err(_elapsed)) => {
+            (What::File(key), Err(_elapsed)) => {
                 self.pieces = Pieces::GivenUp;
-                let seconds = FILE_LIMIT.as_secs();
-                let reason = format!("it could not be read within {seconds} s");
-                Some(wire::file_piece(id, (&Hash([0; 32]), 0), Err(&reason)))
+                Some(wire::file_piece(*key, (&Hash([0; 32]), 0), Err(&NotSent::Late(FILE_LIMIT))))
             }
         }
     }
@@ -121,7 +124,8 @@ impl Sending {
     }
 }
 
-/// What a thread reads. Without a thread, or when too many hang, the channel is closed, which is the end of it.
+/// What a thread reads. Without a thread, or when too many hang, the channel is closed, which is
+/// the end of it.
 fn on_a_thread(
     hanging: &'static AtomicUsize,
     read: impl FnOnce(&mpsc::Sender<CollectorMessage>) + Send + 'static,
@@ -138,9 +142,14 @@ fn on_a_thread(
 }
 
 /// Ends early when nobody takes what it reads.
-fn read(handover: &Handover, id: &FileId, offset: u64, out: &mpsc::Sender<CollectorMessage>) {
-    let refused = |reason: String| wire::file_piece(id, (&Hash([0; 32]), 0), Err(&reason));
-    let content = match handover.open(id) {
+fn read(
+    handover: &Handover,
+    key: ExecutableKey,
+    offset: u64,
+    out: &mpsc::Sender<CollectorMessage>,
+) {
+    let refused = |reason: NotSent| wire::file_piece(key, (&Hash([0; 32]), 0), Err(&reason));
+    let content = match handover.open(key) {
         Ok(content) => content,
         Err(reason) => {
             let _ = out.blocking_send(refused(reason));
@@ -154,9 +163,9 @@ fn read(handover: &Handover, id: &FileId, offset: u64, out: &mpsc::Sender<Collec
             Ok(piece) => {
                 let whole = (&content.hash, content.extent.length);
                 let next = at + piece.len() as u64;
-                (wire::file_piece(id, whole, Ok((at, &piece))), next)
+                (wire::file_piece(key, whole, Ok((at, &piece))), next)
             }
-            Err(error) => (refused(error.to_string()), content.extent.length),
+            Err(error) => (refused(error.into()), content.extent.length),
         };
         if out.blocking_send(message).is_err() || next >= content.extent.length {
             return;

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use stackwire_model::ExecutableKey;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
@@ -17,7 +18,7 @@ use tonic::transport::{Channel, Endpoint};
 use super::SinkError;
 use super::sending::Sending;
 use crate::artifact::{Artifact, Hash};
-use crate::handover::{FileId, Handover};
+use crate::handover::Handover;
 use crate::outbox::{Next, Outbox};
 use crate::wire;
 
@@ -164,8 +165,9 @@ async fn connect_and_send(
     let mut from = welcome.next_epoch;
     let mut last: Option<u64> = None;
     let mut pause: Option<Instant> = None;
-    // Files and artifacts asked for, in turn; the first of each is being sent, a piece between epochs.
-    let mut files: VecDeque<(FileId, u64)> = VecDeque::new();
+    // Files and artifacts asked for, in turn; the first of each is being sent, a piece between
+    // epochs.
+    let mut files: VecDeque<(ExecutableKey, u64)> = VecDeque::new();
     let mut file: Option<Sending> = None;
     let mut artifacts: VecDeque<Artifact> = VecDeque::new();
     let mut artifact: Option<Sending> = None;
@@ -234,7 +236,8 @@ async fn connect_and_send(
                     pause = Some(Instant::now() + Duration::from_millis(slow.milliseconds.min(10_000).into()));
                 }
                 Some(Some(Answer::Want(v1::Want { file: Some(wanted), offset, .. }))) => {
-                    files.push_back((wire::wanted_file(&wanted), offset));
+                    // One that does not say which cannot be answered.
+                    files.extend(wanted.key().ok().flatten().map(|key| (key, offset)));
                 }
                 Some(Some(Answer::Want(want))) => {
                     let hash = <[u8; 32]>::try_from(want.hash.as_slice()).ok().map(Hash);

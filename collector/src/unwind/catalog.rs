@@ -1,8 +1,12 @@
-//! The executables the kernel side knows by number, and their tables in its maps: who has one, who wants one.
+//! The executables the kernel side knows by number, and their tables in its maps: who has one, who
+//! wants one.
 //!
-//! Shared by the collecting thread, which numbers what it sees mapped, and the loading threads, which bring tables. Where
-//! they are put, and which must go for them, is in `room.rs`, what the kernel calls their files in `naming.rs`. Opens and parses nothing.
+//! Shared by the collecting thread, which numbers what it sees mapped, and the loading threads,
+//! which bring tables. Where they are put, and which must go for them, is in `room.rs`, what the
+//! kernel calls their files in `naming.rs`, which are of jitdumps in `growing.rs`. Opens and parses
+//! nothing.
 
+mod growing;
 mod naming;
 mod room;
 
@@ -13,15 +17,18 @@ use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
 use stackwire_collector_ebpf::vma::FileKey;
+use stackwire_model::BuildId;
 use stackwire_unwind::Table;
 
+use self::growing::Growing;
 pub use self::naming::ASKED_AGAIN;
-use self::room::{NoRoom, Place};
+use self::room::Place;
 use super::maps::TableMaps;
+use super::no_table::NoTable;
 use super::owner::{Owner, SHARES};
 use super::rules::Rules;
 use super::space::Space;
-use crate::broker::Wanted;
+use crate::helpers::broker::Wanted;
 use crate::process::executable::Kind;
 
 /// Number of all executables there is no number for: there are too many, of all or of one user.
@@ -30,7 +37,8 @@ pub const UNLISTED: u32 = 1;
 const MAX_FAILURES: u32 = 3;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
-/// Who is mapped so often is looked up, too: by processes that have ended before the kernel side has heard of it.
+/// Who is mapped so often is looked up, too: by processes that have ended before the kernel side
+/// has heard of it.
 const OFTEN: u32 = 8;
 
 /// What a loading thread is to bring.
@@ -51,17 +59,17 @@ pub struct Job {
 }
 
 impl Job {
-    /// GNU build-id, empty when it has none.
+    /// GNU build-id, if it has one.
     #[must_use]
-    pub fn build_id(&self) -> &[u8] {
+    pub fn build_id(&self) -> Option<BuildId> {
         build_id(&self.kind)
     }
 }
 
-fn build_id(kind: &Kind) -> &[u8] {
+fn build_id(kind: &Kind) -> Option<BuildId> {
     match kind {
-        Kind::File { build_id, .. } => build_id,
-        _ => &[],
+        Kind::File { key: Some(key), .. } => key.build_id(),
+        _ => None,
     }
 }
 
@@ -112,6 +120,9 @@ struct Inner {
     numbers: HashMap<Kind, BTreeMap<Owner, u32>>,
     /// By number.
     slots: Vec<Slot>,
+    /// Until when no table of theirs is made again, and jitdumps that are to be closed.
+    resting: BTreeMap<Owner, Instant>,
+    unused: Vec<Arc<File>>,
     stats: Stats,
 }
 
@@ -135,6 +146,8 @@ struct Slot {
     mapped_since: bool,
     /// Its file, until what the kernel calls it may be asked.
     held: Option<Arc<File>>,
+    /// The jitdump its table was made of.
+    growing: Option<Growing>,
     /// Its file takes long to open.
     slow: bool,
     failures: u32,
@@ -150,7 +163,7 @@ enum State {
     Loading,
     /// Everyone's table is that of all numbers of its executable.
     Ready(Arc<Place>),
-    Failed(NoRoom),
+    Failed(Arc<NoTable>),
 }
 
 impl Catalog {
@@ -160,7 +173,7 @@ impl Catalog {
         maps.set_executable(UNLISTED, 0, state::OVER_SHARE);
         let none = || Slot {
             refs: 1,
-            state: State::Failed(NoRoom::OverShare),
+            state: State::Failed(Arc::new(NoTable::OverShare)),
             ..Slot::new(Kind::Unmapped, Owner::Everyone)
         };
         let inner = Mutex::new(Inner {
@@ -170,6 +183,8 @@ impl Catalog {
             rules: Rules::default(),
             numbers: HashMap::new(),
             slots: vec![none(), none()],
+            resting: BTreeMap::new(),
+            unused: Vec::new(),
             stats: Stats::default(),
         });
         Self { inner, numbered: Condvar::new() }
@@ -179,8 +194,8 @@ impl Catalog {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of an executable, for one area more; `wanted` is where its file is mapped. `owner` is asked for where
-    /// there is none for everyone.
+    /// The number of an executable, for one area more; `wanted` is where its file is mapped.
+    /// `owner` is asked for where there is none for everyone.
     pub fn number(
         &self,
         kind: &Kind,
@@ -208,6 +223,9 @@ impl Catalog {
         for &number in numbers.iter().filter(|&&number| number > UNLISTED) {
             let slot = &mut inner.slots[number as usize];
             slot.refs = slot.refs.saturating_sub(1);
+            if slot.refs == 0 {
+                inner.grows_no_more(number);
+            }
         }
     }
 
@@ -216,13 +234,12 @@ impl Catalog {
         self.lock().slots.iter_mut().for_each(|slot| slot.mapped = 0);
     }
 
-    /// The executable that wants its table most: of those looked up, or of `all`. Of one user's one at a time.
+    /// The executable that wants its table most: of those looked up, or of `all`. Of one user's one
+    /// at a time.
     pub fn next(&self, all: bool) -> Option<Job> {
         let mut inner = self.lock();
         let inner = &mut *inner;
-        let loading = inner.slots.iter().filter(|slot| matches!(slot.state, State::Loading));
-        let busy: Vec<Owner> =
-            loading.map(|slot| slot.payer).filter(|payer| payer.is_limited()).collect();
+        let busy = inner.busy();
         let wanting = inner.slots.iter().enumerate().filter(|(_, slot)| {
             matches!(slot.state, State::Wanting) && !busy.contains(&slot.payer)
         });
@@ -239,8 +256,8 @@ impl Catalog {
         Some(Job { number: number as u32, kind, owner, wanted, slow, held: None })
     }
 
-    /// An executable nobody has looked up yet and that may have its table on disk, each once, the one mapped most first;
-    /// none where tables had to go for others.
+    /// An executable nobody has looked up yet and that may have its table on disk, each once, the
+    /// one mapped most first; none where tables had to go for others.
     pub fn next_idle(&self) -> Option<Job> {
         let mut inner = self.lock();
         if inner.stats.evicted > 0 {
@@ -286,19 +303,12 @@ impl Catalog {
             inner.slots[number as usize].was_asked();
             inner.name(number, key, everyones);
         }
-        let shared = if everyones { inner.shared(number, table) } else { None };
-        match shared.map_or_else(|| inner.place(number, table), Ok) {
-            Ok(place) => {
-                inner.stats.loaded += 1;
-                inner.ready(number, place);
-            }
-            Err(why) => inner.fail(number, why),
-        }
+        inner.install(number, table, everyones);
     }
 
     /// Notes that there is none, and why.
-    pub fn fail(&self, number: u32, why: String) {
-        self.lock().fail(number, NoRoom::Other(why));
+    pub fn fail(&self, number: u32, why: NoTable) {
+        self.lock().fail(number, why);
     }
 
     /// Notes how long compiling a table took, or trying to.
@@ -324,15 +334,16 @@ impl Catalog {
 
     /// Why an executable has no table, if there will be none.
     #[must_use]
-    pub fn missing(&self, kind: &Kind) -> Option<String> {
+    pub fn missing(&self, kind: &Kind) -> Option<Arc<NoTable>> {
         let inner = self.lock();
         let numbers = inner.numbers.get(kind)?;
-        // Of everyone's alone, if there is one; where users have their own, of one that has a reason.
+        // Of everyone's alone, if there is one; where users have their own, of one that has a
+        // reason.
         let all = if numbers.contains_key(&Owner::Everyone) { 1 } else { numbers.len() };
         let numbers = numbers.values().take(all);
         let mut states = numbers.map(|&number| &inner.slots[number as usize].state);
         states.find_map(|state| match state {
-            State::Failed(NoRoom::Other(why)) => Some(why.clone()),
+            State::Failed(why) if !matches!(**why, NoTable::OverShare) => Some(Arc::clone(why)),
             _ => None,
         })
     }
@@ -358,6 +369,7 @@ impl Slot {
             mapped: 0,
             mapped_since: false,
             held: None,
+            growing: None,
             slow: false,
             failures: 0,
             state: State::Wanting,
@@ -385,17 +397,24 @@ impl Inner {
                 }
             }
         };
+        let slot = &self.slots[number as usize];
+        if slot.refs == 0 && matches!(slot.kind, Kind::Described { .. }) {
+            // Nobody has looked what was written since.
+            self.drop_table(number);
+        }
         let slot = &mut self.slots[number as usize];
         slot.refs += 1;
         (slot.mapped, slot.mapped_since) = (slot.mapped.saturating_add(1), true);
         if let Some(wanted) = wanted {
-            // Whoever has it mapped now may have what the one before had not: life, or a file that may be opened.
+            // Whoever has it mapped now may have what the one before had not: life, or a file that
+            // may be opened.
             if matches!(slot.state, State::Failed(_)) && slot.failures < MAX_FAILURES {
                 slot.state = State::Wanting;
                 self.maps.set_executable(number, 0, state::NOT_YET);
             }
             if slot.wanted.len() == MAX_WANTED {
-                // Everyone's first is of before anybody could have forged it; its path leads there when its process is gone.
+                // Everyone's first is of before anybody could have forged it; its path leads there
+                // when its process is gone.
                 slot.wanted.remove(usize::from(slot.owner == Owner::Everyone));
             }
             slot.wanted.push(wanted);
@@ -455,7 +474,7 @@ impl Inner {
     /// Where everyone's table of a build-id is already, at whatever path its file was met.
     fn shared(&self, number: u32, table: &Table) -> Option<Arc<Place>> {
         let wanted = build_id(&self.slots[number as usize].kind);
-        let mut slots = self.slots.iter().filter(|_| !wanted.is_empty());
+        let mut slots = self.slots.iter().filter(|_| wanted.is_some());
         slots.find_map(|slot| match &slot.state {
             State::Ready(place)
                 if place.owner == Owner::Everyone
@@ -466,6 +485,26 @@ impl Inner {
             }
             _ => None,
         })
+    }
+
+    /// Users with a limit of whom a table is being made: of each one at a time.
+    fn busy(&self) -> Vec<Owner> {
+        let making = self.slots.iter().filter(|slot| {
+            matches!(slot.state, State::Loading)
+                || slot.growing.as_ref().is_some_and(|growing| growing.looked_at)
+        });
+        making.map(|slot| slot.payer).filter(|payer| payer.is_limited()).collect()
+    }
+
+    fn install(&mut self, number: u32, table: &Table, everyones: bool) {
+        let shared = if everyones { self.shared(number, table) } else { None };
+        match shared.map_or_else(|| self.place(number, table), Ok) {
+            Ok(place) => {
+                self.stats.loaded += 1;
+                self.ready(number, place);
+            }
+            Err(why) => self.fail(number, why),
+        }
     }
 
     /// An executable has its table, and with everyone's all users that wait for theirs.
@@ -484,12 +523,18 @@ impl Inner {
         }
     }
 
-    fn fail(&mut self, number: u32, why: NoRoom) {
-        let told = if why == NoRoom::OverShare { state::OVER_SHARE } else { state::NONE };
+    fn fail(&mut self, number: u32, why: NoTable) {
+        let told = match why {
+            NoTable::OverShare => state::OVER_SHARE,
+            _ => state::NONE,
+        };
         let slot = &mut self.slots[number as usize];
-        slot.state = State::Failed(why);
+        slot.state = State::Failed(Arc::new(why));
         slot.failures += 1;
-        self.stats.failed += u64::from(slot.failures == 1);
+        // Code made at run time is walked by frame pointers then: most compilers describe no more
+        // than its name.
+        let is_made = matches!(slot.kind, Kind::Described { .. });
+        self.stats.failed += u64::from(slot.failures == 1 && !is_made);
         self.maps.set_executable(number, 0, told);
     }
 
@@ -519,8 +564,8 @@ mod tests {
     }
 
     pub(super) fn file(number: u32) -> Kind {
-        let build_id = number.to_le_bytes().to_vec();
-        Kind::File { path: String::new(), build_id, inode: 0, device: (0, 0) }
+        let key = BuildId::new(&number.to_le_bytes()).map(Into::into);
+        Kind::File { path: String::new(), key }
     }
 
     /// Of this many rows, one page of 64 KiB for each thousand, and rules of its own.
@@ -529,7 +574,7 @@ mod tests {
         let rules = std::iter::once(Rule::default()).chain((1..=rules).map(rule)).collect();
         let pages = vec![1000; (rows / 1000) as usize];
         let rows = (0..rows / 1000 * 1000).map(|at| row((at % 1000) as u16, 1)).collect();
-        Table { build_id: Vec::new(), base: 0, rules, pages, rows }
+        Table { build_id: None, base: 0, rules, pages, rows }
     }
 
     fn wanted() -> Option<Wanted> {
@@ -563,7 +608,7 @@ mod tests {
         assert!((6..=17).contains(&stats.evicted), "{stats:?}");
         let number = of_root(&catalog, &file(100));
         catalog.install(number, &table(6_000_000, 1, 0), true, None);
-        assert_eq!(catalog.missing(&file(100)).unwrap(), "its unwind table is too large");
+        assert!(matches!(*catalog.missing(&file(100)).unwrap(), NoTable::TooLarge));
         assert_eq!(catalog.stats().evicted, stats.evicted, "for nothing");
     }
 
@@ -593,7 +638,7 @@ mod tests {
             let number = of_root(&catalog, &file(1));
             if let Some(job) = catalog.next(true) {
                 assert_eq!(job.number, number);
-                catalog.fail(number, "not to be had".to_owned());
+                catalog.fail(number, NoTable::Unmapped);
                 tries += 1;
             }
         }
@@ -614,7 +659,8 @@ mod tests {
         assert!(catalog.next(true).is_none() && catalog.is_settled());
         assert_eq!(of(&catalog, 1002, &file(1)), roots);
         assert_eq!(of(&catalog, 1000, &file(1)), roots);
-        // Where it is looked for again, roots comes first of all that were ever mapped, and last of those that are tried.
+        // Where it is looked for again, roots comes first of all that were ever mapped, and last of
+        // those that are tried.
         for pid in 2..20 {
             let forged = Wanted::Mapped { pid, start: 0, end: 1, path: String::new() };
             catalog.number(&file(1), Some(forged), || Owner::User(1000));
@@ -631,9 +677,11 @@ mod tests {
         catalog.install(roots, &table(1000, 8000, 0), true, None);
         let over = |number: u32| {
             let inner = catalog.lock();
-            matches!(inner.slots[number as usize].state, State::Failed(NoRoom::OverShare))
+            let state = &inner.slots[number as usize].state;
+            matches!(state, State::Failed(why) if matches!(**why, NoTable::OverShare))
         };
-        // As much as is free, and no more: neither root's nor, mapped as they are, their own make room.
+        // As much as is free, and no more: neither root's nor, mapped as they are, their own make
+        // room.
         let theirs: Vec<u32> = (1..60)
             .map(|at| {
                 let number = of(&catalog, 1000, &file(at));
@@ -675,7 +723,7 @@ mod tests {
 
     fn number_of_file(catalog: &Catalog, path: &str) -> u32 {
         let path = path.to_owned();
-        let kind = Kind::File { path, build_id: vec![7; 20], inode: 0, device: (0, 0) };
+        let kind = Kind::File { path, key: BuildId::new(&[7; 20]).map(Into::into) };
         of_root(catalog, &kind)
     }
 

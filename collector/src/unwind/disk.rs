@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use stackwire_model::BuildId;
 use stackwire_unwind::{Table, VERSION};
 
 /// Most of it; beyond, those written longest ago go.
@@ -20,7 +21,8 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens it, made if there is none. `None` when it is not to be had, or others could write to it.
+    /// Opens it, made if there is none. `None` when it is not to be had, or others could write to
+    /// it.
     #[must_use]
     pub fn open(directory: &Path) -> Option<Self> {
         stackwire_rights::directory::make(directory).ok()?;
@@ -29,22 +31,22 @@ impl Disk {
 
     /// The table of a build-id.
     #[must_use]
-    pub fn get(&self, build_id: &[u8]) -> Option<Table> {
+    pub fn get(&self, build_id: BuildId) -> Option<Table> {
         let mut bytes = Vec::new();
         // Whatever is there instead of a file is not waited for.
         let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(self.path(build_id)?);
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(self.path(build_id));
         let file = file.ok().filter(|file| file.metadata().is_ok_and(|found| found.is_file()))?;
         file.take(MAX_TABLE).read_to_end(&mut bytes).ok()?;
-        Table::parse(&bytes).ok().filter(|table| table.build_id == build_id)
+        Table::parse(&bytes).ok().filter(|table| table.build_id == Some(build_id))
     }
 
     /// Keeps a table.
     ///
     /// # Errors
     /// Those of writing.
-    pub fn put(&self, build_id: &[u8], bytes: &[u8]) -> io::Result<()> {
-        let Some(path) = self.path(build_id) else { return Ok(()) };
+    pub fn put(&self, build_id: BuildId, bytes: &[u8]) -> io::Result<()> {
+        let path = self.path(build_id);
         // Two threads may have the same build-id.
         static WRITTEN: AtomicU32 = AtomicU32::new(0);
         let serial = WRITTEN.fetch_add(1, Ordering::Relaxed);
@@ -61,9 +63,8 @@ impl Disk {
         written
     }
 
-    fn path(&self, build_id: &[u8]) -> Option<PathBuf> {
-        let hex: String = build_id.iter().map(|byte| format!("{byte:02x}")).collect();
-        (build_id.len() >= 4).then(|| self.directory.join(format!("{hex}.v{VERSION}")))
+    fn path(&self, build_id: BuildId) -> PathBuf {
+        self.directory.join(format!("{build_id}.v{VERSION}"))
     }
 
     fn prune(&self) -> io::Result<()> {
@@ -106,18 +107,17 @@ mod tests {
     fn tables_are_kept_and_damaged_ones_are_none() {
         let directory = tempfile::tempdir().unwrap();
         let disk = Disk::open(&directory.path().join("a/b")).unwrap();
-        let id = [7; 20];
-        let table = Table { build_id: id.to_vec(), ..Table::default() };
-        assert!(disk.get(&id).is_none());
-        disk.put(&id, &table.to_bytes()).unwrap();
-        assert_eq!(disk.get(&id), Some(table));
+        let id = BuildId::new(&[7; 20]).unwrap();
+        let table = Table { build_id: Some(id), ..Table::default() };
+        assert!(disk.get(id).is_none());
+        disk.put(id, &table.to_bytes()).unwrap();
+        assert_eq!(disk.get(id), Some(table));
         // Of another, under this name.
-        let other = Table { build_id: vec![8; 20], ..Table::default() };
-        disk.put(&id, &other.to_bytes()).unwrap();
-        assert!(disk.get(&id).is_none());
-        disk.put(&id, b"damaged").unwrap();
-        assert!(disk.get(&id).is_none());
-        disk.put(&[], b"without").unwrap();
+        let other = Table { build_id: BuildId::new(&[8; 20]), ..Table::default() };
+        disk.put(id, &other.to_bytes()).unwrap();
+        assert!(disk.get(id).is_none());
+        disk.put(id, b"damaged").unwrap();
+        assert!(disk.get(id).is_none());
         for (name, ours) in [
             ("0a.v1", true),
             ("0a.new-7-0", true),

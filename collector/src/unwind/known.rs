@@ -1,8 +1,9 @@
-//! Which file is which executable, as the kernel tells files apart: in a process nobody has told it of yet, the kernel side
-//! finds them by itself.
+//! Which file is which executable, as the kernel tells files apart: in a process nobody has told it
+//! of yet, the kernel side finds them by itself.
 //!
-//! [`Keys`] asks what the kernel calls a file, for the loading threads; [`KnownFiles`] is the catalog's. What a file has for
-//! an inode and device in user space is something else, on overlayfs and btrfs.
+//! [`Keys`] asks what the kernel calls a file, for the loading threads; [`KnownFiles`] is the
+//! catalog's. What a file has for an inode and device in user space is something else, on overlayfs
+//! and btrfs.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -25,8 +26,9 @@ const SLOT: usize = size_of::<vma::File>();
 /// What the kernel calls the vDSO.
 pub const VDSO_KEY: FileKey = FileKey { inode: VDSO, device: 0, changed: 0, size: 0 };
 
-/// File systems whose change times tell files apart, and that answer by themselves (linux/magic.h): ext4, XFS, btrfs, bcachefs,
-/// f2fs, ZFS, tmpfs, ramfs. Images made to be the same byte by byte (squashfs, erofs) have the same times for different files.
+/// File systems whose change times tell files apart, and that answer by themselves (linux/magic.h):
+/// ext4, XFS, btrfs, bcachefs, f2fs, ZFS, tmpfs, ramfs. Images made to be the same byte by byte
+/// (squashfs, erofs) have the same times for different files.
 const LOCAL: [u64; 8] = [
     0xef53,
     0x5846_5342,
@@ -38,8 +40,8 @@ const LOCAL: [u64; 8] = [
     0x8584_58f6,
 ];
 const OVERLAYFS: u64 = 0x794c_7630;
-/// A file may change again within one tick of its file system's clock, and keep the time of its change: those of the kernel take
-/// 10 ms at most.
+/// A file may change again within one tick of its file system's clock, and keep the time of its
+/// change: those of the kernel take 10 ms at most.
 const TICK: Duration = Duration::from_millis(50);
 /// Likewise, where a file system keeps whole seconds.
 const WHOLE_SECONDS: Duration = Duration::from_secs(2);
@@ -69,14 +71,14 @@ impl Keys {
         Ok(Self { question: Mutex::new(question) })
     }
 
-    /// What the kernel calls a file that somebody maps. `None` where it does not say (before 6.1), or where that would not
-    /// tell it from others.
+    /// What the kernel calls a file that somebody maps. `None` where it does not say (before 6.1),
+    /// or where that would not tell it from others.
     #[must_use]
     pub fn of(&self, file: &File) -> Option<Key> {
         let (magic, key) = self.ask(file, 0)?;
         let (magic, key) = match magic {
-            // Who maps it has the file of the layer below. To map one of a server that is gone would hold up all memory of this
-            // process: no others are mapped.
+            // Who maps it has the file of the layer below. To map one of a server that is gone
+            // would hold up all memory of this process: no others are mapped.
             OVERLAYFS => {
                 let mapped = Mapped::read_only(file.as_fd(), 1).ok()?;
                 self.ask(file, mapped.address())?
@@ -137,8 +139,9 @@ impl KnownFiles {
         Ok(Self { table, slots: HashMap::new() })
     }
 
-    /// A file is this executable, to the processes of one user or [`EVERYONE`]. Where there is no room for it a user's file
-    /// takes the place of another of that user, one that is everyone's that of any user.
+    /// A file is this executable, to the processes of one user or [`EVERYONE`]. Where there is no
+    /// room for it a user's file takes the place of another of that user, one that is everyone's
+    /// that of any user.
     pub fn insert(&mut self, key: FileKey, number: u32, user: u32) {
         let first = first_file(key.inode, key.device);
         let slots = || (0..FILE_PROBES).map(|probe| (first + probe) & (FILES - 1));

@@ -1,4 +1,5 @@
-//! The maps of unwind tables, as memory to write. Knows where things lie (`collector-ebpf`), not what they are for.
+//! The maps of unwind tables, as memory to write. Knows where things lie (`collector-ebpf`), not
+//! what they are for.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -67,8 +68,8 @@ impl Descriptors {
 pub struct ProcessMaps {
     slots: Mapped,
     mappings: OwnedFd,
-    /// The part written to last, and where it begins. Processes that come and go have theirs in the same place: to map it
-    /// each time took a quarter of the time they cost.
+    /// The part written to last, and where it begins. Processes that come and go have theirs in the
+    /// same place: to map it each time took a quarter of the time they cost.
     window: Option<(u64, Mapped)>,
     generation: Mapped,
 }
@@ -93,7 +94,8 @@ const SLOT: usize = size_of::<Process>();
 /// Bytes of an executable's entry.
 const EXECUTABLE: usize = size_of::<Executable>();
 
-/// Maps what is written often; the rest is mapped piece by piece, since all of it would be in our memory at once.
+/// Maps what is written often; the rest is mapped piece by piece, since all of it would be in our
+/// memory at once.
 ///
 /// # Errors
 /// The system call's.
@@ -126,7 +128,8 @@ impl ProcessMaps {
         self.slots.atomic(slot as usize * SLOT).load(Ordering::Relaxed)
     }
 
-    /// Replaces what a slot holds, after all that was written before: the word, then since when it is true.
+    /// Replaces what a slot holds, after all that was written before: the word, then since when it
+    /// is true.
     pub fn set_slot(&self, slot: u32, word: u64, since_ns: u64) {
         self.slots.atomic(slot as usize * SLOT).store(word, Ordering::SeqCst);
         self.slots.atomic(slot as usize * SLOT + 8).store(moment(since_ns), Ordering::SeqCst);

@@ -1,14 +1,17 @@
-//! Unwind tables at run time: which are wanted, where they come from, how they get into the kernel side's maps.
+//! Unwind tables at run time: which are wanted, where they come from, how they get into the kernel
+//! side's maps.
 //!
-//! `processes.rs` tells what is mapped where, `known.rs` which file is which executable, `catalog.rs` numbers executables and
-//! lays out their tables, `loader.rs` brings them from `disk.rs` or from `compiler.rs`, a process without privileges. Called by `session.rs` and `pipeline.rs`.
+//! `processes.rs` tells what is mapped where, `known.rs` which file is which executable,
+//! `catalog.rs` numbers executables and lays out their tables, `loader.rs` brings them from
+//! `disk.rs` or from the unwind compiler (`helpers/`), a process without privileges; `no_table.rs`
+//! has the reasons why there is none. Called by `session.rs` and `pipeline.rs`.
 
 mod catalog;
-mod compiler;
 mod disk;
 mod known;
 mod loader;
 mod maps;
+mod no_table;
 mod owner;
 mod processes;
 mod rules;
@@ -23,13 +26,14 @@ use std::time::Duration;
 
 use self::catalog::Catalog;
 pub use self::catalog::Stats;
-pub use self::compiler::Compiler;
 use self::loader::Loader;
 pub use self::maps::Descriptors;
+pub use self::no_table::NoTable;
 use self::processes::Published;
-use crate::broker::Broker;
 use crate::clock::now_ns;
 use crate::event::Event;
+use crate::helpers::broker::Broker;
+use crate::helpers::compiler::Compiler;
 use crate::process::Processes;
 use crate::process::executable::Kind;
 
@@ -54,13 +58,14 @@ pub struct Unwind {
     catalog: Arc<Catalog>,
     /// Processes of which the kernel side has been told what events say that are yet to be applied.
     told_ahead: HashSet<u32>,
-    /// Ends the loading threads. They may be waiting for a file that does not come, for seconds: nobody waits for it.
+    /// Ends the loading threads. They may be waiting for a file that does not come, for seconds:
+    /// nobody waits for it.
     stop: Arc<AtomicBool>,
 }
 
 impl Unwind {
-    /// Tells the kernel side of all processes known by now, and starts to bring tables. `warm`: those of all that is mapped
-    /// by now or later, and waits a moment for the first.
+    /// Tells the kernel side of all processes known by now, and starts to bring tables. `warm`:
+    /// those of all that is mapped by now or later, and waits a moment for the first.
     ///
     /// # Errors
     /// When the maps cannot be written, or there is no thread to be had.
@@ -87,7 +92,7 @@ impl Unwind {
                 keys: Arc::clone(&keys),
                 compiler,
                 cache: cache.clone(),
-                cools: index == 0,
+                is_first: index == 0,
                 stop: Arc::clone(&stop),
             };
             let told = warm.then(|| told.clone());
@@ -123,7 +128,7 @@ impl Unwind {
 
     /// Why there is no table of an executable, if there will be none.
     #[must_use]
-    pub fn missing(&self, kind: &Kind) -> Option<String> {
+    pub fn missing(&self, kind: &Kind) -> Option<Arc<NoTable>> {
         self.catalog.missing(kind)
     }
 

@@ -1,7 +1,8 @@
 //! For whom an unwind table is, and how much of the maps they may have.
 //!
-//! A user may give a file the path and the build-id of another's, in a mount namespace of their own. So a table made of a
-//! user's file is used for that user's processes alone; one made of root's file is for all.
+//! A user may give a file the path and the build-id of another's, in a mount namespace of their
+//! own. So a table made of a user's file is used for that user's processes alone; one made of
+//! root's file is for all.
 
 use std::fs::File;
 use std::io;
@@ -62,7 +63,8 @@ impl Owner {
     }
 }
 
-/// Whether a table of this file may be used for everybody: only root, or the collector's user, can have written it.
+/// Whether a table of this file may be used for everybody: only root, or the collector's user, can
+/// have written it.
 ///
 /// # Errors
 /// Those of statx(2).
@@ -78,8 +80,9 @@ pub fn is_everyones(file: &File) -> io::Result<bool> {
     Ok([0, user].contains(&found.stx_uid) && !by_others && is_trusted(&mounts, device))
 }
 
-/// Whether the owners of files on a device are who they seem: it is mounted here, so that set-user-ID programs would work, and no
-/// user's program serves it. A user's own namespace has mounts with owners of the user's choice.
+/// Whether the owners of files on a device are who they seem: it is mounted here, so that
+/// set-user-ID programs would work, and no user's program serves it. A user's own namespace has
+/// mounts with owners of the user's choice.
 fn is_trusted(mounts: &str, (major, minor): (u32, u32)) -> bool {
     let device = format!("{major}:{minor}");
     // proc_pid_mountinfo(5): the device is field 3, the options field 6, the type follows a dash.

@@ -6,23 +6,27 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use stackwire_collector_ebpf::tables::{
-    ANONYMOUS, MAPPINGS, PROCESS_PROBES, PROCESS_SLOTS, first_slot, process_of, process_word,
+    ANONYMOUS, DESCRIBED, MAPPINGS, PROCESS_PROBES, PROCESS_SLOTS, WINDOW, first_slot, process_of,
+    process_word,
 };
 
 use super::catalog::{Catalog, UNLISTED};
 use super::maps::ProcessMaps;
 use super::owner::{Owner, SHARES};
 use super::space::Space;
-use crate::broker::Wanted;
 use crate::event::Event;
+use crate::helpers::broker::Wanted;
 use crate::process::executable::Kind;
-use crate::process::{Mapping, Processes};
+use crate::process::{Mapping, Processes, jitdump};
 
 /// Of one process: one that maps without end leaves room for others.
 const MAX_MAPPINGS: u32 = MAPPINGS / 4;
 /// Likewise, executables that get a number of their own.
 const MAX_NUMBERS: usize = 2048;
-/// From so many on they are counted for the user, whom to ask for takes longer than all else; most have fewer.
+/// Windows of code made at run time that get one. Those of compilers lie together.
+const MAX_WINDOWS: usize = 8;
+/// From so many on they are counted for the user, whom to ask for takes longer than all else; most
+/// have fewer.
 const MANY: u32 = 32;
 
 /// The kernel side's processes, as they were told.
@@ -88,8 +92,8 @@ impl Published {
         }
     }
 
-    /// Tells what events will change that are yet to be applied, of these processes: samples wait for events of other CPUs,
-    /// processes that have become another program should not.
+    /// Tells what events will change that are yet to be applied, of these processes: samples wait
+    /// for events of other CPUs, processes that have become another program should not.
     pub fn preview(&mut self, processes: &mut Processes, events: &[Event], of: &HashSet<u32>) {
         for (pid, (mappings, since_ns)) in processes.preview(events, of) {
             self.publish(pid, &mappings, since_ns);
@@ -185,10 +189,35 @@ impl Published {
         owner: impl Fn() -> Owner,
     ) -> Vec<(u64, u64, u32, u64)> {
         let mut distinct = HashSet::new();
+        let described = jitdump(pid, mappings);
+        let mut windows: HashMap<u64, u32> = HashMap::new();
         let mut rows = Vec::with_capacity(mappings.len());
         for mapping in mappings {
             let (number, offset) = match &mapping.executable.kind {
-                Kind::Anonymous => (ANONYMOUS, 0),
+                Kind::Anonymous => {
+                    let window = mapping.start / WINDOW;
+                    let known = windows.get(&window).copied();
+                    let number = match &described {
+                        Some(_) if known.is_some() || windows.len() == MAX_WINDOWS => known,
+                        Some((dump, wanted)) => {
+                            let dump = Box::new((*dump).clone());
+                            let (kind, wanted) = (Kind::Described { dump, window }, wanted.clone());
+                            let number = self.catalog.number(&kind, Some(wanted), &owner);
+                            windows.insert(window, number);
+                            numbers.push(number);
+                            Some(number)
+                        }
+                        None => None,
+                    };
+                    rows.push(match number {
+                        None | Some(UNLISTED) => (mapping.start, mapping.end, ANONYMOUS, 0),
+                        Some(number) => {
+                            let offset = mapping.start % WINDOW;
+                            (mapping.start, mapping.end, number | DESCRIBED, offset)
+                        }
+                    });
+                    continue;
+                }
                 _ if distinct.len() > MAX_NUMBERS => (UNLISTED, 0),
                 // Its image begins with its mapping.
                 Kind::Vdso => (self.catalog.number(&Kind::Vdso, None, &owner), 0),
@@ -206,7 +235,8 @@ impl Published {
         rows
     }
 
-    /// Whether so many for a process more, which gives up what it has, is more than its user's share.
+    /// Whether so many for a process more, which gives up what it has, is more than its user's
+    /// share.
     fn is_over(&self, owner: Owner, pid: u32, entries: u32) -> bool {
         let before = self.by_pid.get(&pid).and_then(|place| self.areas.get(&place.area));
         let before = before.filter(|area| area.owner == Some(owner) && area.users == 1);

@@ -89,7 +89,8 @@ impl Rules {
         !self.limbo.is_empty()
     }
 
-    /// Makes what was given back available; the kernel side knows by now that what it reads there is not to be trusted.
+    /// Makes what was given back available; the kernel side knows by now that what it reads there
+    /// is not to be trusted.
     pub fn reclaim(&mut self) {
         self.free.append(&mut self.limbo);
     }

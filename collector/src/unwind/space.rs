@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 /// Entries of a map, handed out in runs.
 ///
-/// What is given back is handed out again only after [`Space::reclaim`]: until then the kernel side may be reading it.
+/// What is given back is handed out again only after [`Space::reclaim`]: until then the kernel side
+/// may be reading it.
 #[derive(Debug)]
 pub struct Space {
     /// First entry → entries, no two of them next to each other.
@@ -48,7 +49,8 @@ impl Space {
         !self.limbo.is_empty()
     }
 
-    /// Makes what was given back available; the kernel side knows by now that what it reads there is not to be trusted.
+    /// Makes what was given back available; the kernel side knows by now that what it reads there
+    /// is not to be trusted.
     pub fn reclaim(&mut self) {
         for (mut first, mut count) in std::mem::take(&mut self.limbo) {
             if let Some((&before, &length)) = self.free.range(..first).next_back()

@@ -1,4 +1,5 @@
-//! What to do where few frames have names or few stacks are whole: one sentence each, for the worst of them.
+//! What to do where few frames have names or few stacks are whole: one sentence each, for the worst
+//! of them.
 //!
 //! Said under the last line of `record` and `resolve`. Knows run-times by the names of their files.
 
@@ -91,12 +92,14 @@ fn cut(profile: &Profile) -> Option<String> {
         (EndReason::NoMappings, _) => {
             "run the collector with CAP_PERFMON (kernel 6.15 or later) or as root"
         }
-        (_, Some(Executable::Anonymous)) => match process
-            .and_then(|process| runtime(profile, process))
-        {
-            Some(Runtime::Java) => "start java with -XX:+PreserveFramePointer",
-            _ => "code made at run time has no unwind tables; let its compiler keep frame pointers",
-        },
+        (_, Some(Executable::Anonymous)) => {
+            match process.and_then(|process| runtime(profile, process)) {
+                Some(Runtime::Java) => "start java with -XX:+PreserveFramePointer",
+                _ => {
+                    "this code has no unwind table; let its compiler keep frame pointers, or describe it in a jitdump"
+                }
+            }
+        }
         (EndReason::NoFramePointer, _) => "if it was walked with --unwind fp, try --unwind auto",
         (EndReason::NoTable | EndReason::NoUnwindRule, Some(Executable::File { .. })) => {
             "build it with -fasynchronous-unwind-tables, or with -fno-omit-frame-pointer for --unwind fp"
@@ -171,7 +174,8 @@ const DPKG: &str = "/var/lib/dpkg/info";
 
 /// The Debian package with the debug information of a file of this host.
 fn debug_package(path: &Path) -> Option<String> {
-    // On systems with a merged /usr packages may have either path; and packages hold files, not links to them.
+    // On systems with a merged /usr packages may have either path; and packages hold files, not
+    // links to them.
     let whole = path.canonicalize().ok()?;
     let short = whole.strip_prefix("/usr").ok().map(|rest| Path::new("/").join(rest));
     let names: Vec<&str> = [Some(&whole), short.as_ref()]

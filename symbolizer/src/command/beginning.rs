@@ -1,25 +1,24 @@
-//! The build-id whose first digits someone typed: reports print twelve. For `symbolize` and `cache rm`.
+//! The build-id whose first digits someone typed: reports print twelve. For `symbolize` and `cache
+//! rm`.
 
 use std::collections::BTreeSet;
-
-use stackwire::cache::Id;
+use std::fmt::Display;
 
 use super::Failure;
 
-/// What was typed if that is a known id, otherwise the one known id that begins with it, if one does.
-pub fn whole(typed: &str, known: &BTreeSet<Id>) -> Result<Option<Id>, Failure> {
+/// What was typed if that is a known id, otherwise the one known id that begins with it, if one
+/// does.
+pub fn whole<T: Display + Clone>(typed: &str, known: &BTreeSet<T>) -> Result<Option<T>, Failure> {
     let typed = typed.to_ascii_lowercase();
-    let alike: Vec<&Id> = known.iter().filter(|id| id.as_str().starts_with(&typed)).collect();
-    if let [one] = alike[..] {
-        return Ok(Some(one.clone()));
-    }
-    if let Some(same) = alike.iter().find(|id| id.as_str() == typed) {
+    let known = known.iter().map(|id| (id, id.to_string()));
+    let alike: Vec<(&T, String)> = known.filter(|(_, text)| text.starts_with(&typed)).collect();
+    if let Some((same, _)) = alike.iter().find(|(_, text)| alike.len() == 1 || *text == typed) {
         return Ok(Some((*same).clone()));
     }
     if alike.is_empty() {
         return Ok(None);
     }
-    let alike: Vec<String> = alike.iter().map(ToString::to_string).collect();
+    let alike: Vec<String> = alike.into_iter().map(|(_, text)| text).collect();
     let message = format!("{typed} is the beginning of several build-ids: {}", alike.join(", "));
     Err(Failure::Usage(message))
 }
@@ -27,6 +26,8 @@ pub fn whole(typed: &str, known: &BTreeSet<Id>) -> Result<Option<Id>, Failure> {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use stackwire::cache::Id;
+
     use super::*;
 
     #[test]

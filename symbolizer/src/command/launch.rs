@@ -1,5 +1,6 @@
-//! `stackwire launch SOCKET -- COMMAND`: waits until sampling has started, then becomes the command, so
-//! that nothing of it goes unsampled. Its environment and descriptors are those `record` was given.
+//! `stackwire launch SOCKET -- COMMAND`: waits until sampling has started, then becomes the
+//! command, so that nothing of it goes unsampled. Its environment and descriptors are those
+//! `record` was given.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -23,7 +23,8 @@ pub enum Failure {
     Usage(String),
     /// The run failed (1).
     Run(anyhow::Error),
-    /// All went well, and the command that was recorded failed: its own exit code, as a shell has it.
+    /// All went well, and the command that was recorded failed: its own exit code, as a shell has
+    /// it.
     Command(u8),
 }
 

@@ -8,6 +8,7 @@ use anyhow::Context;
 use stackwire::export::{self, PerfDataOptions, PprofOptions};
 use stackwire::{Profile, say};
 
+use super::Failure;
 use super::advice::advice;
 use super::place::Placer;
 use super::target::{Target, is_stdout};
@@ -137,16 +138,16 @@ impl cli::Flames {
 }
 
 /// Refuses two names of one file among those written and those read.
-pub fn check_distinct(paths: &[&Path]) -> Result<(), String> {
+pub fn check_distinct(paths: &[&Path]) -> Result<(), Failure> {
     for (index, one) in paths.iter().enumerate() {
         for other in &paths[index + 1..] {
             let same = place(one) == place(other) || is_stdout(one) && is_stdout(other);
             if same && (is_plain(one) || is_stdout(one)) {
-                return Err(format!(
+                return Err(Failure::Usage(format!(
                     "{} and {} are the same file: name another output",
                     one.display(),
                     other.display()
-                ));
+                )));
             }
         }
     }
@@ -168,7 +169,8 @@ fn is_plain(path: &Path) -> bool {
     std::fs::metadata(path).map_or(true, |found| found.is_file())
 }
 
-/// One line a run: how much there is, how well it is named, how whole the stacks are, and how much is missing.
+/// One line a run: how much there is, how well it is named, how whole the stacks are, and how much
+/// is missing.
 fn summary(profile: &Profile, unsymbolized: bool, path: &Path) -> String {
     let amount = match profile.types {
         None => format!("{} samples", profile.sample_count()),

@@ -1,9 +1,10 @@
 //! What root's rights are for, and the end of them.
 //!
-//! Who starts `stackwire` as root holds every capability, and what is parsed was written by anybody. So the rights are
-//! given up before the first byte is parsed. Outputs are put in their places at the end, and a place may be in a
-//! directory of somebody else: a second process (`stackwire place`) keeps the right to do that, for the files it was
-//! told of before, and reads nothing but numbers afterwards.
+//! Who starts `stackwire` as root holds every capability, and what is parsed was written by
+//! anybody. So the rights are given up before the first byte is parsed. Outputs are put in their
+//! places at the end, and a place may be in a directory of somebody else: a second process
+//! (`stackwire place`) keeps the right to do that, for the files it was told of before, and reads
+//! nothing but numbers afterwards.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -25,11 +26,13 @@ const KEPT: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::FOW
 
 /// What is asked of the second process: a byte, then what it says here.
 mod asked {
-    /// Two paths, each with its length in front (u32, little endian): what lies at the first is to be put at the second.
+    /// Two paths, each with its length in front (u32, little endian): what lies at the first is to
+    /// be put at the second.
     pub const PROMISE: u8 = b'+';
     /// No more promises.
     pub const SEAL: u8 = b'=';
-    /// The number of a promise (u8): to be kept. Answered by an error number, 0 for none (i32, little endian).
+    /// The number of a promise (u8): to be kept. Answered by an error number, 0 for none (i32,
+    /// little endian).
     pub const PUT: u8 = b'>';
     /// The same: what was put is removed.
     pub const REMOVE: u8 = b'-';
@@ -99,7 +102,8 @@ impl Placer {
         Ok(Promise { helper, to: to.to_owned() })
     }
 
-    /// Gives up all rights of this process, for good. Call it while it has one thread: others keep theirs.
+    /// Gives up all rights of this process, for good. Call it while it has one thread: others keep
+    /// theirs.
     ///
     /// # Errors
     /// When that fails: nothing may be parsed then.

@@ -41,7 +41,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         arguments.outputs.perf_data_output.as_ref(),
     ];
     let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
-    check_distinct(&paths).map_err(Failure::Usage)?;
+    check_distinct(&paths)?;
     let placer = Placer::start()?;
     let outputs = Outputs::prepare(&pprof, &arguments.outputs, &placer)?;
     let mut kept = capture.map(|path| Kept::at(path)).transpose()?;
@@ -102,7 +102,8 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     status.map_or(Ok(()), exit)
 }
 
-/// The exit of the command is ours: 128 and the number of the signal that ended it, as shells have it.
+/// The exit of the command is ours: 128 and the number of the signal that ended it, as shells have
+/// it.
 fn exit(status: ExitStatus) -> Result<(), Failure> {
     let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
     match u8::try_from(code).unwrap_or(1) {
@@ -359,8 +360,8 @@ fn beside(pprof: &Path) -> Option<PathBuf> {
     Some(path)
 }
 
-/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz` and `….stackwire`, without a name when not one process is sampled; the second within a
-/// minute ends in `-2`.
+/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz` and `….stackwire`, without a name when not one process is
+/// sampled; the second within a minute ends in `-2`.
 fn auto_names(comm: Option<&str>) -> (PathBuf, PathBuf) {
     let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
     // A thread may call itself anything, `../../etc/x` included.

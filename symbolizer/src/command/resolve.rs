@@ -135,7 +135,7 @@ fn check_inputs<'a>(
     let outputs: Vec<&Path> = outputs.map(PathBuf::as_path).collect();
     for input in inputs {
         let paths: Vec<&Path> = outputs.iter().copied().chain([input.as_path()]).collect();
-        check_distinct(&paths).map_err(Failure::Usage)?;
+        check_distinct(&paths)?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
-use stackwire::cache::Id;
+use stackwire::profile::BuildId;
 use stackwire::{Symbols, say};
 
 use super::Failure;
@@ -16,11 +16,11 @@ pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
     let sources = arguments.symbols.sources()?;
     let path = Path::new(&arguments.object);
     // A file of that name first: one may be called `deadbeef`.
-    let symbols = match arguments.object.parse::<Id>() {
+    let symbols = match arguments.object.parse::<BuildId>() {
         Ok(typed) if !path.exists() => {
-            let known = stackwire::build_ids(typed.as_str(), &sources);
-            let build_id = whole(typed.as_str(), &known)?.unwrap_or(typed);
-            Symbols::of_build_id(&build_id, &sources)
+            let known = stackwire::build_ids(&typed.to_string(), &sources);
+            let build_id = whole(&typed.to_string(), &known)?.unwrap_or(typed);
+            Symbols::of_build_id(build_id, &sources)
         }
         _ => Symbols::of_file(path, &sources),
     };

@@ -1,4 +1,5 @@
-//! The options of every command that looks for symbols: sources from them, and whether what was asked for came.
+//! The options of every command that looks for symbols: sources from them, and whether what was
+//! asked for came.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -66,8 +67,8 @@ impl SymbolOptions {
             if sources.cache.is_none() {
                 say("stackwire: without a symbol cache no debuginfod server is asked");
             }
-            let servers =
-                Debuginfod::new(&urls, self.symbol_fetch_timeout).map_err(Failure::Usage)?;
+            let servers = Debuginfod::new(&urls, self.symbol_fetch_timeout)
+                .map_err(|error| Failure::Usage(error.to_string()))?;
             if let Some(warning) = servers.warning() {
                 say(&format!(
                     "stackwire: servers with https cannot be asked: {warning}; install ca-certificates, or name a file of certificates in SSL_CERT_FILE"

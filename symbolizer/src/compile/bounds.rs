@@ -1,12 +1,14 @@
-//! Where functions without a name begin and end: `.eh_frame` says so, which no stripping takes away.
+//! Where functions without a name begin and end: `.eh_frame` says so, which no stripping takes
+//! away.
 //!
-//! Of a function nobody names, all samples are then one row of a profile (`nginx+0x4a00`) and not one an address.
+//! Of a function nobody names, all samples are then one row of a profile (`nginx+0x4a00`) and not
+//! one an address.
 
 use gimli::{BaseAddresses, CieOrFde, EhFrame, Endianity, UnwindSection};
 use object::Endianness;
+use stackwire_elf::Elf;
 use stackwire_unwind::Shared;
 
-use crate::elf::Elf;
 use crate::table::Writer;
 
 /// Most functions taken from a file; a browser has half a million.
@@ -59,8 +61,9 @@ fn read<E: Endianity>(
 mod tests {
     use object::{Object, ObjectSymbol};
 
+    use stackwire_elf::Scratch;
+
     use super::*;
-    use crate::elf::Scratch;
 
     #[test]
     fn functions_of_this_program_have_the_bounds_their_symbols_have() {

@@ -1,57 +1,25 @@
 //! DWARF → ranges of the table: units in parallel, in batches, merged in their order.
 //!
-//! What a unit says is worked out by `scopes.rs` (functions, inlined calls) and `lines.rs` (files, lines), and laid over
-//! each other by `overlay.rs`. Here are the sections they come from, and how references between units are followed.
+//! What a unit says is worked out by `scopes.rs` (functions, inlined calls) and `lines.rs` (files,
+//! lines), and laid over each other by `overlay.rs`. Here are the sections they come from;
+//! `debug.rs` has how references between units are followed.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gimli::{
-    AbbreviationsCacheStrategy, AttributeValue, DebugInfoOffset, Dwarf, DwarfPackage,
-    DwarfPackageSections, DwarfSections, EndianSlice, RunTimeEndian, SectionId, Unit, UnitHeader,
-    UnitOffset,
+    DebugInfoOffset, Dwarf, DwarfPackage, DwarfPackageSections, DwarfSections, EndianSlice,
+    RunTimeEndian, SectionId, UnitHeader,
 };
 use object::Endianness;
-use rustc_hash::FxHashMap;
+use stackwire_elf::{Bytes, Elf};
 
+use super::debug::{Debug, DwarfError, Part, PartOf, Place, Slice, Units};
 use super::overlay::{self, UnitTable};
 use super::symbols::{Symbols, code};
 use super::{Files, lines, scopes};
-use crate::elf::{Elf, ElfError};
-use crate::table::{Bytes, Writer};
-
-/// A piece of a section.
-pub type Slice<'a> = EndianSlice<'a, RunTimeEndian>;
-
-/// A unit that says nothing.
-#[derive(Debug, thiserror::Error)]
-pub enum DwarfError {
-    /// It does not parse.
-    #[error("{0}")]
-    Malformed(#[from] gimli::Error),
-    /// It describes more than its bytes can, by naming the same lists over and over.
-    #[error("more ranges than the file has bytes for")]
-    TooMuch,
-}
-
-/// How much a file may still describe.
-#[derive(Debug)]
-pub struct Budget(AtomicUsize);
-
-impl Budget {
-    /// Spends some.
-    ///
-    /// # Errors
-    /// When there is not as much left.
-    pub fn spend(&self, some: usize) -> Result<(), DwarfError> {
-        let spend = |left: usize| left.checked_sub(some);
-        match self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend) {
-            Ok(_) => Ok(()),
-            Err(_) => Err(DwarfError::TooMuch),
-        }
-    }
-}
+use crate::table::Writer;
 
 /// The sections of a file, and of the one with its common parts.
 #[derive(Debug)]
@@ -71,8 +39,8 @@ impl Sections {
     /// Reads and decompresses them.
     ///
     /// # Errors
-    /// See [`ElfError`].
-    pub fn load(elf: &Elf, files: &Files<'_>) -> Result<Self, ElfError> {
+    /// See [`DwarfError`].
+    pub fn load(elf: &Elf, files: &Files<'_>) -> Result<Self, DwarfError> {
         let mut sequential = Vec::new();
         let mut lengths = 0;
         let mut all = |elf: &Elf| {
@@ -93,7 +61,7 @@ impl Sections {
                 if matches!(id, SectionId::DebugInfo | SectionId::DebugLine) {
                     sequential.push(bytes.clone());
                 }
-                Ok::<_, ElfError>(bytes)
+                Ok::<_, DwarfError>(bytes)
             })
         };
         let main = all(elf)?;
@@ -126,13 +94,13 @@ impl Sections {
         writer: &mut Writer,
         notes: &mut Vec<String>,
     ) {
-        let debug = Debug::new(self, files);
+        let work = Work::new(self, files);
         let mut failed: Option<(usize, DwarfError)> = None;
-        let mut rest = &debug.main.headers[..];
+        let mut rest = &work.debug.main.headers[..];
         while !rest.is_empty() {
             let (batch, after) = rest.split_at(batch(rest));
             rest = after;
-            for table in debug.compile_batch(batch, symbols) {
+            for table in work.compile_batch(batch, symbols) {
                 match table {
                     Ok(table) => table.write(writer),
                     Err(error) => match &mut failed {
@@ -145,12 +113,12 @@ impl Sections {
             self.sequential.iter().for_each(Bytes::forget_pages);
         }
         if let Some((count, error)) = failed {
-            let all = debug.main.headers.len();
+            let all = work.debug.main.headers.len();
             notes.push(format!(
                 "{count} of {all} units of its debug information do not parse: {error}"
             ));
         }
-        match debug.without_split.load(Ordering::Relaxed) {
+        match work.without_split.load(Ordering::Relaxed) {
             0 => {}
             count => notes.push(format!("{count} .dwo files of it are missing")),
         }
@@ -158,14 +126,12 @@ impl Sections {
 }
 
 /// A section, empty when there is none.
-fn section(elf: &Elf, name: &str) -> Result<Bytes, ElfError> {
+fn section(elf: &Elf, name: &str) -> Result<Bytes, DwarfError> {
     Ok(elf.section(name)?.unwrap_or_else(|| Bytes::from(Vec::new())))
 }
 
-/// What even a file with hardly a byte may describe: its other halves are not counted into its length.
-const MIN_BUDGET: usize = 8 << 20;
-
-/// Units of a batch have this many bytes of entries together: what is worked out at once fits in memory.
+/// Units of a batch have this many bytes of entries together: what is worked out at once fits in
+/// memory.
 const BATCH: usize = 16 << 20;
 
 /// How many units the next batch has.
@@ -178,15 +144,10 @@ fn batch(headers: &[UnitHeader<Slice<'_>>]) -> usize {
     fits.count().max(1).min(headers.len())
 }
 
-/// A file's debug information, parsed as far as its list of units.
+/// What is worked out of a file.
 #[derive(Debug)]
-pub struct Debug<'a> {
-    main: Part<'a>,
-    sup: Option<Part<'a>>,
-    code: &'a [Range<u64>],
-    ranges: Budget,
-    rows: Budget,
-    names: Budget,
+struct Work<'a> {
+    debug: Debug<'a>,
     package: Option<DwarfPackage<Slice<'a>>>,
     sections: &'a Sections,
     files: &'a Files<'a>,
@@ -194,88 +155,21 @@ pub struct Debug<'a> {
     without_split: AtomicUsize,
 }
 
-#[derive(Debug)]
-struct Part<'a> {
-    dwarf: Arc<Dwarf<Slice<'a>>>,
-    headers: Vec<UnitHeader<Slice<'a>>>,
-}
-
-impl<'a> Part<'a> {
-    fn new(mut dwarf: Dwarf<Slice<'a>>) -> Self {
-        dwarf.populate_abbreviations_cache(AbbreviationsCacheStrategy::Duplicates);
-        let mut headers = Vec::new();
-        let mut units = dwarf.units();
-        // After one that does not parse, where the next begins is unknown.
-        while let Ok(Some(header)) = units.next() {
-            headers.push(header);
-        }
-        Self { dwarf: Arc::new(dwarf), headers }
-    }
-}
-
 /// Threads that parse: more want memory, not time.
 const MAX_WORKERS: usize = 4;
 
-impl<'a> Debug<'a> {
+impl<'a> Work<'a> {
     fn new(sections: &'a Sections, files: &'a Files<'a>) -> Self {
         let slice = |bytes: &'a Bytes| EndianSlice::new(&bytes[..], sections.endian);
         let sup = sections.alt.as_ref();
         let main = Part::new(sections.main.borrow_with_sup(sup, slice));
-        let mut debug =
-            Self::of_parts(sections, files, main, sup.map(|sup| Part::new(sup.borrow(slice))));
-        debug.package = sections.package.as_ref().and_then(|package| {
+        let sup = sup.map(|sup| Part::new(sup.borrow(slice)));
+        let package = sections.package.as_ref().and_then(|package| {
             // One that does not parse is as none: its units are then counted as missing.
             package.borrow(slice, EndianSlice::new(&[], sections.endian)).ok()
         });
-        debug
-    }
-
-    fn of_parts(
-        sections: &'a Sections,
-        files: &'a Files<'a>,
-        main: Part<'a>,
-        sup: Option<Part<'a>>,
-    ) -> Self {
-        // A range costs two bytes at least, a row one.
-        let budget = || Budget(AtomicUsize::new(sections.lengths.max(MIN_BUDGET)));
-        // Each unit names the functions inlined into it anew: an entry of some ten bytes, a name of some hundred.
-        let names = Budget(AtomicUsize::new(sections.lengths.saturating_mul(16).max(MIN_BUDGET)));
-        Self {
-            main,
-            sup,
-            code: &sections.code,
-            ranges: budget(),
-            rows: budget(),
-            names,
-            package: None,
-            sections,
-            files,
-            without_split: AtomicUsize::new(0),
-        }
-    }
-
-    /// Whether there is code at an address; what the linker dropped was moved to where there is none.
-    #[must_use]
-    pub fn is_code(&self, address: u64) -> bool {
-        self.code.is_empty() || self.code.iter().any(|range| range.contains(&address))
-    }
-
-    /// What the ranges of functions may be spent from.
-    #[must_use]
-    pub fn ranges(&self) -> &Budget {
-        &self.ranges
-    }
-
-    /// What bytes of names may be spent from.
-    #[must_use]
-    pub fn names(&self) -> &Budget {
-        &self.names
-    }
-
-    /// What rows of line programs may be spent from.
-    #[must_use]
-    pub fn rows(&self) -> &Budget {
-        &self.rows
+        let debug = Debug::new(main, sup, &sections.code, sections.lengths);
+        Self { debug, package, sections, files, without_split: AtomicUsize::new(0) }
     }
 
     /// Works out some units, in their order.
@@ -311,27 +205,28 @@ impl<'a> Debug<'a> {
         header: &UnitHeader<Slice<'a>>,
         symbols: &Symbols,
     ) -> Result<UnitTable, DwarfError> {
-        let unit = Arc::new(self.main.dwarf.unit(*header)?);
-        let place = Place { dwarf: Arc::clone(&self.main.dwarf), unit, part: PartOf::Main };
+        let main = &self.debug.main.dwarf;
+        let unit = Arc::new(main.unit(*header)?);
+        let place = Place { dwarf: Arc::clone(main), unit, part: PartOf::Main };
         // What `dwz` shares between units names the lines of all of them, and has no code.
         if place.unit.entry(place.unit.header.root_offset())?.tag() == gimli::DW_TAG_partial_unit {
             return Ok(UnitTable::default());
         }
-        let rows = lines::read(self, &place)?;
+        let rows = lines::read(&self.debug, &place)?;
         if place.unit.dwo_id.is_none() || place.unit.dwo_name()?.is_none() {
-            let scopes = scopes::read(self, units, &place)?;
+            let scopes = scopes::read(&self.debug, units, &place)?;
             return Ok(overlay::overlay(&place, &scopes, &rows, symbols));
         }
         // The lines are here, the functions in the other half.
         if let Some(dwarf) = self.packaged(&place)? {
             if let Some(split) = split_unit(dwarf, &place)? {
-                let scopes = scopes::read(self, units, &split)?;
+                let scopes = scopes::read(&self.debug, units, &split)?;
                 return Ok(overlay::overlay(&place, &scopes, &rows, symbols));
             }
         } else if let Some(sections) = self.split_sections(&place) {
             let skeleton = place.unit.header.debug_info_offset().unwrap_or(DebugInfoOffset(0));
-            let (all, files) = (self.sections, self.files);
-            if let Some(table) = overlay_split(all, files, skeleton, &sections, &rows, symbols)? {
+            let all = self.sections;
+            if let Some(table) = overlay_split(all, skeleton, &sections, &rows, symbols)? {
                 return Ok(table);
             }
         }
@@ -360,34 +255,12 @@ impl<'a> Debug<'a> {
     }
 }
 
-/// A unit with the sections it is in.
-#[derive(Clone, Debug)]
-pub struct Place<'a> {
-    /// Its sections.
-    pub dwarf: Arc<Dwarf<Slice<'a>>>,
-    /// The unit.
-    pub unit: Arc<Unit<Slice<'a>>>,
-    part: PartOf,
-}
-
-/// Which file a unit is in: references lead elsewhere from each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PartOf {
-    /// The executable's own, or its debug file.
-    Main,
-    /// The one with common parts.
-    Sup,
-    /// The other half of a unit.
-    Split,
-}
-
 /// Lines of a unit and functions of its other half, which is in a file of its own.
 ///
-/// gimli's types are invariant in the lifetime of what they borrow: all that meets the other half's sections,
-/// which live for this call alone, is borrowed anew with them.
+/// gimli's types are invariant in the lifetime of what they borrow: all that meets the other half's
+/// sections, which live for this call alone, is borrowed anew with them.
 fn overlay_split<'b>(
     sections: &'b Sections,
-    files: &'b Files<'b>,
     skeleton: DebugInfoOffset,
     other: &'b DwarfSections<Bytes>,
     rows: &lines::Rows,
@@ -401,15 +274,9 @@ fn overlay_split<'b>(
     dwarf.make_dwo(&place.dwarf);
     let Some(split) = split_unit(dwarf, &place)? else { return Ok(None) };
     let main = Part { dwarf: Arc::clone(&place.dwarf), headers: Vec::new() };
-    let debug = Debug::of_parts(sections, files, main, None);
+    let debug = Debug::new(main, None, &sections.code, sections.lengths);
     let scopes = scopes::read(&debug, &mut Units::default(), &split)?;
     Ok(Some(overlay::overlay(&place, &scopes, rows, symbols)))
-}
-
-impl From<gimli::Error> for ElfError {
-    fn from(error: gimli::Error) -> Self {
-        Self::Broken(error.to_string())
-    }
 }
 
 /// The unit of the other half that belongs to `skeleton`.
@@ -427,65 +294,4 @@ fn split_unit<'b>(
         }
     }
     Ok(None)
-}
-
-impl<'a> Place<'a> {
-    /// What a reference leads to, as a key: the file, and the offset there.
-    #[must_use]
-    pub fn key(&self, reference: &AttributeValue<Slice<'a>>) -> Option<(PartOf, usize)> {
-        match reference {
-            AttributeValue::UnitRef(offset) => {
-                let DebugInfoOffset(base) = self.unit.header.debug_info_offset()?;
-                Some((self.part, base.checked_add(offset.0)?))
-            }
-            AttributeValue::DebugInfoRef(offset) => Some((self.part, offset.0)),
-            AttributeValue::DebugInfoRefSup(offset) => Some((PartOf::Sup, offset.0)),
-            _ => None,
-        }
-    }
-}
-
-/// Units that others refer to, kept for the next reference: with link-time optimization nearly all are between units.
-#[derive(Debug, Default)]
-pub struct Units<'a> {
-    known: FxHashMap<(PartOf, usize), Arc<Unit<Slice<'a>>>>,
-}
-
-/// Units kept by each thread; each holds the file table of its line program.
-const MAX_KNOWN: usize = 16;
-
-impl<'a> Units<'a> {
-    /// The unit and entry a reference of `from` leads to.
-    pub fn follow(
-        &mut self,
-        debug: &Debug<'a>,
-        from: &Place<'a>,
-        reference: &AttributeValue<Slice<'a>>,
-    ) -> Option<(Place<'a>, UnitOffset)> {
-        if let AttributeValue::UnitRef(offset) = reference {
-            return Some((from.clone(), *offset));
-        }
-        let (part_of, offset) = from.key(reference)?;
-        let part = match part_of {
-            PartOf::Main => &debug.main,
-            PartOf::Sup => debug.sup.as_ref()?,
-            // Nothing in one half refers to that of another unit.
-            PartOf::Split => return None,
-        };
-        let begin =
-            |header: &UnitHeader<Slice<'a>>| header.debug_info_offset().map_or(0, |at| at.0);
-        let after = part.headers.partition_point(|header| begin(header) <= offset);
-        let header = part.headers.get(after.checked_sub(1)?)?;
-        let inside = UnitOffset(offset - begin(header));
-        if self.known.len() >= MAX_KNOWN {
-            self.known.clear();
-        }
-        let unit = match self.known.entry((part_of, after)) {
-            std::collections::hash_map::Entry::Occupied(known) => Arc::clone(known.get()),
-            std::collections::hash_map::Entry::Vacant(place) => {
-                Arc::clone(place.insert(Arc::new(part.dwarf.unit(*header).ok()?)))
-            }
-        };
-        Some((Place { dwarf: Arc::clone(&part.dwarf), unit, part: part_of }, inside))
-    }
 }

@@ -1,7 +1,8 @@
-//! Go's own table of functions, files, lines and inlined calls (`.gopclntab`), which stripping leaves: Go 1.16 to 1.27.
+//! Go's own table of functions, files, lines and inlined calls (`.gopclntab`), which stripping
+//! leaves: Go 1.16 to 1.27.
 //!
-//! Layouts are those of Go's `runtime/symtab.go` and `cmd/link/internal/ld/pcln.go`; where a release changed one, the
-//! release is named. The header's magic tells three families apart:
+//! Layouts are those of Go's `runtime/symtab.go` and `cmd/link/internal/ld/pcln.go`; where a
+//! release changed one, the release is named. The header's magic tells three families apart:
 //!
 //! | magic | Go | entries of functions | an inlined call |
 //! |---|---|---|---|
@@ -13,10 +14,24 @@ use std::cell::Cell;
 
 use object::Endianness;
 use rustc_hash::FxHashMap;
+use stackwire_elf::{Bytes, Elf, ElfError};
 
 use super::paint::Span;
-use crate::elf::{Elf, ElfError};
-use crate::table::{Bytes, Kind, NodeKey, Writer};
+use crate::table::{Kind, NodeKey, Writer};
+
+/// A table that says nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum GoError {
+    /// Of a Go that is too old, or of none.
+    #[error("its .gopclntab is not one of Go 1.16 or newer")]
+    Foreign,
+    /// Its functions are nowhere.
+    #[error("where its text begins is nowhere said")]
+    NoText,
+    /// Its file cannot be read.
+    #[error(transparent)]
+    Elf(#[from] ElfError),
+}
 
 /// Sections it is in; of position-independent programs built before 1.26 the second.
 const SECTIONS: [&str; 2] = [".gopclntab", ".data.rel.ro.gopclntab"];
@@ -35,8 +50,8 @@ const MAX_SEARCHED: u64 = 512 << 20;
 /// Adds a Go program's functions to a table; whether there were any.
 ///
 /// # Errors
-/// See [`ElfError`].
-pub fn compile(elf: &Elf, writer: &mut Writer) -> Result<bool, ElfError> {
+/// See [`GoError`].
+pub fn compile(elf: &Elf, writer: &mut Writer) -> Result<bool, GoError> {
     let Some(table) = Table::load(elf)? else { return Ok(false) };
     let mut found = false;
     for index in 0..table.functions {
@@ -100,12 +115,13 @@ struct Table<'e> {
     /// Where data of functions begins, which offsets of trees are relative to.
     function_data: Option<u64>,
     relocated: FxHashMap<u64, u64>,
-    /// Values that may still be decoded: functions share tables, and a hostile file shares one with all.
+    /// Values that may still be decoded: functions share tables, and a hostile file shares one with
+    /// all.
     values_left: Cell<usize>,
 }
 
 impl<'e> Table<'e> {
-    fn load(elf: &'e Elf) -> Result<Option<Self>, ElfError> {
+    fn load(elf: &'e Elf) -> Result<Option<Self>, GoError> {
         let Some(section) =
             elf.sections.iter().find(|s| SECTIONS.contains(&s.name.as_str()) && elf.has(&s.name))
         else {
@@ -115,23 +131,22 @@ impl<'e> Table<'e> {
         let little = elf.endian == Endianness::Little;
         let pointer = if elf.is_64 { 8 } else { 4 };
         let format = Format { little, pointer };
-        let broken =
-            || ElfError::Broken("its .gopclntab is not one of Go 1.16 or newer".to_owned());
         let family = match format.u32(&bytes, 0) {
             Some(0xffff_fffa) => Family::Go116,
             Some(0xffff_fff0) => Family::Go118,
             Some(0xffff_fff1) => Family::Go120,
-            _ => return Err(broken()),
+            _ => return Err(GoError::Foreign),
         };
         let (quantum, size) =
             (bytes.get(6).copied().unwrap_or(0), bytes.get(7).copied().unwrap_or(0));
         if !matches!(quantum, 1 | 2 | 4) || usize::from(size) != pointer {
-            return Err(broken());
+            return Err(GoError::Foreign);
         }
         let relocated = relocations(elf, format)?;
         // From 1.18 on with where the text begins, which is 0 from 1.26 on.
         let skip = u64::from(family >= Family::Go118);
-        let word = |index: u64| format.word(&bytes, 8 + index * pointer as u64).ok_or_else(broken);
+        let word =
+            |index: u64| format.word(&bytes, 8 + index * pointer as u64).ok_or(GoError::Foreign);
         let mut table = Self {
             elf,
             format,
@@ -153,7 +168,7 @@ impl<'e> Table<'e> {
         let fits =
             table.functions.checked_mul(2 * field).and_then(|size| size.checked_add(table.entries));
         if fits.is_none_or(|end| end > bytes.len() as u64) {
-            return Err(broken());
+            return Err(GoError::Foreign);
         }
         let module = table.module(address);
         if family >= Family::Go118 {
@@ -164,7 +179,7 @@ impl<'e> Table<'e> {
                 .unwrap_or(word(2)?);
             table.text = module.map_or(in_header, |module| module.text);
             if table.text == 0 {
-                return Err(ElfError::Broken("where its text begins is nowhere said".to_owned()));
+                return Err(GoError::NoText);
             }
         }
         table.function_data = module.and_then(|module| module.function_data);
@@ -484,8 +499,8 @@ fn value(spans: &[Span], address: u64) -> Option<i32> {
     Some(span.what as i32)
 }
 
-/// Slots of a position-independent program that hold an address once it is loaded, with what is put there: tables that
-/// keep the addend beside the slot only (RELA); the others have it in the slot.
+/// Slots of a position-independent program that hold an address once it is loaded, with what is put
+/// there: tables that keep the addend beside the slot only (RELA); the others have it in the slot.
 fn relocations(elf: &Elf, format: Format) -> Result<FxHashMap<u64, u64>, ElfError> {
     let mut found = FxHashMap::default();
     let Some(content) = elf.section(".rela.dyn")? else { return Ok(found) };
@@ -493,8 +508,8 @@ fn relocations(elf: &Elf, format: Format) -> Result<FxHashMap<u64, u64>, ElfErro
     for entry in content.chunks_exact(size) {
         let number = |index: u64| format.word(entry, index * word).unwrap_or(0);
         let (slot, info, addend) = (number(0), number(1), number(2));
-        // Relative relocations name no symbol, on every machine; what else does not is not of this kind either,
-        // and its slots are none of ours.
+        // Relative relocations name no symbol, on every machine; what else does not is not of this
+        // kind either, and its slots are none of ours.
         let symbol = if elf.is_64 { info >> 32 } else { info >> 8 };
         if symbol == 0 {
             found.insert(slot, addend);

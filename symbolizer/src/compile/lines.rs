@@ -2,7 +2,7 @@
 
 use gimli::{AttributeValue, LineProgramHeader};
 
-use super::dwarf::{Debug, DwarfError, Place, Slice};
+use super::debug::{Debug, DwarfError, Place, Slice};
 use super::paint::Span;
 
 /// Rows of a unit.
@@ -63,8 +63,8 @@ pub fn read<'a>(debug: &Debug<'a>, place: &Place<'a>) -> Result<Rows, DwarfError
     Ok(found)
 }
 
-/// The path of a file of a line program: directory of the compilation, its own directory, name. As the producer
-/// wrote them: `..` is kept, since what it means depends on links nobody has any more.
+/// The path of a file of a line program: directory of the compilation, its own directory, name. As
+/// the producer wrote them: `..` is kept, since what it means depends on links nobody has any more.
 pub fn path<'a>(
     place: &Place<'a>,
     header: &LineProgramHeader<Slice<'a>>,
@@ -83,8 +83,8 @@ pub fn path<'a>(
         let unit = place.unit.comp_dir.map(|dir| String::from_utf8_lossy(dir.slice()).into_owned());
         unit.unwrap_or_default()
     };
-    // Directory 0 is that of the compilation: from DWARF 5 on listed as such, not listed before. All others
-    // are relative to it.
+    // Directory 0 is that of the compilation: from DWARF 5 on listed as such, not listed before.
+    // All others are relative to it.
     let directory = match (entry.directory_index(), header.version()) {
         (0, ..5) => compiled_in(),
         (0, _) => entry.directory(header).and_then(text).unwrap_or_default(),

@@ -1,9 +1,11 @@
-//! Compiles what ELF files say about code into a table: DWARF first, symbol tables where it is silent.
+//! Compiles what ELF files say about code into a table: DWARF first, symbol tables where it is
+//! silent.
 //!
-//! Works on files it is handed; which files those are is `resolve/`'s to find out. Hostile input costs its own
-//! names: what does not parse is left out and said in [`Compiled::notes`].
+//! Works on files it is handed; which files those are is `resolve/`'s to find out. Hostile input
+//! costs its own names: what does not parse is left out and said in [`Compiled::notes`].
 
 mod bounds;
+mod debug;
 mod dwarf;
 mod gopclntab;
 mod lines;
@@ -13,8 +15,9 @@ mod plt;
 mod scopes;
 mod symbols;
 
-use crate::elf::Elf;
-use crate::table::{Bytes, Segment, Writer};
+use stackwire_elf::{Bytes, Elf, Segment};
+
+use crate::table::Writer;
 
 /// Finds a `.dwo` by directory of the compilation and name.
 pub type FindSplit<'a> = dyn Fn(&str, &str) -> Option<Elf> + Sync + 'a;
@@ -70,8 +73,8 @@ pub struct Compiled {
 
 /// Compiles a table.
 ///
-/// `code`: where the capture saw code mapped, as (offset in the file, bytes); needed when only the debug file is
-/// at hand, whose program headers have lost their offsets.
+/// `code`: where the capture saw code mapped, as (offset in the file, bytes); needed when only the
+/// debug file is at hand, whose program headers have lost their offsets.
 pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
     let mut writer = Writer::default();
     let mut notes = Vec::new();
@@ -117,8 +120,8 @@ pub fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
             .into_iter()
             .collect();
     }
-    // In debug files program headers keep addresses and lose offsets. A single segment of code is where
-    // the mapping with the lowest offset was; of several, nobody knows.
+    // In debug files program headers keep addresses and lose offsets. A single segment of code is
+    // where the mapping with the lowest offset was; of several, nobody knows.
     let Some(debug) = files.debug else { return Vec::new() };
     let mut loads = debug.loads.iter().filter(|load| load.code);
     match (loads.next(), loads.next(), code) {

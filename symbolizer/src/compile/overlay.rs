@@ -1,8 +1,9 @@
-//! Functions and lines of a unit laid over each other: pieces of code with one chain of frames each.
+//! Functions and lines of a unit laid over each other: pieces of code with one chain of frames
+//! each.
 
 use rustc_hash::FxHashMap;
 
-use super::dwarf::Place;
+use super::debug::Place;
 use super::lines::{self, Rows};
 use super::paint::{Span, paint};
 use super::scopes::Scopes;
@@ -62,8 +63,9 @@ impl UnitTable {
 
 /// Lays them over each other.
 ///
-/// A function that is not inlined has the name its symbol has, where there is one: `abort` and not `__GI_abort`, as
-/// perf and llvm-symbolizer have it, and known to the loader. Code that only lines know of gets its name so.
+/// A function that is not inlined has the name its symbol has, where there is one: `abort` and not
+/// `__GI_abort`, as perf and llvm-symbolizer have it, and known to the loader. Code that only lines
+/// know of gets its name so.
 pub fn overlay<'a>(
     place: &Place<'a>,
     scopes: &Scopes<'a>,
@@ -128,7 +130,7 @@ impl Overlay<'_, '_> {
             let symbol = self.symbols.at(from);
             let to = symbol.map_or_else(|| self.symbols.next(from), |(_, to)| to).min(end);
             let symbol = symbol.map(|(number, _)| number);
-            if symbol.is_none() && scope.is_some_and(|scope| !self.is_named(scope)) {
+            if symbol.is_none() && scope.is_none_or(|scope| !self.is_named(scope)) {
                 // Where it begins, which `.eh_frame` says, tells more than a frame without a name.
                 from = to;
                 continue;

@@ -13,8 +13,8 @@ pub struct Span {
     pub what: u32,
 }
 
-/// What shows, sorted and without overlaps: where spans overlap, the one with the highest number in `order`
-/// (by place in the input) is on top.
+/// What shows, sorted and without overlaps: where spans overlap, the one with the highest number in
+/// `order` (by place in the input) is on top.
 ///
 /// Takes any overlap, since hostile files nest nothing; n·log n.
 #[must_use]

@@ -1,15 +1,16 @@
-//! Stubs of the linkage table (`.plt`): no symbol covers them, and half of all calls between libraries go through
-//! one. Named `FUNCTION@plt`, as perf and objdump do.
+//! Stubs of the linkage table (`.plt`): no symbol covers them, and half of all calls between
+//! libraries go through one. Named `FUNCTION@plt`, as perf and objdump do.
 //!
-//! A stub jumps through a word that a relocation fills with a function's address; that relocation has the name.
-//! x86-64 only: `jmp *displacement(%rip)`, with whatever the hardening of the day puts around it.
+//! A stub jumps through a word that a relocation fills with a function's address; that relocation
+//! has the name. x86-64 only: `jmp *displacement(%rip)`, with whatever the hardening of the day
+//! puts around it.
 
 use std::collections::HashMap;
 
 use object::elf;
+use stackwire_elf::Elf;
 
 use super::symbols::{Raw, dynamic_name};
-use crate::elf::Elf;
 use crate::table::{Kind, NodeKey, Writer};
 
 /// Sections of stubs, with the bytes of one.

@@ -3,7 +3,7 @@
 use gimli::{AttributeValue, DebuggingInformationEntry as Entry};
 use rustc_hash::FxHashMap;
 
-use super::dwarf::{Debug, DwarfError, PartOf, Place, Slice, Units};
+use super::debug::{Debug, DwarfError, PartOf, Place, Slice, Units};
 use super::paint::Span;
 
 /// A function, or a call inlined into one.
@@ -27,6 +27,9 @@ pub struct Scopes<'a> {
     /// Addresses of the scopes, what is inlined behind what it is inlined into.
     pub spans: Vec<Span>,
     by_place: FxHashMap<(usize, usize), u32>,
+    /// GHC wrote them: a function has the address of its first block alone, and blocks of its own
+    /// for the rest; what the linker calls it is a number where nobody else does.
+    of_ghc: bool,
 }
 
 /// References followed for a name, all together; compilers make two or three.
@@ -64,18 +67,27 @@ pub fn read<'a>(
         }
         let parent = stack.last().and_then(|&(_, scope)| scope);
         let scope = match entry.tag() {
+            gimli::DW_TAG_compile_unit => {
+                let language = entry.attr_value(gimli::DW_AT_language);
+                found.of_ghc = language == Some(AttributeValue::Language(gimli::DW_LANG_Haskell));
+                None
+            }
             gimli::DW_TAG_subprogram => {
                 scope(debug, units, place, &entry, None, &mut functions, &mut found)
             }
             gimli::DW_TAG_inlined_subroutine if parent.is_some() => {
                 scope(debug, units, place, &entry, parent, &mut functions, &mut found)
             }
-            // Blocks and namespaces are transparent; types are looked into for methods defined in them.
+            // Blocks and namespaces are transparent; types are looked into for methods defined in
+            // them.
             _ => parent,
         };
-        let is_function =
-            matches!(entry.tag(), gimli::DW_TAG_subprogram | gimli::DW_TAG_inlined_subroutine);
-        if let (true, Some(scope)) = (is_function, scope.filter(|_| scope != parent))
+        let has_code = match entry.tag() {
+            gimli::DW_TAG_subprogram | gimli::DW_TAG_inlined_subroutine => scope != parent,
+            gimli::DW_TAG_lexical_block => found.of_ghc,
+            _ => false,
+        };
+        if let (true, Some(scope)) = (has_code, scope)
             && !ends_beyond(dwarf, unit, &entry)
         {
             let mut ranges = dwarf.die_ranges(unit, &entry)?;
@@ -154,7 +166,11 @@ fn function<'a>(
         return function;
     }
     let names = names(debug, units, place, entry, &mut MAX_HOPS.clone());
-    let name = names.linkage.or(names.plain).unwrap_or_default();
+    let name = match found.of_ghc {
+        true => names.plain.or(names.linkage),
+        false => names.linkage.or(names.plain),
+    };
+    let name = name.unwrap_or_default();
     let name = &name[..name.len().min(MAX_NAME)];
     let known = found.by_place.contains_key(&(name.as_ptr() as usize, name.len()));
     // What no file has bytes for stays without a name.

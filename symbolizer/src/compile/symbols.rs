@@ -2,11 +2,25 @@
 
 use object::Endianness;
 use object::elf;
+use stackwire_elf::{Bytes, Elf, ElfError, Section};
 
 use super::paint::{Span, paint};
 use super::{Files, SymbolTable};
-use crate::elf::{Elf, ElfError, Section};
-use crate::table::{Bytes, Kind, NodeKey, Writer};
+use crate::table::{Kind, NodeKey, Writer};
+
+/// A symbol table that cannot be read.
+#[derive(Debug, thiserror::Error)]
+enum SymbolError {
+    /// Names are in another section, which is not there.
+    #[error("it has no string table")]
+    NoStrings,
+    /// A hostile file names one string over and over.
+    #[error("its names are longer than its string table")]
+    NamesTooLong,
+    /// Its file cannot be read.
+    #[error(transparent)]
+    Elf(#[from] ElfError),
+}
 
 /// Functions by address, at each address the one that begins last before it.
 #[derive(Debug, Default)]
@@ -15,7 +29,8 @@ pub struct Symbols {
     spans: Vec<Span>,
 }
 
-/// Reads the best symbol table of the files: one with all functions makes those with fewer needless.
+/// Reads the best symbol table of the files: one with all functions makes those with fewer
+/// needless.
 pub fn read(files: &Files<'_>, notes: &mut Vec<String>) -> Symbols {
     let elfs = || [files.debug, files.executable].into_iter().flatten();
     let mut found = Vec::new();
@@ -98,7 +113,7 @@ struct Symbol {
 /// Longest name taken; C++ has some of a hundred kilobytes.
 const MAX_NAME: usize = 1 << 20;
 
-fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Result<(), ElfError> {
+fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Result<(), SymbolError> {
     let Some(section) = elf.sections.iter().find(|section| section.name == table) else {
         return Ok(());
     };
@@ -107,19 +122,20 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     }
     let entries = elf.content(section)?;
     let Some(strings) = elf.sections.get(section.link as usize) else {
-        return Err(ElfError::Broken("it has no string table".to_owned()));
+        return Err(SymbolError::NoStrings);
     };
     let table = SymbolTable { entries, strings: elf.content(strings)? };
     symbols(elf, &table, kind, out)
 }
 
-/// Functions of a table that counts sections as `elf` does. Stripping removes none with code, and none before them.
+/// Functions of a table that counts sections as `elf` does. Stripping removes none with code, and
+/// none before them.
 fn symbols(
     elf: &Elf,
     SymbolTable { entries, strings }: &SymbolTable,
     kind: Kind,
     out: &mut Vec<Symbol>,
-) -> Result<(), ElfError> {
+) -> Result<(), SymbolError> {
     let size = if elf.is_64 { 24 } else { 16 };
     // Names may share their ends; all together they are not much longer than the table they are in.
     let mut text_left = strings.len().saturating_mul(2);
@@ -138,9 +154,7 @@ fn symbols(
         }
         let Some(name) = name(strings, raw.name) else { continue };
         let Some(left) = text_left.checked_sub(name.len()) else {
-            return Err(ElfError::TooLarge(
-                "its names are longer than its string table".to_owned(),
-            ));
+            return Err(SymbolError::NamesTooLong);
         };
         text_left = left;
         // Mapping symbols of ARM and RISC-V are marks, not functions.
@@ -177,7 +191,8 @@ pub struct Raw {
 }
 
 impl Raw {
-    /// `Elf64_Sym` (name, info, other, shndx, value, size) or `Elf32_Sym` (name, value, size, info, other, shndx).
+    /// `Elf64_Sym` (name, info, other, shndx, value, size) or `Elf32_Sym` (name, value, size, info,
+    /// other, shndx).
     pub fn of(entry: &[u8], elf: &Elf) -> Option<Self> {
         let little = elf.endian == Endianness::Little;
         let number = |at: usize, length: usize| -> Option<u64> {
@@ -214,8 +229,9 @@ fn name(strings: &Bytes, at: u32) -> Option<&str> {
 }
 
 fn arrange(mut found: Vec<Symbol>) -> Symbols {
-    // Of those that begin together the last painted shows: as perf chooses, one with a size, global before weak
-    // before local, with fewer underscores in front; then whatever makes the choice the same each time.
+    // Of those that begin together the last painted shows: as perf chooses, one with a size, global
+    // before weak before local, with fewer underscores in front; then whatever makes the choice the
+    // same each time.
     found.sort_by(|a, b| {
         let rank = |s: &Symbol| {
             let underscores = s.name.bytes().take_while(|&byte| byte == b'_').count();

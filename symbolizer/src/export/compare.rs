@@ -4,15 +4,16 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use super::folded as stacks;
+use super::percent::share;
 use super::plain::plain;
-use super::report::{self, Counts, share};
+use super::report::{self, Counts};
 use crate::profile::Profile;
 
 /// Functions listed.
 const TOP: usize = 40;
 
-/// Writes functions by how much their own share has changed, in points of all samples; before them the values of a label,
-/// if one is asked for (`by`).
+/// Writes functions by how much their own share has changed, in points of all samples; before them
+/// the values of a label, if one is asked for (`by`).
 ///
 /// # Errors
 /// Those of the writer.
@@ -63,7 +64,8 @@ pub(super) fn is_noise((one, two): (u64, u64), totals: (u64, u64)) -> bool {
     of_one * of_two == 0.0 || (two / of_two - one / of_one).abs() <= 1.96 * deviation
 }
 
-/// What has changed most comes first, what may be noise (`~`) behind it. With what functions call, if that is given.
+/// What has changed most comes first, what may be noise (`~`) behind it. With what functions call,
+/// if that is given.
 fn table(
     (what, counted): (&str, bool),
     rows: &Both,
@@ -115,7 +117,8 @@ fn both(
     both
 }
 
-/// Stacks with both counts: `comm;root;…;leaf before after`, as tools for differential flame graphs read them.
+/// Stacks with both counts: `comm;root;…;leaf before after`, as tools for differential flame graphs
+/// read them.
 #[must_use]
 pub fn lines(before: &Profile, after: &Profile, by: Option<&str>) -> Both {
     let marks = stacks::Marks::KERNEL;

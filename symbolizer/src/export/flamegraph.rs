@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
 
 use super::plain::plain;
+use super::tooltip::Tooltips;
 use super::{compare, folded};
 use crate::profile::Profile;
 
@@ -22,12 +23,12 @@ pub struct Flames<'a> {
     pub inlined: bool,
 }
 
-/// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue, made at run time green, C++ and Rust
-/// yellow, other native code red.
+/// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue, made at run
+/// time green, C++ and Rust yellow, other native code red.
 ///
 /// # Errors
 /// Those of the writer.
-pub fn write(profile: &Profile, flames: &Flames<'_>, out: impl Write) -> io::Result<()> {
+pub fn write(profile: &Profile, flames: &Flames<'_>, mut out: impl Write) -> io::Result<()> {
     let marks = folded::Marks { all: true, inlined: flames.inlined };
     let lines: Vec<String> = folded::lines(profile, flames.by, marks)
         .into_iter()
@@ -42,10 +43,11 @@ pub fn write(profile: &Profile, flames: &Flames<'_>, out: impl Write) -> io::Res
     }
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
-    from_lines(&mut options, lines.iter().map(String::as_str), out)
+    out.write_all(Tooltips::of(profile).add_to(&drawn(&mut options, &lines)?).as_bytes())
 }
 
-/// Draws what has changed: red what takes more of the time than before, blue what takes less, grey what may be as it was.
+/// Draws what has changed: red what takes more of the time than before, blue what takes less, grey
+/// what may be as it was.
 ///
 /// # Errors
 /// Those of the writer.
@@ -77,11 +79,15 @@ pub fn diff(
     let lines: Vec<String> = scaled.collect();
     let mut options = options(title);
     options.subtitle = Some("red: more than before, blue: less, grey: within noise".to_owned());
-    let mut svg = Vec::new();
-    from_lines(&mut options, lines.iter().map(String::as_str), &mut svg)?;
+    let svg = Tooltips::of(after).add_to(&drawn(&mut options, &lines)?);
     // inferno draws what has not changed in white, nearly that of the background.
-    let svg = String::from_utf8(svg).map_err(io::Error::other)?;
     out.write_all(svg.replace(UNCHANGED, GREY).as_bytes())
+}
+
+fn drawn(options: &mut Options<'_>, lines: &[String]) -> io::Result<String> {
+    let mut svg = Vec::new();
+    from_lines(options, lines.iter().map(String::as_str), &mut svg)?;
+    String::from_utf8(svg).map_err(io::Error::other)
 }
 
 const UNCHANGED: &str = "fill=\"rgb(250,250,250)\"";

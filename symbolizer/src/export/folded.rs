@@ -9,8 +9,8 @@ use rustc_hash::FxHashMap;
 use super::plain::plain;
 use crate::profile::{Executable, LocationId, Profile};
 
-/// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`. Stacks begin with the
-/// command, or with the label asked for (`by`).
+/// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`.
+/// Stacks begin with the command, or with the label asked for (`by`).
 ///
 /// # Errors
 /// Those of the writer.
@@ -24,7 +24,8 @@ pub fn write(profile: &Profile, by: Option<&str>, mut out: impl Write) -> io::Re
 /// Which frames there are, and which say what they are, as stackcollapse-perf.pl has it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Marks {
-    /// `_[j]` after functions made at run time, `_[i]` after inlined ones; those of the kernel always end in `_[k]`.
+    /// `_[j]` after functions made at run time, `_[i]` after inlined ones; those of the kernel
+    /// always end in `_[k]`.
     pub all: bool,
     /// Inlined functions are frames of their own.
     pub inlined: bool,
@@ -82,6 +83,6 @@ fn frames(profile: &Profile, location: LocationId, marks: Marks) -> String {
 }
 
 /// Semicolons separate frames and newlines stacks.
-fn clean(name: &str) -> String {
+pub(super) fn clean(name: &str) -> String {
     plain(name).replace(';', ":")
 }

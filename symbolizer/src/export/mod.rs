@@ -1,9 +1,11 @@
-//! Outputs. Each reads a resolved profile and writes to any `Write`; none resolves, none opens a file.
+//! Outputs. Each reads a resolved profile and writes to any `Write`; none resolves, none opens a
+//! file.
 
 mod compare;
 mod flamegraph;
 mod folded;
 mod kernel_place;
+mod percent;
 mod perf_data;
 pub(crate) mod plain;
 mod pprof;
@@ -11,6 +13,7 @@ mod problems;
 mod report;
 mod short;
 mod terminal;
+mod tooltip;
 mod unwinding;
 
 pub use self::compare::{folded as folded_diff, write as diff};

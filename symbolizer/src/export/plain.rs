@@ -1,6 +1,8 @@
-//! Text that processes chose (names of threads, files, functions), made fit for a terminal and for one line.
+//! Text that processes chose (names of threads, files, functions), made fit for a terminal and for
+//! one line.
 
-/// The text with control characters, escape sequences and changes of direction among them, replaced by `?`.
+/// The text with control characters, escape sequences and changes of direction among them, replaced
+/// by `?`.
 pub(crate) fn plain(text: &str) -> String {
     let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     text.chars().map(|c| if c.is_control() || turns(c) { '?' } else { c }).collect()

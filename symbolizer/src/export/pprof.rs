@@ -1,5 +1,5 @@
-//! pprof: gzip of `profile.proto`, leaf first, all inlined functions in one Location, addresses inside
-//! their mappings. Equal profiles give equal bytes.
+//! pprof: gzip of `profile.proto`, leaf first, all inlined functions in one Location, addresses
+//! inside their mappings. Equal profiles give equal bytes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
@@ -260,8 +260,9 @@ impl<'a> Writer<'a> {
         if function_id == next {
             let name = self.strings.index(&line.function);
             let filename = self.strings.index(&line.file);
-            // Without a name of the system's, readers take this one as it is: of what they take for mangled they cut off
-            // all that is in brackets, `<Apple as Eat>` of `<Apple as Eat>::eat`.
+            // Without a name of the system's, readers take this one as it is: of what they take for
+            // mangled they cut off all that is in brackets, `<Apple as Eat>` of `<Apple as
+            // Eat>::eat`.
             let function = proto::Function { id: next, name, filename, ..Default::default() };
             self.functions.push(function);
         }
@@ -269,8 +270,9 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// pprof has one address space where a profile of a whole host has many: each distinct mapping of an
-/// executable is written once, where the first process had it. Mappings may overlap; pprof goes by id.
+/// pprof has one address space where a profile of a whole host has many: each distinct mapping of
+/// an executable is written once, where the first process had it. Mappings may overlap; pprof goes
+/// by id.
 struct Mappings {
     list: Vec<proto::Mapping>,
     /// By executable, and process where that matters: (file offset, length, id).
@@ -303,7 +305,8 @@ impl Mappings {
             let executable = &profile.executables[mapping.executable.index()];
             let private = matches!(executable, Executable::Anonymous);
             let owner = (mapping.executable.0, private.then_some(mapping.process.0));
-            // Anonymous memory has no file to be an offset into: its addresses are what is looked up.
+            // Anonymous memory has no file to be an offset into: its addresses are what is looked
+            // up.
             let first = match executable {
                 Executable::Anonymous => mapping.start,
                 Executable::Vdso { .. } => 0,
@@ -352,7 +355,8 @@ impl Mappings {
             memory_limit: start.saturating_add(length),
             file_offset,
             filename: strings.index(&executable.name()),
-            build_id: strings.index(&executable.build_id_hex()),
+            build_id: strings
+                .index(&executable.build_id().map_or(String::new(), |id| id.to_string())),
             ..proto::Mapping::default()
         });
     }

@@ -1,11 +1,11 @@
-//! The report's part for a terminal on what is wrong: frames without names, stacks that are not whole, losses; the worst
-//! first, a line each.
+//! The report's part for a terminal on what is wrong: frames without names, stacks that are not
+//! whole, losses; the worst first, a line each.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
+use super::percent::share;
 use super::plain::plain;
-use super::report::share;
 use crate::profile::{ExecutableId, Profile};
 
 /// Lines of each kind.

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
+use super::percent::share;
 use super::plain::plain;
 use super::short::short;
 use super::{problems, unwinding};
@@ -43,7 +44,8 @@ pub struct Window {
 
 /// Functions listed.
 const TOP: usize = 20;
-/// Lines of a window that are not for functions: what was captured, the heads of columns, what is wrong.
+/// Lines of a window that are not for functions: what was captured, the heads of columns, what is
+/// wrong.
 const OTHER_ROWS: usize = 12;
 
 /// Writes the report.
@@ -239,8 +241,7 @@ fn coverage(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
             .iter()
             .map(|(quality, frames)| format!("{quality} {:.1} %", share(*frames, row.frames)))
             .collect();
-        let build_id = executable.build_id_hex();
-        let id = build_id.get(..12).map_or(String::new(), |id| format!(" {id}"));
+        let id = executable.build_id().map_or(String::new(), |id| format!(" {id:.12}"));
         writeln!(
             out,
             "{:>8} {:>5.1} %  {}{id}  {}",
@@ -311,8 +312,4 @@ fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
         writeln!(out, "lost {count} {}", reason.text())?;
     }
     Ok(())
-}
-
-pub(super) fn share(part: u64, total: u64) -> f64 {
-    if total == 0 { 0.0 } else { part as f64 * 100.0 / total as f64 }
 }

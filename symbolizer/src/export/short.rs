@@ -1,7 +1,8 @@
-//! Names of functions made short for a column of a terminal: what they are called comes last in them, and stays. Pure.
+//! Names of functions made short for a column of a terminal: what they are called comes last in
+//! them, and stays. Pure.
 
-/// The name without its return type and, where it is longer than `width` characters, without parameters and then without its
-/// beginning, as `…vector<int>::push_back`.
+/// The name without its return type and, where it is longer than `width` characters, without
+/// parameters and then without its beginning, as `…vector<int>::push_back`.
 #[must_use]
 pub fn short(name: &str, width: usize) -> String {
     let (start, parameters) = parts(name);
@@ -18,8 +19,9 @@ pub fn short(name: &str, width: usize) -> String {
     ['…'].into_iter().chain(called.chars().skip(length - kept)).collect()
 }
 
-/// Where what is called begins behind a return type, and where a list of parameters that ends the name begins. C++ has them;
-/// what other languages write has no space outside of brackets, or no parameters.
+/// Where what is called begins behind a return type, and where a list of parameters that ends the
+/// name begins. C++ has them; what other languages write has no space outside of brackets, or no
+/// parameters.
 fn parts(name: &str) -> (usize, Option<usize>) {
     let mut depth = 0u32;
     let (mut space, mut opened, mut parameters) = (0, 0, None);
@@ -41,7 +43,8 @@ fn parts(name: &str) -> (usize, Option<usize>) {
             }
             ')' | '>' | ']' | '}' => {
                 depth = depth.saturating_sub(1);
-                // Only ` const` and the like come behind: `(anonymous namespace)::f` and `main.(*T).f` go on.
+                // Only ` const` and the like come behind: `(anonymous namespace)::f` and
+                // `main.(*T).f` go on.
                 let ends = matches!(rest[1..].chars().next(), None | Some(' '));
                 if c == ')' && depth == 0 && ends && opened > space {
                     parameters = parameters.or(Some(opened));

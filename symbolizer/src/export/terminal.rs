@@ -1,4 +1,5 @@
-//! A report on a terminal: no line is longer than the window, and what is hot is coloured as perf does it.
+//! A report on a terminal: no line is longer than the window, and what is hot is coloured as perf
+//! does it.
 
 use std::io::{self, Write};
 

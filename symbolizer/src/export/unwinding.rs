@@ -1,10 +1,11 @@
-//! The report's part on unwinding: how user stacks ended, and in whose code those that are not whole.
+//! The report's part on unwinding: how user stacks ended, and in whose code those that are not
+//! whole.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Write};
 
+use super::percent::share;
 use super::plain::plain;
-use super::report::share;
 use crate::profile::{EndReason, ExecutableId, Profile, UnwindTables};
 
 /// Executables listed.

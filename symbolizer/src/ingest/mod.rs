@@ -1,14 +1,15 @@
 //! Wire → profile: the one file of the symbolizer that takes messages apart, and rejects what is
 //! malformed once. Pure.
 //!
-//! An epoch is checked as a whole while it is added; one that does not hold together is refused with
-//! the place that is wrong, and what was taken of it before stays harmless: tables, no samples.
+//! An epoch is checked as a whole while it is added; one that does not hold together is refused
+//! with the place that is wrong, and what was taken of it before stays harmless: tables, no
+//! samples.
 
 mod tables;
 
 use stackwire_proto::v1;
 
-use self::tables::{Reader, end_reason, lost_reason};
+use self::tables::Reader;
 
 use crate::profile::{
     Builder, Executable, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, Stack,
@@ -52,8 +53,8 @@ pub enum IngestError {
     },
 }
 
-/// What a greeting says that epochs are read by: where on the wall clock the monotonic times of a capture lie, and in which
-/// container the collector runs.
+/// What a greeting says that epochs are read by: where on the wall clock the monotonic times of a
+/// capture lie, and in which container the collector runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Context {
     monotonic_ns: u64,
@@ -75,8 +76,9 @@ impl Context {
         if monotonic_ns == 0 { 0 } else { self.wall(monotonic_ns) }
     }
 
-    /// Labels of a process in this cgroup. Names from the collector's own environment are those of its pod, and hold for
-    /// processes in it; where no cgroup says which those are, for processes that were chosen one by one.
+    /// Labels of a process in this cgroup. Names from the collector's own environment are those of
+    /// its pod, and hold for processes in it; where no cgroup says which those are, for processes
+    /// that were chosen one by one.
     fn labels(&self, cgroup: &str) -> Vec<(&'static str, String)> {
         let mut found = labels::of_cgroup(cgroup);
         let own = &self.container;
@@ -123,6 +125,29 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
     (origin, context)
 }
 
+/// Whether a process wrote code while it was sampled.
+#[derive(Clone, Copy)]
+enum Writing {
+    /// In this epoch.
+    Now,
+    /// Not after this, nanoseconds since the Unix epoch; 0: nobody looked.
+    Until(u64),
+}
+
+impl Writing {
+    /// The time that tells what code was there: of each sample where it may matter, else one for
+    /// all, so that equal stacks stay one.
+    fn seen(self, time_ns: u64) -> u64 {
+        match self {
+            Self::Now => (time_ns - time_ns % TENTH).saturating_add(TENTH / 2),
+            Self::Until(until) => until,
+        }
+    }
+}
+
+/// How exactly a collector knows when code was written.
+const TENTH: u64 = 100_000_000;
+
 /// Adds an epoch to a profile.
 ///
 /// # Errors
@@ -148,11 +173,23 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     if of_kernel.len() > 2 {
         return Err(reader.invalid("symbols of more than one kernel"));
     }
-    let processes: Vec<ProcessId> = epoch
-        .processes
-        .iter()
-        .map(|wire| into.process(reader.process(wire)?).map_err(|e| reader.invalid(e)))
-        .collect::<Result<_, _>>()?;
+    let mut processes = Vec::with_capacity(epoch.processes.len());
+    let mut writing = Vec::with_capacity(epoch.processes.len());
+    for wire in &epoch.processes {
+        let process = reader.process(wire)?;
+        // A jitdump may be written long after the code it is about, with the time of that.
+        let writes = process.perf_map.grew() || process.jitdump.first_size().is_some();
+        let size = process.perf_map.first_size();
+        let id = into.process(process).map_err(|e| reader.invalid(e))?;
+        writing.push(match (writes, size) {
+            (true, _) if into.has_room_for_times() => Writing::Now,
+            (false, Some(size)) => {
+                Writing::Until(into.quiet_since(id, size, context.wall(epoch.end_ns)))
+            }
+            _ => Writing::Until(0),
+        });
+        processes.push(id);
+    }
     for wire in &epoch.mappings {
         let mapping = Mapping {
             process: reader.at(&processes, wire.process, "process")?,
@@ -167,13 +204,13 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         }
         into.mapping(mapping).map_err(|e| reader.invalid(e))?;
     }
-    let threads: Vec<(ThreadId, ProcessId)> = epoch
+    let threads: Vec<(ThreadId, u32)> = epoch
         .threads
         .iter()
         .map(|wire| {
             let process = reader.at(&processes, wire.process, "process")?;
             let thread = Thread { process, tid: wire.tid, comm: reader.string(wire.comm)? };
-            into.thread(thread).map(|id| (id, process)).map_err(|e| reader.invalid(e))
+            into.thread(thread).map(|id| (id, wire.process)).map_err(|e| reader.invalid(e))
         })
         .collect::<Result<_, _>>()?;
     let nowhere = executables.len() as u32;
@@ -187,12 +224,27 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         }
     }
 
-    // A stack's locations depend on the process where memory is anonymous.
+    // A stack's locations depend on the process where memory is anonymous, and on the time where it
+    // is written to.
+    let is_anonymous = |executable: u32| {
+        let found = epoch.executables.get(executable as usize);
+        found.is_some_and(|found| found.kind() == v1::ExecutableKind::Anonymous)
+    };
+    let mut anonymous = vec![false; nodes.len()];
+    for (index, node) in nodes.iter().enumerate() {
+        let of_callers = node.parent.checked_sub(1).is_some_and(|at| anonymous[at as usize]);
+        anonymous[index] = of_callers || is_anonymous(node.executable);
+    }
     let mut frames = 0;
-    let mut known = rustc_hash::FxHashMap::<(u32, ProcessId), StackId>::default();
-    let mut stack = |index: u32, process: ProcessId, into: &mut Builder| {
+    let mut known = rustc_hash::FxHashMap::<(u32, ProcessId, u64), StackId>::default();
+    let mut stack = |index: u32, (process, seen_ns): (ProcessId, u64), into: &mut Builder| {
         let Some(at) = index.checked_sub(1) else { return Ok(None) };
-        if let Some(&found) = known.get(&(at, process)) {
+        let has_anonymous = epoch.stacks.get(at as usize).is_some_and(|stack| {
+            stack.node.checked_sub(1).is_some_and(|node| anonymous[node as usize])
+        });
+        // Of many deep stacks there is not one for each time.
+        let seen_ns = if has_anonymous && frames < MAX_FRAMES / 2 { seen_ns } else { 0 };
+        if let Some(&found) = known.get(&(at, process, seen_ns)) {
             return Ok(Some(found));
         }
         let wire = epoch.stacks.get(at as usize).ok_or_else(|| reader.undefined("stack", at))?;
@@ -208,7 +260,8 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
             );
             let offset = lookup_offset(found.offset, found.kind);
             let process = private.then_some(process);
-            let location = Location { executable, process, offset };
+            let seen_ns = if kind == Some(v1::ExecutableKind::Anonymous) { seen_ns } else { 0 };
+            let location = Location { executable, process, offset, seen_ns };
             locations.push(into.location(location).map_err(|e| reader.invalid(e))?);
             frames += 1;
             if locations.len() > MAX_DEPTH || frames > MAX_FRAMES {
@@ -216,9 +269,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
             }
             node = found.parent;
         }
-        let end = end_reason(wire.end());
+        let end = wire.end().into();
         let id = into.stack(Stack { locations, end }).map_err(|e| reader.invalid(e))?;
-        known.insert((at, process), id);
+        known.insert((at, process, seen_ns), id);
         Ok(Some(id))
     };
 
@@ -232,12 +285,16 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         return Err(reader.ragged("samples"));
     }
     let mut keys = Vec::with_capacity(count);
+    let mut time_ns = epoch.start_ns;
     for index in 0..count {
+        time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
         let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
+        let seen_ns = writing[process as usize].seen(context.wall(time_ns));
+        let of = (processes[process as usize], seen_ns);
         let key = SampleKey {
             thread,
-            user: stack(samples.user_stack[index], process, into)?,
-            kernel: stack(samples.kernel_stack[index], process, into)?,
+            user: stack(samples.user_stack[index], of, into)?,
+            kernel: stack(samples.kernel_stack[index], of, into)?,
             labels: 0,
         };
         keys.push(key);
@@ -251,7 +308,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         into.sample(key, value, at).map_err(|e| reader.invalid(e))?;
     }
     for lost in &epoch.lost {
-        into.lost(lost_reason(lost.reason()), lost.count, lost.samples);
+        into.lost(lost.reason().into(), lost.count, lost.samples);
     }
     let tables = epoch.unwind_tables.unwrap_or_default();
     into.unwind_tables(UnwindTables {
@@ -273,7 +330,7 @@ pub fn end(end: &v1::End, said: &[v1::Lost], into: &mut Builder) {
         let before: u64 =
             said.iter().filter(|lost| lost.reason == total.reason).map(|lost| lost.count).sum();
         if total.count > before {
-            into.lost(lost_reason(total.reason()), total.count - before, total.samples);
+            into.lost(total.reason().into(), total.count - before, total.samples);
         }
     }
 }
@@ -376,7 +433,8 @@ mod tests {
 
     #[test]
     fn small_messages_of_very_many_frames_are_refused() {
-        // One chain of 4,096 nodes, a stack at each: 8 million frames. Twice that is beyond any collector.
+        // One chain of 4,096 nodes, a stack at each: 8 million frames. Twice that is beyond any
+        // collector.
         let wide = |processes: u32| {
             let mut wire = sample();
             let nodes = MAX_DEPTH as u32;

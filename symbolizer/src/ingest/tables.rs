@@ -1,9 +1,11 @@
-//! The tables of an epoch: each entry checked and turned into the profile's, and what its numbers mean.
+//! The tables of an epoch: each entry checked and turned into the profile's, and what its numbers
+//! mean.
 
+use stackwire_model::ExecutableKey;
 use stackwire_proto::v1;
 
 use super::{Context, IngestError};
-use crate::profile::{ArtifactHash, EndReason, Executable, FrameKind, LostReason, Process};
+use crate::profile::{ArtifactHash, Executable, FrameKind, JitFile, Mark, Process};
 
 /// Beyond any file and any user address (57 bits with five-level page tables).
 const MAX_OFFSET: u64 = 1 << 57;
@@ -41,31 +43,21 @@ impl Reader<'_> {
     }
 
     pub(super) fn executable(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
-        // 20 bytes is what the kernel reports; 64 what any linker writes.
-        if wire.build_id.len() > 64 {
-            return Err(self.invalid("a build-id is longer than 64 bytes"));
-        }
+        let bad = |_error| self.invalid("a build-id has not 4 to 32 bytes");
+        let key = wire.key().map_err(bad)?;
+        let build_id = key.and_then(ExecutableKey::build_id);
         let artifact = self.hash(&wire.artifact)?;
         let symbols = self.hash(&wire.symbols)?.or(artifact);
         Ok(match wire.kind() {
-            v1::ExecutableKind::File => Executable::File {
-                path: self.string(wire.path)?,
-                build_id: wire.build_id.clone(),
-                inode: wire.inode,
-                device: (wire.device_major, wire.device_minor),
-            },
+            v1::ExecutableKind::File => Executable::File { path: self.string(wire.path)?, key },
             v1::ExecutableKind::Vdso => Executable::Vdso { image: artifact },
             v1::ExecutableKind::Anonymous => Executable::Anonymous,
-            v1::ExecutableKind::Kernel => Executable::Kernel {
-                module: String::new(),
-                build_id: wire.build_id.clone(),
-                kallsyms: symbols,
-            },
-            v1::ExecutableKind::Module => Executable::Kernel {
-                module: self.string(wire.path)?,
-                build_id: wire.build_id.clone(),
-                kallsyms: symbols,
-            },
+            v1::ExecutableKind::Kernel => {
+                Executable::Kernel { module: String::new(), build_id, kallsyms: symbols }
+            }
+            v1::ExecutableKind::Module => {
+                Executable::Kernel { module: self.string(wire.path)?, build_id, kallsyms: symbols }
+            }
             v1::ExecutableKind::Unmapped => Executable::Unmapped,
             v1::ExecutableKind::Unspecified => {
                 return Err(self.invalid("an executable of no known kind"));
@@ -84,16 +76,18 @@ impl Reader<'_> {
             parent: wire.parent_pid,
             since_ns: self.context.known(wire.since_ns),
             end_ns: self.context.known(wire.end_ns),
-            perf_maps: self.snapshot(&wire.perf_map)?,
-            jitdumps: self.snapshot(&wire.jitdump)?,
+            clock_zero_ns: self.context.wall(0),
+            perf_map: self.jit_file(&wire.perf_map, &wire.perf_map_growth)?,
+            jitdump: self.jit_file(&wire.jitdump, &wire.jitdump_growth)?,
             jit_missing,
         })
     }
 
-    /// The artifacts of one snapshot; none: there is no snapshot.
-    pub(super) fn snapshot(&self, wire: &[Vec<u8>]) -> Result<Vec<Vec<ArtifactHash>>, IngestError> {
-        let pieces = self.hashes(wire)?;
-        Ok(if pieces.is_empty() { Vec::new() } else { vec![pieces] })
+    fn jit_file(&self, pieces: &[Vec<u8>], growth: &[v1::Growth]) -> Result<JitFile, IngestError> {
+        let wall =
+            |mark: &v1::Growth| Mark { time_ns: self.context.wall(mark.time_ns), size: mark.size };
+        let growth = growth.iter().map(wall).collect();
+        Ok(JitFile::of(self.hashes(pieces)?, self.context.wall(self.epoch.end_ns), growth))
     }
 
     pub(super) fn hashes(&self, wire: &[Vec<u8>]) -> Result<Vec<ArtifactHash>, IngestError> {
@@ -110,8 +104,9 @@ impl Reader<'_> {
         })
     }
 
-    /// The nodes with absolute offsets; parents come before their children, so there is no cycle. An offset that no file and
-    /// no process has is one of `nowhere`, an executable: it costs its own frame.
+    /// The nodes with absolute offsets; parents come before their children, so there is no cycle.
+    /// An offset that no file and no process has is one of `nowhere`, an executable: it costs its
+    /// own frame.
     pub(super) fn nodes(&self, executables: usize, nowhere: u32) -> Result<Vec<Node>, IngestError> {
         let empty = v1::StackNodes::default();
         let wire = self.epoch.nodes.as_ref().unwrap_or(&empty);
@@ -152,41 +147,5 @@ impl Reader<'_> {
 
     pub(super) fn invalid(&self, what: impl ToString) -> IngestError {
         IngestError::Invalid { epoch: self.epoch.number, what: what.to_string() }
-    }
-}
-
-pub(super) fn end_reason(wire: v1::EndReason) -> EndReason {
-    match wire {
-        v1::EndReason::Root => EndReason::Root,
-        v1::EndReason::Unreadable => EndReason::Unreadable,
-        v1::EndReason::DepthLimit => EndReason::DepthLimit,
-        v1::EndReason::NoFramePointer => EndReason::NoFramePointer,
-        v1::EndReason::NotCode => EndReason::NotCode,
-        v1::EndReason::Compat => EndReason::Compat,
-        v1::EndReason::NoMappings => EndReason::NoMappings,
-        v1::EndReason::NoTableYet => EndReason::NoTableYet,
-        v1::EndReason::NoTable => EndReason::NoTable,
-        v1::EndReason::NoUnwindRule => EndReason::NoUnwindRule,
-        v1::EndReason::RegisterLost => EndReason::RegisterLost,
-        v1::EndReason::BadStack => EndReason::BadStack,
-        v1::EndReason::NoMappingsYet => EndReason::NoMappingsYet,
-        v1::EndReason::TablesReplaced => EndReason::TablesReplaced,
-        v1::EndReason::UnknownSwitch => EndReason::UnknownSwitch,
-        v1::EndReason::OverShare => EndReason::OverShare,
-        v1::EndReason::Failed | v1::EndReason::Unspecified => EndReason::Failed,
-    }
-}
-
-pub(super) fn lost_reason(wire: v1::LostReason) -> LostReason {
-    match wire {
-        v1::LostReason::RingFull => LostReason::RingFull,
-        v1::LostReason::NoScratch => LostReason::NoScratch,
-        v1::LostReason::EpochDropped => LostReason::EpochDropped,
-        v1::LostReason::MalformedRecord => LostReason::MalformedRecord,
-        v1::LostReason::Events => LostReason::Events,
-        v1::LostReason::Throttled => LostReason::Throttled,
-        v1::LostReason::TargetsFull => LostReason::TargetsFull,
-        v1::LostReason::CpuRefused => LostReason::CpuRefused,
-        v1::LostReason::Unspecified => LostReason::Other,
     }
 }

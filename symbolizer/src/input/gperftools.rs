@@ -1,7 +1,9 @@
-//! CPU profiles of gperftools (`CPUPROFILE=`): 64-bit words, then the text of `/proc/self/maps`. The format is described in
-//! gperftools' `cpuprofile-fileformat.html`.
+//! CPU profiles of gperftools (`CPUPROFILE=`): 64-bit words, then the text of `/proc/self/maps`.
+//! The format is described in gperftools' `cpuprofile-fileformat.html`.
 
 use std::io::Read;
+
+use stackwire_model::{Device, FileId};
 
 use super::InputError;
 use super::tasks::{Map, Tasks};
@@ -101,16 +103,16 @@ fn mapping<'l>(line: &'l str, into: &mut Builder) -> Result<Option<(Map, &'l str
         let executable = fields.next()?.as_bytes().get(2) == Some(&b'x');
         let file_offset = hex(fields.next()?)?;
         let (major, minor) = fields.next()?.split_once(':')?;
-        let device = (hex(major)? as u32, hex(minor)? as u32);
-        let inode: u64 = fields.next()?.parse().ok()?;
+        let device = Device { major: hex(major)? as u32, minor: hex(minor)? as u32 };
+        let file = FileId::new(fields.next()?.parse().ok()?, device);
         let path = fields.next()?;
-        (executable && start < end).then_some((start, end, file_offset, device, inode, path))
+        (executable && start < end).then_some((start, end, file_offset, file, path))
     };
-    let Some((start, end, file_offset, device, inode, path)) = parse() else { return Ok(None) };
+    let Some((start, end, file_offset, file, path)) = parse() else { return Ok(None) };
     let executable = match path {
         "[vdso]" => Executable::Vdso { image: None },
         path if path.starts_with('[') => return Ok(None),
-        path => Executable::File { path: path.to_owned(), build_id: Vec::new(), inode, device },
+        path => Executable::File { path: path.to_owned(), key: file.map(Into::into) },
     };
     let executable = into.executable(executable)?;
     Ok(Some((Map { start, end, file_offset, executable, private: false, since: 0 }, path)))

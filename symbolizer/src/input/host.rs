@@ -1,4 +1,5 @@
-//! What this host knows of a profile that was taken on it: kallsyms and vDSO of its kernel, perf-maps of its processes.
+//! What this host knows of a profile that was taken on it: kallsyms and vDSO of its kernel,
+//! perf-maps of its processes.
 //!
 //! Each only when it is the same: a kernel by its build-id. A file that is not there is no error.
 
@@ -7,9 +8,8 @@ use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use object::NativeEndian;
-use object::elf::{ELF_NOTE_GNU, FileHeader64, NT_GNU_BUILD_ID};
-use object::read::elf::NoteIterator;
+use stackwire_elf::gnu_build_id;
+use stackwire_model::BuildId;
 
 use crate::resolve::open_regular;
 
@@ -27,11 +27,17 @@ impl Kallsyms {
         Self(File::open("/proc/kallsyms").ok())
     }
 
-    /// Symbols of the kernel that runs here, if its build-id is this one, as lines `module TAB offset TAB name`. `text`
-    /// is where its `_text` lay in the profile, `modules` where modules lay: begin, end, name.
+    /// Symbols of the kernel that runs here, if its build-id is this one, as lines `module TAB
+    /// offset TAB name`. `text` is where its `_text` lay in the profile, `modules` where modules
+    /// lay: begin, end, name.
     #[must_use]
-    pub fn of(&self, build_id: &[u8], text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
-        if build_id.is_empty() || running_kernel()? != build_id {
+    pub fn of(
+        &self,
+        build_id: BuildId,
+        text: u64,
+        modules: &[(u64, u64, &str)],
+    ) -> Option<Vec<u8>> {
+        if running_kernel()? != build_id {
             return None;
         }
         let mut file = self.0.as_ref()?;
@@ -80,8 +86,8 @@ fn rebase(kallsyms: &str, text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec
 
 /// The vDSO of the kernel that runs here, if its build-id is this one.
 #[must_use]
-pub fn vdso(kernel: &[u8]) -> Option<Vec<u8>> {
-    if kernel.is_empty() || running_kernel()? != kernel {
+pub fn vdso(kernel: BuildId) -> Option<Vec<u8>> {
+    if running_kernel()? != kernel {
         return None;
     }
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
@@ -95,8 +101,8 @@ pub fn vdso(kernel: &[u8]) -> Option<Vec<u8>> {
     Some(image)
 }
 
-/// What a process of this host wrote of its code, if the file is root's, one's own or the process's user's, as perf has it:
-/// others may write there, too.
+/// What a process of this host wrote of its code, if the file is root's, one's own or the process's
+/// user's, as perf has it: others may write there, too.
 #[must_use]
 pub fn perf_map(pid: u32) -> Option<Vec<u8>> {
     let file = open_regular(&format!("/tmp/perf-{pid}.map")).ok()?;
@@ -116,16 +122,8 @@ pub fn perf_map(pid: u32) -> Option<Vec<u8>> {
 }
 
 /// Build-id of the kernel that runs.
-fn running_kernel() -> Option<Vec<u8>> {
-    let notes = std::fs::read("/sys/kernel/notes").ok()?;
-    let mut notes =
-        NoteIterator::<FileHeader64<NativeEndian>>::new(NativeEndian, 4, &notes).ok()?;
-    while let Some(note) = notes.next().ok()? {
-        if note.name() == ELF_NOTE_GNU && note.n_type(NativeEndian) == NT_GNU_BUILD_ID {
-            return Some(note.desc().to_vec());
-        }
-    }
-    None
+fn running_kernel() -> Option<BuildId> {
+    gnu_build_id(&std::fs::read("/sys/kernel/notes").ok()?)
 }
 
 #[cfg(test)]

@@ -1,7 +1,10 @@
 //! The kernel in a foreign profile: where it and its modules lay, and whose they are.
 //!
-//! Offsets count from `_text` and from the begin of a module, as everywhere. Names are for the resolve ladder; of the
-//! kernel that runs here kallsyms is taken along, since that is where perf has them from.
+//! Offsets count from `_text` and from the begin of a module, as everywhere. Names are for the
+//! resolve ladder; of the kernel that runs here kallsyms is taken along, since that is where perf
+//! has them from.
+
+use stackwire_model::BuildId;
 
 use super::host::Kallsyms;
 use crate::capture::Artifacts;
@@ -38,7 +41,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A record says where the kernel or a module is: address, bytes, and for the kernel where its reference symbol is.
+    /// A record says where the kernel or a module is: address, bytes, and for the kernel where its
+    /// reference symbol is.
     pub fn map(&mut self, path: &str, (start, length, reference): (u64, u64, u64)) {
         let is_kernel =
             path.starts_with("[kernel.kallsyms]") || path.starts_with("[kernel.vmlinux]");
@@ -61,20 +65,19 @@ impl Kernel {
         &mut self,
         (into, artifacts): (&mut Builder, &mut Artifacts),
         running: &Kallsyms,
-        build_id: impl Fn(&str) -> Option<Vec<u8>>,
+        build_id: impl Fn(&str) -> Option<BuildId>,
     ) -> Result<(), Full> {
         if self.known {
             return Ok(());
         }
-        let own = build_id("").unwrap_or_default();
         let kallsyms: Option<ArtifactHash> = self
             .parts
             .iter()
             .find(|part| part.module.is_empty())
-            .and_then(|kernel| running.of(&own, kernel.base, &self.bases()))
+            .and_then(|kernel| running.of(build_id("")?, kernel.base, &self.bases()))
             .and_then(|snapshot| artifacts.add_whole(snapshot));
         for part in &mut self.parts {
-            let build_id = build_id(&part.module).unwrap_or_default();
+            let build_id = build_id(&part.module);
             let executable = Executable::Kernel { module: part.module.clone(), build_id, kallsyms };
             part.executable = Some(into.executable(executable)?);
         }
@@ -100,7 +103,8 @@ impl Kernel {
             // A kernel's range may be told as all that is above it, modules included.
             let mut before = self.parts[..after].iter().rev();
             let part = before.find(|part| address < part.end && address >= part.base);
-            // Code for the start alone lies behind what is mapped as the kernel's, and its callers stay on the stacks of idle.
+            // Code for the start alone lies behind what is mapped as the kernel's, and its callers
+            // stay on the stacks of idle.
             let part = part.or_else(|| {
                 let kernel = self.parts.iter().find(|part| part.module.is_empty())?;
                 (kernel.base..kernel.base.saturating_add(KERNEL_SPAN))
@@ -113,7 +117,12 @@ impl Kernel {
                 // Where it lies is not for others to know.
                 None => (into.executable(Executable::Unmapped)?, 0),
             };
-            locations.push(into.location(Location { executable, process: None, offset })?);
+            locations.push(into.location(Location {
+                executable,
+                process: None,
+                offset,
+                seen_ns: 0,
+            })?);
         }
         into.stack(Stack { locations, end: EndReason::NotSaid }).map(Some)
     }
@@ -135,7 +144,7 @@ mod tests {
             .map("/lib/modules/6.1/kernel/fs/ext4/ext-4.ko.xz", (0xffff_ffff_c000_0000, 0x1000, 0));
         kernel
             .prepare((&mut into, &mut Artifacts::default()), &Kallsyms::default(), |module| {
-                (module == "ext_4").then(|| vec![7; 20])
+                BuildId::new(&[7; 20]).filter(|_| module == "ext_4")
             })
             .unwrap();
         let addresses = [

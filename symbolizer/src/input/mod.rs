@@ -1,5 +1,5 @@
-//! Profiles of every kind, read into one: our captures, perf.data, pprof, gperftools, folded stacks. By what is in a file, never by
-//! its name.
+//! Profiles of every kind, read into one: our captures, perf.data, pprof, gperftools, folded
+//! stacks. By what is in a file, never by its name.
 
 mod folded;
 mod gperftools;
@@ -16,7 +16,7 @@ use std::io::{BufReader, Read, Seek};
 
 use self::host::Kallsyms;
 use crate::capture::{Artifacts, Assembler, CaptureError, read_into};
-use crate::profile::{Full, Profile};
+use crate::profile::{Full, Profile, ValueError};
 use crate::resolve::Sources;
 
 /// A file that is no profile, or a damaged one.
@@ -51,6 +51,9 @@ pub enum InputError {
     /// Values of another kind than those before: time and counts, bytes and samples.
     #[error("its samples weigh something else than those before: they cannot be added up")]
     Mixed,
+    /// Values of a pprof.
+    #[error("not a pprof that can be read: {0}")]
+    Values(#[from] ValueError),
     /// More than a profile holds.
     #[error(transparent)]
     Full(#[from] Full),
@@ -64,7 +67,8 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// None yet. What only the privileged may read of this host is opened now. With a timeline each sample is kept with its time and CPU.
+    /// None yet. What only the privileged may read of this host is opened now. With a timeline each
+    /// sample is kept with its time and CPU.
     #[must_use]
     pub fn new(timeline: bool) -> Self {
         let assembler = if timeline { Assembler::with_timeline() } else { Assembler::default() };
@@ -76,7 +80,8 @@ impl Inputs {
         self.assembler.label_cpus();
     }
 
-    /// Adds a file. Stacks in a perf.data that are copies of memory are walked with executables from `sources`.
+    /// Adds a file. Stacks in a perf.data that are copies of memory are walked with executables
+    /// from `sources`.
     ///
     /// # Errors
     /// See [`InputError`].

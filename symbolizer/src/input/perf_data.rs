@@ -1,7 +1,9 @@
-//! perf.data of perf itself: file or pipe, chains by frame pointers or copies of stacks, which are walked here.
+//! perf.data of perf itself: file or pipe, chains by frame pointers or copies of stacks, which are
+//! walked here.
 //!
-//! The crate that reads the records trusts sizes in them: `perf_guard.rs` looks at those first. Of several events the one
-//! that has the first sample is read, and the others are said to be left out.
+//! The crate that reads the records trusts sizes in them: `perf_guard.rs` looks at those first. Of
+//! several events the one that has the first sample is read, and the others are said to be left
+//! out.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek};
@@ -15,6 +17,7 @@ use linux_perf_data::{
     PerfRecordIter,
 };
 use rustc_hash::FxHashMap;
+use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
 
 use super::host::Kallsyms;
 use super::kernel::Kernel;
@@ -27,7 +30,8 @@ use crate::profile::{
 };
 use crate::resolve::Sources;
 
-/// Above this, entries of a call chain say in what mode those after them are: `PERF_CONTEXT_MAX` and below.
+/// Above this, entries of a call chain say in what mode those after them are: `PERF_CONTEXT_MAX`
+/// and below.
 const CONTEXT_MAX: u64 = -4095i64 as u64;
 const CONTEXT_KERNEL: u64 = -128i64 as u64;
 const CONTEXT_USER: u64 = -512i64 as u64;
@@ -35,7 +39,8 @@ const CONTEXT_USER: u64 = -512i64 as u64;
 /// Reads a file, which may be one that was written to a pipe.
 ///
 /// # Errors
-/// What cannot be a perf.data, or is none of x86-64 or arm64, little-endian. A file that is cut is read as far as it goes.
+/// What cannot be a perf.data, or is none of x86-64 or arm64, little-endian. A file that is cut is
+/// read as far as it goes.
 pub fn read(
     mut file: File,
     (into, artifacts): (&mut Builder, &mut Artifacts),
@@ -71,7 +76,7 @@ struct Reader<'a> {
     kernel: Kernel,
     kallsyms: &'a Kallsyms,
     walker: Walker<'a>,
-    build_ids: FxHashMap<DsoKey, Vec<u8>>,
+    build_ids: FxHashMap<DsoKey, BuildId>,
     /// Index of the event that is read, once one had a sample.
     event: Option<usize>,
     others: FxHashMap<usize, u64>,
@@ -122,7 +127,8 @@ impl<'a> Reader<'a> {
             ));
         }
         let build_ids = file.build_ids().unwrap_or_default();
-        let build_ids = build_ids.into_iter().map(|(key, info)| (key, trimmed(info.build_id)));
+        let build_ids = build_ids.into_iter();
+        let build_ids = build_ids.filter_map(|(key, info)| Some((key, trimmed(&info.build_id)?)));
         Ok(Self {
             build_ids: build_ids.collect(),
             file,
@@ -235,10 +241,8 @@ impl<'a> Reader<'a> {
             EventRecord::Mmap2(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
                 let path = text(map.path);
                 if let Mmap2FileId::BuildId(id) = map.file_id {
-                    self.build_ids.extend(
-                        DsoKey::detect(path.as_bytes(), CpuMode::Kernel)
-                            .map(|key| (key, trimmed(id))),
-                    );
+                    let key = DsoKey::detect(path.as_bytes(), CpuMode::Kernel);
+                    self.build_ids.extend(key.zip(trimmed(&id)));
                 }
                 self.kernel.map(&path, (map.address, map.length, map.page_offset));
             }
@@ -292,7 +296,7 @@ impl<'a> Reader<'a> {
         if path == "[vdso]" {
             let kernel = self.host_kernel();
             let image = *self.vdso.get_or_insert_with(|| {
-                host::vdso(&kernel).and_then(|image| self.artifacts.add_whole(image))
+                kernel.and_then(host::vdso).and_then(|image| self.artifacts.add_whole(image))
             });
             return Executable::Vdso { image };
         }
@@ -304,29 +308,22 @@ impl<'a> Reader<'a> {
         {
             return Executable::Anonymous;
         }
-        let (mut build_id, mut inode, mut device) = (Vec::new(), 0, (0, 0));
-        match id {
-            Some(Mmap2FileId::BuildId(id)) => build_id = trimmed(id),
+        let (build_id, file) = match id {
+            Some(Mmap2FileId::BuildId(id)) => (trimmed(&id), None),
             Some(Mmap2FileId::InodeAndVersion(id)) => {
-                (inode, device) = (id.inode, (id.major, id.minor));
+                let device = Device { major: id.major, minor: id.minor };
+                (None, FileId::new(id.inode, device))
             }
-            None => {}
-        }
-        if build_id.is_empty()
-            && let Some(known) = DsoKey::detect(path.as_bytes(), CpuMode::User)
-                .and_then(|key| self.build_ids.get(&key))
-        {
-            build_id.clone_from(known);
-        }
-        if !build_id.is_empty() {
-            (inode, device) = (0, (0, 0));
-        }
-        Executable::File { path: path.to_owned(), build_id, inode, device }
+            None => (None, None),
+        };
+        let listed = || self.build_ids.get(&DsoKey::detect(path.as_bytes(), CpuMode::User)?);
+        let build_id = build_id.or_else(|| listed().copied());
+        Executable::File { path: path.to_owned(), key: ExecutableKey::of(build_id, file) }
     }
 
-    /// Build-id of the kernel the file is of, empty when unknown.
-    fn host_kernel(&self) -> Vec<u8> {
-        self.build_ids.get(&DsoKey::Kernel).cloned().unwrap_or_default()
+    /// Build-id of the kernel the file is of, if known.
+    fn host_kernel(&self) -> Option<BuildId> {
+        self.build_ids.get(&DsoKey::Kernel).copied()
     }
 
     fn sample(
@@ -421,12 +418,13 @@ impl<'a> Reader<'a> {
                 "" => DsoKey::Kernel,
                 module => DsoKey::detect(format!("[{module}]").as_bytes(), CpuMode::Kernel)?,
             };
-            build_ids.get(&key).cloned()
+            build_ids.get(&key).copied()
         })?;
         Ok(self.kernel.stack(self.into, addresses)?)
     }
 
-    /// As perf, which finds names of code made at run time where the process wrote them, if they are still there.
+    /// As perf, which finds names of code made at run time where the process wrote them, if they
+    /// are still there.
     fn look_for_perf_map(
         &mut self,
         pid: u32,
@@ -485,12 +483,12 @@ fn event_name(attribute: &AttributeDescription) -> String {
 }
 
 /// A build-id of 20 bytes whose end is padding.
-fn trimmed(mut id: Vec<u8>) -> Vec<u8> {
+fn trimmed(mut id: &[u8]) -> Option<BuildId> {
     // perf before 5.10 did not say how long it is.
     while id.len().is_multiple_of(4) && id.len() > 8 && id.ends_with(&[0; 4]) {
-        id.truncate(id.len() - 4);
+        id = &id[..id.len() - 4];
     }
-    if id.iter().all(|&byte| byte == 0) { Vec::new() } else { id }
+    BuildId::new(id).filter(|_| id.iter().any(|&byte| byte != 0))
 }
 
 fn text(raw: RawData<'_>) -> String {

@@ -1,4 +1,5 @@
-//! Sizes in a perf.data, looked at before memory is asked for by them: the crate that reads it believes each.
+//! Sizes in a perf.data, looked at before memory is asked for by them: the crate that reads it
+//! believes each.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -13,7 +14,8 @@ use super::InputError;
 const MAX_FEATURES: u64 = 64 << 20;
 /// Bytes of a head; less means a pipe was written to.
 const HEADER: u64 = 104;
-/// The feature that describes events, and the record that holds a feature where a pipe was written to.
+/// The feature that describes events, and the record that holds a feature where a pipe was written
+/// to.
 const EVENT_DESC: u32 = 12;
 const HEADER_FEATURE: u32 = 80;
 /// A record that is followed by as many bytes as it says.
@@ -22,7 +24,8 @@ const AUXTRACE: u32 = 71;
 const COMPRESSED: [u32; 2] = [81, 83];
 /// The end of a round: what came before the one before it is sorted and handed on.
 const FINISHED_ROUND: u32 = 68;
-/// Most bytes the compressed records of a round may hold when they are opened, for they are held together.
+/// Most bytes the compressed records of a round may hold when they are opened, for they are held
+/// together.
 const MAX_OPENED: u64 = 512 << 20;
 
 /// Whether the file is one that was written to a pipe.
@@ -92,10 +95,11 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Whether the crate can decode a record: it asserts that the build-id of a mapping has at most 20 bytes.
+/// Whether the crate can decode a record: it asserts that the build-id of a mapping has at most 20
+/// bytes.
 pub fn decodes(record: &RawEventRecord<'_>) -> bool {
-    /// `PERF_RECORD_MISC_MMAP_BUILD_ID`, of `PERF_RECORD_MMAP2`: the length of the build-id follows pid, tid, address,
-    /// length and offset.
+    /// `PERF_RECORD_MISC_MMAP_BUILD_ID`, of `PERF_RECORD_MMAP2`: the length of the build-id follows
+    /// pid, tid, address, length and offset.
     const BUILD_ID: u16 = 1 << 14;
     const LENGTH: usize = 32;
     let length = || record.data.get(LENGTH..LENGTH + 1).and_then(|mut byte| byte.read_u8().ok());
@@ -104,8 +108,8 @@ pub fn decodes(record: &RawEventRecord<'_>) -> bool {
         || length().is_none_or(|length| length <= 20)
 }
 
-/// Whether a description of events holds as many as it says: count, bytes of an attribute, then of each event attribute,
-/// count of ids, length of the name, name, ids.
+/// Whether a description of events holds as many as it says: count, bytes of an attribute, then of
+/// each event attribute, count of ids, length of the name, name, ids.
 fn events_fit(mut rest: &[u8]) -> bool {
     let mut take = |bytes: u64| {
         let (taken, after) = rest.split_at_checked(usize::try_from(bytes).ok()?)?;

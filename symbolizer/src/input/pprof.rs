@@ -1,7 +1,7 @@
 //! pprof of any agent, with names or without: `profile.proto`, gzip or plain.
 //!
-//! Names a profile came with stay; what has none is looked up by build-id like any other code. Values keep their types:
-//! a heap profile stays one.
+//! Names a profile came with stay; what has none is looked up by build-id like any other code.
+//! Values keep their types: a heap profile stays one.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use std::sync::Arc;
 use flate2::read::MultiGzDecoder;
 use prost::Message;
 use rustc_hash::{FxHashMap, FxHashSet};
+use stackwire_model::BuildId;
 
 use super::InputError;
 use super::host::{self, Kallsyms};
@@ -25,7 +26,8 @@ const MAX_BYTES: u64 = 256 << 20;
 /// Reads a profile.
 ///
 /// # Errors
-/// What does not decode, refers to what is not in it, or has values that cannot be added to those before.
+/// What does not decode, refers to what is not in it, or has values that cannot be added to those
+/// before.
 pub fn read(
     mut input: impl Read,
     gzip: bool,
@@ -56,7 +58,7 @@ struct Reader<'a> {
     artifacts: &'a mut Artifacts,
     kallsyms: &'a Kallsyms,
     /// Build-id of its kernel.
-    kernel: Vec<u8>,
+    kernel: Option<BuildId>,
     mappings: FxHashMap<u64, (ExecutableId, &'a proto::Mapping)>,
     locations: FxHashMap<u64, &'a proto::Location>,
     functions: FxHashMap<u64, &'a proto::Function>,
@@ -78,7 +80,7 @@ impl<'a> Reader<'a> {
             into,
             artifacts,
             kallsyms,
-            kernel: Vec::new(),
+            kernel: None,
             mappings: FxHashMap::default(),
             locations: wire.location.iter().map(|it| (it.id, it)).collect(),
             functions: wire.function.iter().map(|it| (it.id, it)).collect(),
@@ -89,7 +91,7 @@ impl<'a> Reader<'a> {
         };
         for mapping in &wire.mapping {
             if is_kernel(reader.text(mapping.filename)?) {
-                reader.kernel = bytes(reader.text(mapping.build_id)?);
+                reader.kernel = reader.text(mapping.build_id)?.parse().ok();
             }
         }
         for mapping in &wire.mapping {
@@ -135,7 +137,7 @@ impl<'a> Reader<'a> {
         let comments: Vec<String> = comments.collect::<Result<_, _>>()?;
         self.into.capture(number, origin, 0);
         let types = Types { default: shown, kinds, period: wire.period, period_type };
-        self.into.types(types).map_err(InputError::Pprof)?;
+        self.into.types(types)?;
         for comment in comments {
             self.into.comment(comment);
         }
@@ -160,8 +162,7 @@ impl<'a> Reader<'a> {
                 false => Some(self.into.stack(Stack { locations, end: EndReason::NotSaid })?),
             };
             let key = SampleKey { thread, user, kernel: None, labels };
-            taken = taken
-                .saturating_add(self.into.values(key, &sample.value).map_err(InputError::Pprof)?);
+            taken = taken.saturating_add(self.into.values(key, &sample.value)?);
         }
         self.into.taken(Some(taken));
         Ok(())
@@ -261,12 +262,15 @@ impl<'a> Reader<'a> {
             }
             inside => {
                 let location = match inside {
-                    Some((executable, offset)) => Location { executable, process: None, offset },
+                    Some((executable, offset)) => {
+                        Location { executable, process: None, offset, seen_ns: 0 }
+                    }
                     // Of memory that is no file's, addresses mean something in one process alone.
                     None => Location {
                         executable: self.into.executable(Executable::Unmapped)?,
                         process: Some(process),
                         offset: wire.address,
+                        seen_ns: 0,
                     },
                 };
                 match lines.is_empty() {
@@ -281,23 +285,24 @@ impl<'a> Reader<'a> {
 
     fn executable(&mut self, mapping: &proto::Mapping) -> Result<Executable, InputError> {
         let path = self.text(mapping.filename)?;
-        let build_id = bytes(self.text(mapping.build_id)?);
+        // What is none counts as unknown: Go writes its own kind there.
+        let build_id: Option<BuildId> = self.text(mapping.build_id)?.parse().ok();
         Ok(match path {
             "[vdso]" => {
-                let image = host::vdso(&self.kernel);
+                let image = self.kernel.and_then(host::vdso);
                 Executable::Vdso { image: image.and_then(|image| self.artifacts.add_whole(image)) }
             }
             _ if is_kernel(path) => {
-                let symbols = self.kallsyms.of(&build_id, 0, &[]);
+                let symbols = build_id.and_then(|id| self.kallsyms.of(id, 0, &[]));
                 let kallsyms = symbols.and_then(|symbols| self.artifacts.add_whole(symbols));
                 Executable::Kernel { module: String::new(), build_id, kallsyms }
             }
             "" | "[jit]" | "//anon" | "[unmapped]" => Executable::Unmapped,
             _ => match path.strip_prefix('[').and_then(|path| path.strip_suffix(']')) {
-                Some(module) if !build_id.is_empty() => {
+                Some(module) if build_id.is_some() => {
                     Executable::Kernel { module: module.to_owned(), build_id, kallsyms: None }
                 }
-                _ => Executable::File { path: path.to_owned(), build_id, inode: 0, device: (0, 0) },
+                _ => Executable::File { path: path.to_owned(), key: build_id.map(Into::into) },
             },
         })
     }
@@ -317,16 +322,6 @@ fn is_kernel(path: &str) -> bool {
     matches!(path, "[kernel]" | "[kernel.kallsyms]")
 }
 
-/// A build-id in hex; what is none (Go writes its own kind there) counts as unknown.
-fn bytes(hex: &str) -> Vec<u8> {
-    let digits = hex.as_bytes();
-    if !(8..=128).contains(&digits.len()) || !digits.len().is_multiple_of(2) {
-        return Vec::new();
-    }
-    let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
-    digits.chunks_exact(2).map(byte).collect::<Option<_>>().unwrap_or_default()
-}
-
 fn undefined(what: &str, id: u64) -> InputError {
     InputError::Pprof(format!("{what} {id} is not in it"))
 }
@@ -337,8 +332,8 @@ mod tests {
     use super::*;
     use crate::profile::Profile;
 
-    /// A program without a build-id, a function at 0x401000 of it, kernel addresses without a mapping, and two processes
-    /// with code of their own at one place.
+    /// A program without a build-id, a function at 0x401000 of it, kernel addresses without a
+    /// mapping, and two processes with code of their own at one place.
     fn wire(function: &str) -> proto::Profile {
         let strings =
             ["", "samples", "count", "cpu", "nanoseconds", "/opt/none", "pid", "[jit]", function];

@@ -1,5 +1,5 @@
-//! Stacks from copies of memory (`perf record --call-graph dwarf`): registers and the top of the stack, walked by the same
-//! tables and the same code as on the collector's kernel side.
+//! Stacks from copies of memory (`perf record --call-graph dwarf`): registers and the top of the
+//! stack, walked by the same tables and the same code as on the collector's kernel side.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -26,7 +26,8 @@ const MAX_MODULES: usize = 512;
 /// Bytes of tables kept; libLLVM's has 4.5 MB.
 const MAX_TABLES: usize = 256 << 20;
 
-/// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8 to r15.
+/// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8
+/// to r15.
 const PERF_REGISTER: [u64; REGISTERS] = [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
 /// Below the stack pointer, and still the function's (System V ABI).
 const RED_ZONE: u64 = 128;
@@ -142,8 +143,8 @@ impl<'s> Walker<'s> {
                 }
             };
             let modules = &self.modules;
-            // A slot below the stack pointer has just been popped, and rules say for a moment longer that rbp is there.
-            // Live it can still be read; here it is in its register.
+            // A slot below the stack pointer has just been popped, and rules say for a moment
+            // longer that rbp is there. Live it can still be read; here it is in its register.
             let popped = (cursor.exact != 0 && rule.kept == 0)
                 .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
             let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };

@@ -1,6 +1,8 @@
-//! Processes of a foreign profile as its records tell of them: who is called what, and what is mapped where. Pure.
+//! Processes of a foreign profile as its records tell of them: who is called what, and what is
+//! mapped where. Pure.
 //!
-//! perf's rules: a child has its parent's mappings, an exec empties them, a mapping covers what was there before.
+//! perf's rules: a child has its parent's mappings, an exec empties them, a mapping covers what was
+//! there before.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -182,12 +184,14 @@ impl Tasks {
                         executable: map.executable,
                         process: map.private.then_some(process),
                         offset: if map.private { address } else { inside },
+                        seen_ns: 0,
                     }
                 }
                 None => Location {
                     executable: into.executable(Executable::Unmapped)?,
                     process: Some(process),
                     offset: address,
+                    seen_ns: 0,
                 },
             };
             locations.push(into.location(location)?);
@@ -266,6 +270,8 @@ fn process(pid: u32, start: u64, generation: u32, comm: String) -> Process {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use stackwire_model::{Device, FileId};
+
     use super::*;
 
     #[test]
@@ -273,7 +279,8 @@ mod tests {
         let (mut into, mut tasks) = (Builder::new(), Tasks::default());
         let file = |into: &mut Builder, path: &str| {
             let path = path.to_owned();
-            let file = Executable::File { path, build_id: Vec::new(), inode: 1, device: (0, 0) };
+            let key = FileId::new(1, Device::default()).map(Into::into);
+            let file = Executable::File { path, key };
             into.executable(file).unwrap()
         };
         for (since, path) in [(1, "/a.so"), (2, "/b.so")] {

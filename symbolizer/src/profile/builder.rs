@@ -9,14 +9,15 @@ use rustc_hash::FxHashMap;
 
 use super::labels::{Label, LabelValue};
 use super::{
-    ArtifactHash, Executable, ExecutableId, Line, Location, LocationId, LostReason, Mapping,
-    Moment, Origin, Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId, Thread,
-    ThreadId, Types, UnwindTables,
+    ArtifactHash, Executable, ExecutableId, JitFile, Line, Location, LocationId, LostReason,
+    Mapping, Moment, Origin, Process, ProcessId, Profile, Sample, SampleKey, Stack, StackId,
+    Thread, ThreadId, Types, UnwindTables,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
 const MAX_ENTRIES: usize = 16 << 20;
-/// Most samples and most weight of all of them: sums of them are not checked again. 2^62 ns are 146 years.
+/// Most samples and most weight of all of them: sums of them are not checked again. 2^62 ns are 146
+/// years.
 const MAX_TOTAL: u64 = 1 << 62;
 
 /// A profile in the making.
@@ -44,11 +45,43 @@ pub struct Builder {
     executables: FxHashMap<Executable, u32>,
     /// Generations count within a capture, so its number is part of the key.
     processes: FxHashMap<(usize, u32, u64, u32), u32>,
+    /// Size and time.
+    quiet_since: FxHashMap<ProcessId, (u64, u64)>,
     threads: FxHashMap<Thread, u32>,
     mappings: FxHashMap<Mapping, u32>,
     locations: FxHashMap<Location, u32>,
     stacks: FxHashMap<Stack, u32>,
     samples: FxHashMap<SampleKey, u32>,
+}
+
+/// Values that cannot be taken.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum ValueError {
+    /// There are none.
+    #[error("its samples have no values")]
+    None,
+    /// They are of other kinds.
+    #[error("its values ({new}) cannot be added to those before ({known})")]
+    Others {
+        /// What they are.
+        new: String,
+        /// What those before are.
+        known: String,
+    },
+    /// A profile has no negative ones.
+    #[error("a value is negative: it is the difference of two profiles")]
+    Negative,
+    /// A sample has too few, or too many.
+    #[error("a sample has {values} values of {kinds} kinds")]
+    Ragged {
+        /// It has so many.
+        values: usize,
+        /// It should have so many.
+        kinds: usize,
+    },
+    /// No sample fits any more.
+    #[error(transparent)]
+    Full(#[from] Full),
 }
 
 /// A table is full.
@@ -57,8 +90,8 @@ pub struct Builder {
 pub struct Full(pub &'static str);
 
 impl Builder {
-    /// Begins capture number `capture` of several; how and where the first was taken stands for all. `clock_zero_ns`:
-    /// the wall clock when the clock of its times was zero.
+    /// Begins capture number `capture` of several; how and where the first was taken stands for
+    /// all. `clock_zero_ns`: the wall clock when the clock of its times was zero.
     pub fn capture(&mut self, capture: usize, origin: Origin, clock_zero_ns: u64) {
         self.capture = capture;
         self.timeline_start = self.profile.timeline.len();
@@ -109,8 +142,8 @@ impl Builder {
         if let Some(&id) = self.processes.get(&key) {
             let known = &mut self.profile.processes[id as usize];
             known.comm = process.comm;
-            add_snapshots(&mut known.perf_maps, process.perf_maps);
-            add_snapshots(&mut known.jitdumps, process.jitdumps);
+            known.perf_map.add(process.perf_map);
+            known.jitdump.add(process.jitdump);
             // Of the last epoch: what was missing before may have come since.
             known.jit_missing = process.jit_missing;
             known.end_ns = known.end_ns.max(process.end_ns);
@@ -146,7 +179,25 @@ impl Builder {
 
     /// A process has a perf-map.
     pub fn add_perf_map(&mut self, process: ProcessId, hash: ArtifactHash) {
-        add_snapshots(&mut self.profile.processes[process.index()].perf_maps, vec![vec![hash]]);
+        let map = JitFile::of(vec![hash], 0, Vec::new());
+        self.profile.processes[process.index()].perf_map.add(map);
+    }
+
+    /// Whether places may have times: of a process that writes code for days there would be more
+    /// than a profile holds.
+    #[must_use]
+    pub fn has_room_for_times(&self) -> bool {
+        self.profile.locations.len() < MAX_ENTRIES / 8
+    }
+
+    /// Since when a process has written no code, of which it has so many bytes; asked for at the
+    /// end of an epoch in which it wrote none.
+    pub fn quiet_since(&mut self, process: ProcessId, size: u64, end_ns: u64) -> u64 {
+        let known = self.quiet_since.entry(process).or_insert((size, end_ns));
+        if known.0 != size {
+            *known = (size, end_ns);
+        }
+        known.1
     }
 
     /// Records a mapping.
@@ -161,8 +212,8 @@ impl Builder {
         intern(&mut self.locations, table, location, Clone::clone, "locations").map(LocationId)
     }
 
-    /// The id of a location the input has names for. Where another input had others, it is a location of its own: two
-    /// builds of a program without build-ids are not told apart otherwise.
+    /// The id of a location the input has names for. Where another input had others, it is a
+    /// location of its own: two builds of a program without build-ids are not told apart otherwise.
     pub fn location_named(
         &mut self,
         location: Location,
@@ -198,7 +249,7 @@ impl Builder {
     ) -> Result<LocationId, Full> {
         let next = self.names.len() as u64;
         let offset = *self.names.entry((executable, Arc::clone(&lines))).or_insert(next);
-        let id = self.location(Location { executable, process: None, offset })?;
+        let id = self.location(Location { executable, process: None, offset, seen_ns: 0 })?;
         self.profile.given.insert(id, lines);
         Ok(id)
     }
@@ -218,7 +269,8 @@ impl Builder {
         intern(&mut self.stacks, table, stack, Clone::clone, "stacks").map(StackId)
     }
 
-    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU, as far as they are known.
+    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU, as far as they
+    /// are known.
     pub fn sample(
         &mut self,
         key: SampleKey,
@@ -261,14 +313,15 @@ impl Builder {
         Ok(id)
     }
 
-    /// Says what the values of the next samples are. Samples of CPU time are what all profiles have.
-    pub fn types(&mut self, types: Types) -> Result<(), String> {
+    /// Says what the values of the next samples are. Samples of CPU time are what all profiles
+    /// have.
+    pub fn types(&mut self, types: Types) -> Result<(), ValueError> {
         let shown = |types: &Types| {
             let kinds = types.kinds.iter().map(|(kind, unit)| format!("{kind}/{unit}"));
             kinds.collect::<Vec<_>>().join(", ")
         };
         if types.kinds.is_empty() {
-            return Err("its samples have no values".to_owned());
+            return Err(ValueError::None);
         }
         let is_cpu_time = types.kinds.len() == 2
             && types.kinds[0] == ("samples".to_owned(), "count".to_owned())
@@ -285,31 +338,27 @@ impl Builder {
             (known, _) => {
                 let known =
                     known.as_ref().map_or("samples/count, cpu/nanoseconds".to_owned(), shown);
-                Err(format!(
-                    "its values ({}) cannot be added to those before ({known})",
-                    shown(&types)
-                ))
+                Err(ValueError::Others { new: shown(&types), known })
             }
         }
     }
 
     /// Adds a sample with values as the last [`Builder::types`] said, and tells what it counts for.
-    pub fn values(&mut self, key: SampleKey, values: &[i64]) -> Result<u64, String> {
+    pub fn values(&mut self, key: SampleKey, values: &[i64]) -> Result<u64, ValueError> {
         if values.iter().any(|value| *value < 0) {
-            return Err("a value is negative: it is the difference of two profiles".to_owned());
+            return Err(ValueError::Negative);
         }
         let positive = |index: usize| values.get(index).map_or(0, |value| *value as u64);
-        let full = |full: Full| full.to_string();
         let types = self.profile.types.as_ref().filter(|_| !self.of_cpu_time);
         let (kinds, default) = types.map_or((2, 0), |types| (types.kinds.len(), types.default));
         if values.len() != kinds {
-            return Err(format!("a sample has {} values of {kinds} kinds", values.len()));
+            return Err(ValueError::Ragged { values: values.len(), kinds });
         }
         if self.of_cpu_time {
-            self.add(key, positive(0), positive(1)).map_err(full)?;
+            self.add(key, positive(0), positive(1))?;
             return Ok(positive(0));
         }
-        let id = self.add(key, positive(default), 0).map_err(full)? as usize;
+        let id = self.add(key, positive(default), 0)? as usize;
         let all = &mut self.profile.values;
         if all.len() <= id {
             all.resize(id + 1, vec![0; kinds]);
@@ -348,7 +397,8 @@ impl Builder {
         }
     }
 
-    /// Times of this capture's samples were told on a clock that was zero then, nanoseconds since the Unix epoch.
+    /// Times of this capture's samples were told on a clock that was zero then, nanoseconds since
+    /// the Unix epoch.
     pub fn shift_times(&mut self, zero_ns: u64) {
         if self.capture == self.first {
             self.profile.clock_zero_ns = zero_ns;
@@ -455,7 +505,8 @@ pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
     let of_processes = profile
         .processes
         .iter()
-        .flat_map(|process| process.perf_maps.iter().chain(&process.jitdumps).flatten().copied());
+        .flat_map(|process| process.perf_map.snapshots().iter().chain(process.jitdump.snapshots()))
+        .flat_map(|snapshot| snapshot.pieces.iter().copied());
     let mut hashes: Vec<_> = of_executables.chain(of_kernels).chain(of_processes).collect();
     hashes.sort_unstable();
     hashes.dedup();
@@ -478,16 +529,5 @@ fn intern<K: Hash + Eq, V>(
             entry.insert(id);
             Ok(id)
         }
-    }
-}
-
-/// Snapshots kept of a file: it grows, so a later one has mostly all of those before.
-const MAX_SNAPSHOTS: usize = 4;
-
-fn add_snapshots(known: &mut Vec<Vec<ArtifactHash>>, more: Vec<Vec<ArtifactHash>>) {
-    for snapshot in more {
-        known.retain(|before| !snapshot.starts_with(before));
-        known.push(snapshot);
-        known.drain(..known.len().saturating_sub(MAX_SNAPSHOTS));
     }
 }

@@ -1,5 +1,7 @@
 //! What code came from: a file, the kernel, memory a process filled itself.
 
+use stackwire_model::{BuildId, ExecutableKey};
+
 /// SHA-256 of an artifact.
 pub type ArtifactHash = [u8; 32];
 
@@ -10,12 +12,8 @@ pub enum Executable {
     File {
         /// Path as the process had it.
         path: String,
-        /// GNU build-id, empty when unknown.
-        build_id: Vec<u8>,
-        /// Inode and device (major, minor), where there is no build-id.
-        inode: u64,
-        /// Device of the inode.
-        device: (u32, u32),
+        /// By what it is known, if by more than its path.
+        key: Option<ExecutableKey>,
     },
     /// The vDSO, with its image.
     Vdso {
@@ -28,8 +26,8 @@ pub enum Executable {
     Kernel {
         /// Module.
         module: String,
-        /// GNU build-id, empty when unknown.
-        build_id: Vec<u8>,
+        /// GNU build-id, if known.
+        build_id: Option<BuildId>,
         /// Of all its symbols; those that are there are in the artifacts of
         /// [`kernel_symbols`](super::Profile::kernel_symbols), else in the artifact with this hash.
         kallsyms: Option<ArtifactHash>,
@@ -64,19 +62,14 @@ impl Executable {
         matches!(self, Self::Kernel { .. } | Self::Names { kernel: true })
     }
 
-    /// GNU build-id, empty when unknown.
+    /// GNU build-id, if known.
     #[must_use]
-    pub fn build_id(&self) -> &[u8] {
+    pub fn build_id(&self) -> Option<BuildId> {
         match self {
-            Self::File { build_id, .. } | Self::Kernel { build_id, .. } => build_id,
-            _ => &[],
+            Self::File { key, .. } => key.and_then(ExecutableKey::build_id),
+            Self::Kernel { build_id, .. } => *build_id,
+            _ => None,
         }
-    }
-
-    /// Build-id in hex, empty when unknown.
-    #[must_use]
-    pub fn build_id_hex(&self) -> String {
-        hex(self.build_id())
     }
 }
 

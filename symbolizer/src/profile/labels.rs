@@ -1,7 +1,8 @@
 //! Whose a sample is: labels of its thread, its process and the container that is in. Pure.
 //!
-//! Containers and pods are known by the path of their cgroup, which each runtime composes in its own way; the forms are
-//! those of containerd, CRI-O, Docker, Podman and nerdctl under either cgroup driver, and of systemd.
+//! Containers and pods are known by the path of their cgroup, which each runtime composes in its
+//! own way; the forms are those of containerd, CRI-O, Docker, Podman and nerdctl under either
+//! cgroup driver, and of systemd.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
@@ -39,7 +40,8 @@ pub fn of_cgroup(path: &str) -> Vec<(&'static str, String)> {
     labels
 }
 
-/// Names runtimes put before the id. Those of monitors (`crio-conmon-`, `libpod-conmon-`) are none: they run outside.
+/// Names runtimes put before the id. Those of monitors (`crio-conmon-`, `libpod-conmon-`) are none:
+/// they run outside.
 const RUNTIMES: [&str; 7] = [
     "cri-containerd-",
     "crio-",
@@ -96,8 +98,8 @@ pub fn pod_uid(path: &str) -> Option<String> {
     })
 }
 
-/// Whether a process is in the pod of another, by their cgroups: in one pod by its uid, or, seen from inside a cgroup
-/// namespace, in the same or a neighbouring cgroup.
+/// Whether a process is in the pod of another, by their cgroups: in one pod by its uid, or, seen
+/// from inside a cgroup namespace, in the same or a neighbouring cgroup.
 #[must_use]
 pub fn same_pod(own: &str, other: &str) -> bool {
     match (pod_uid(own), pod_uid(other)) {

@@ -20,12 +20,16 @@ pub struct Location {
     pub process: Option<ProcessId>,
     /// Offset of the instruction: inside the call for callers.
     pub offset: u64,
+    /// About when it was there, nanoseconds since the Unix epoch, where a process writes code while
+    /// it is sampled: another function may have been at the same address before. 0: at any time.
+    pub seen_ns: u64,
 }
 
 /// Offset of the instruction a frame stands for.
 ///
-/// The only place where return addresses are decremented. One byte is enough: it lies inside the call
-/// instruction, whatever its length, and so in the function, line and inlined chain of the call.
+/// The only place where return addresses are decremented. One byte is enough: it lies inside the
+/// call instruction, whatever its length, and so in the function, line and inlined chain of the
+/// call.
 #[must_use]
 pub fn lookup_offset(offset: u64, kind: FrameKind) -> u64 {
     match kind {

@@ -1,28 +1,34 @@
 //! The profile: interned tables with `Copy` handles, aggregated samples, and what was lost.
 //!
-//! Built by `ingest/` and `input/`, given names by `resolve/`, read by `export/`. Holds no bytes of files and
-//! does no I/O. Everything keeps the order of the stream, so equal streams give equal profiles.
+//! Built by `ingest/` and `input/`, given names by `resolve/`, read by `export/`. Holds no bytes of
+//! files and does no I/O. Everything keeps the order of the stream, so equal streams give equal
+//! profiles.
 
 mod builder;
 mod executable;
+mod jit_file;
 pub mod labels;
 mod location;
 mod names;
-mod reasons;
 mod shares;
 mod slice;
+mod unite;
+mod unwind_tables;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
+pub use stackwire_model::{BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
 
-pub use self::builder::{Builder, Full};
+pub use self::builder::{Builder, Full, ValueError};
 pub use self::executable::{ArtifactHash, Executable, hex};
+pub use self::jit_file::{JitFile, Mark, Snapshot};
 pub use self::location::{FrameKind, Location, lookup_offset};
 pub use self::names::{Line, Missing, Quality, Resolution, Source, is_place, place};
-pub use self::reasons::{EndReason, LostReason, UnwindTables};
 pub use self::shares::{Cut, Share, Unnamed};
+pub use self::unite::unite;
+pub use self::unwind_tables::UnwindTables;
 
 /// A handle into a table of a [`Profile`].
 macro_rules! handle {
@@ -81,10 +87,12 @@ pub struct Process {
     pub since_ns: u64,
     /// When it ended; 0: not in the capture.
     pub end_ns: u64,
-    /// Snapshots of its perf-map, oldest first; each as the artifacts that follow each other in it.
-    pub perf_maps: Vec<Vec<ArtifactHash>>,
-    /// Those of its jitdump.
-    pub jitdumps: Vec<Vec<ArtifactHash>>,
+    /// The wall clock when the clock of its host was zero, nanoseconds since the Unix epoch.
+    pub clock_zero_ns: u64,
+    /// Its perf-map.
+    pub perf_map: JitFile,
+    /// Its jitdump.
+    pub jitdump: JitFile,
     /// Why there is neither, though it ran anonymous code.
     pub jit_missing: Option<String>,
 }
@@ -285,7 +293,8 @@ impl Profile {
         given.map_or(self.origin.value_kind(), |(kind, unit)| (kind, unit))
     }
 
-    /// How much of what there is: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3 contentions".
+    /// How much of what there is: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3
+    /// contentions".
     #[must_use]
     pub fn amount(&self) -> String {
         let count = self.sample_count();
@@ -312,8 +321,8 @@ impl Profile {
         of(key.kernel).iter().chain(of(key.user)).copied()
     }
 
-    /// Names of a location, the innermost inlined function first; for lack of a better one where its function begins,
-    /// or its own address.
+    /// Names of a location, the innermost inlined function first; for lack of a better one where
+    /// its function begins, or its own address.
     #[must_use]
     pub fn lines(&self, location: LocationId) -> Vec<Line> {
         match self.resolutions.get(location.index()) {

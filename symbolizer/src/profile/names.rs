@@ -21,7 +21,8 @@ pub enum Resolution {
 pub struct Missing {
     /// Why.
     pub reason: String,
-    /// Where the function begins, or for want of anything smaller the mapping: an offset as that of a location.
+    /// Where the function begins, or for want of anything smaller the mapping: an offset as that of
+    /// a location.
     pub start: Option<u64>,
 }
 

@@ -1,4 +1,5 @@
-//! How well a profile is named and how whole its stacks are. A frame of a sample counts once a sample: what is hot weighs most.
+//! How well a profile is named and how whole its stacks are. A frame of a sample counts once a
+//! sample: what is hot weighs most.
 
 use super::{EndReason, ExecutableId, Missing, Profile, Resolution, Sample, StackId, ThreadId};
 
@@ -45,8 +46,8 @@ pub struct Cut {
     pub count: u64,
 }
 
-/// Where threads begin in glibc and musl, and fibers (`makecontext`). glibc calls `main` without a frame pointer, so that a walk ends
-/// there for want of one, though nothing is missing.
+/// Where threads begin in glibc and musl, and fibers (`makecontext`). glibc calls `main` without a
+/// frame pointer, so that a walk ends there for want of one, though nothing is missing.
 const FIRST_FUNCTIONS: [&str; 7] = [
     "_start",
     "__libc_start_call_main",
@@ -56,8 +57,8 @@ const FIRST_FUNCTIONS: [&str; 7] = [
     "start_thread",
     "__start_context",
 ];
-/// They call the first function of a thread. Who is in them without having called it is in the middle of starting a thread or a
-/// process, and has callers.
+/// They call the first function of a thread. Who is in them without having called it is in the
+/// middle of starting a thread or a process, and has callers.
 const CLONES: [&str; 2] = ["clone", "clone3"];
 
 impl Profile {

@@ -1,4 +1,5 @@
-//! Parts of a profile: a stretch of time, stacks with some function in them. Pure; what is left out is counted.
+//! Parts of a profile: a stretch of time, stacks with some function in them. Pure; what is left out
+//! is counted.
 
 use std::ops::Range;
 
@@ -7,7 +8,8 @@ use regex::Regex;
 use super::{Moment, Profile, Sample};
 
 impl Profile {
-    /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the timeline.
+    /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
+    /// timeline.
     pub fn keep_time(&mut self, seconds: &Range<f64>) {
         let at = |seconds: f64| self.start_ns.saturating_add((seconds * 1e9) as u64);
         let range = at(seconds.start)..at(seconds.end);
@@ -46,7 +48,8 @@ impl Profile {
         self.left_out += before - self.sample_count();
     }
 
-    /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore` does. For resolved profiles.
+    /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore`
+    /// does. For resolved profiles.
     pub fn keep_functions(&mut self, focus: Option<&Regex>, ignore: Option<&Regex>) {
         let matches = |regex: &Regex| -> Vec<bool> {
             let of = |index| {

@@ -1,21 +1,38 @@
-//! The debuginfod client: files by build-id from servers, in order, into the cache. One fetch a file however many ask.
+//! The debuginfod client: files by build-id from servers, in order, into the cache. One fetch a
+//! file however many ask.
 //!
-//! A server that stalls, dies or lies costs a bounded time once and is then left alone; what it could not give is a
-//! reason for the report. The protocol is elfutils' (debuginfod(8)): `GET /buildid/HEX/{debuginfo,executable,section/NAME}`,
-//! hex in lower case. Used by `ladder.rs`, from threads that may wait.
+//! A server that stalls, dies or lies costs a bounded time once and is then left alone; what it
+//! could not give is a reason for the report. The protocol is elfutils' (debuginfod(8)): `GET
+//! /buildid/HEX/{debuginfo,executable,section/NAME}`, hex in lower case. Used by `ladder.rs`, from
+//! threads that may wait.
 
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reqwest::{Client, Response, StatusCode};
 use sha2::{Digest, Sha256};
 use stackwire_cache::{Blob, Cache, CacheError, Id, Key, Kind, Meta, Negative, Pending};
+use stackwire_elf::{Elf, Scratch};
+use stackwire_model::BuildId;
 use tokio::runtime::Runtime;
 
-use crate::elf::{Elf, Scratch};
 use crate::metrics::Metrics;
-use crate::profile::hex;
+
+/// Why servers cannot be asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DebuginfodError {
+    /// An address is none.
+    #[error("{0:?} is no debuginfod server: http://HOST[:PORT] is one")]
+    NotAServer(String),
+    /// TLS cannot be set up.
+    #[error("{}", chain(.0))]
+    Client(reqwest::Error),
+    /// There is no thread to be had.
+    #[error(transparent)]
+    Runtime(#[from] io::Error),
+}
 
 /// Why a file did not come.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -71,26 +88,24 @@ impl Artifact {
         }
     }
 
-    /// What it is kept under; a section is no file that gdb or perf could read, and has a name of its own.
-    fn key(self, build_id: &[u8]) -> Result<Key, FetchError> {
-        let hash: [u8; 32];
-        let (id, kind) = match self {
-            Self::Executable => (build_id, Kind::Executable),
-            Self::Debuginfo => (build_id, Kind::Debuginfo),
+    /// What it is kept under; a section is no file that gdb or perf could read, and has a name of
+    /// its own.
+    fn key(self, build_id: BuildId) -> Key {
+        match self {
+            Self::Executable => Key::new(build_id.into(), Kind::Executable),
+            Self::Debuginfo => Key::new(build_id.into(), Kind::Debuginfo),
             Self::Section(name) => {
-                hash = Sha256::new().chain_update(build_id).chain_update(name).finalize().into();
-                (&hash[..], Kind::Other)
+                let hash = Sha256::new().chain_update(build_id).chain_update(name).finalize();
+                Key::new(Id::of_hash(hash.into()), Kind::Other)
             }
-        };
-        let id = Id::of_bytes(id).map_err(|error| FetchError::Failed(error.to_string()))?;
-        Ok(Key::new(id, kind))
+        }
     }
 }
 
 /// What is asked for and where it will be kept.
 struct Asked {
     artifact: Artifact,
-    build_id: String,
+    build_id: BuildId,
     key: Key,
 }
 
@@ -124,23 +139,24 @@ const BACK_OFF: Duration = Duration::from_millis(100);
 const MAX_FAILURES: u32 = 2;
 /// How long.
 const COOL_DOWN: Duration = Duration::from_secs(60);
-/// How long an answer that there is nothing holds: debug packages are published hours after their binaries.
+/// How long an answer that there is nothing holds: debug packages are published hours after their
+/// binaries.
 const MISSING_FOR: Duration = Duration::from_secs(3600);
 /// How long an answer that cannot be used holds.
 const MALFORMED_FOR: Duration = Duration::from_secs(600);
 
 impl Debuginfod {
-    /// A client of these servers. `timeout`: for all files of a profile together; a server that is silent for a third of
-    /// it is given up.
+    /// A client of these servers. `timeout`: for all files of a profile together; a server that is
+    /// silent for a third of it is given up.
     ///
     /// # Errors
-    /// In words, when an address is none or TLS cannot be set up.
-    pub fn new(urls: &[String], timeout: Duration) -> Result<Self, String> {
+    /// See [`DebuginfodError`].
+    pub fn new(urls: &[String], timeout: Duration) -> Result<Self, DebuginfodError> {
         let servers = urls.iter().map(|url| {
             let good =
                 reqwest::Url::parse(url).is_ok_and(|url| matches!(url.scheme(), "http" | "https"));
             if !good {
-                return Err(format!("{url:?} is no debuginfod server: http://HOST[:PORT] is one"));
+                return Err(DebuginfodError::NotAServer(url.clone()));
             }
             let url = url.trim_end_matches('/').to_owned();
             let shown =
@@ -158,12 +174,14 @@ impl Debuginfod {
                 .user_agent(concat!("stackwire/", env!("CARGO_PKG_VERSION")))
                 .connect_timeout(timeout / 3)
         };
-        // A host without certificates of authorities trusts no server with TLS; those without need none.
+        // A host without certificates of authorities trusts no server with TLS; those without need
+        // none.
         let (client, warning) = match builder().build() {
             Ok(client) => (client, None),
             Err(error) => {
                 let client = builder().tls_certs_only([]).build();
-                (client.map_err(|_same| chain(&error))?, Some(chain(&error)))
+                let warning = chain(&error);
+                (client.map_err(|_same| DebuginfodError::Client(error))?, Some(warning))
             }
         };
         let with_tls = |server: &Server| server.url.starts_with("https:");
@@ -172,8 +190,7 @@ impl Debuginfod {
             .worker_threads(1)
             .thread_name("fetch")
             .enable_all()
-            .build()
-            .map_err(|error| error.to_string())?;
+            .build()?;
         Ok(Self { servers, client, warning, timeout, runtime: Some(runtime) })
     }
 
@@ -189,19 +206,20 @@ impl Debuginfod {
         self.timeout
     }
 
-    /// A file: from the cache, else from the first server that has it. Waits until `deadline` at most.
+    /// A file: from the cache, else from the first server that has it. Waits until `deadline` at
+    /// most.
     ///
     /// # Errors
     /// See [`FetchError`].
     pub fn fetch(
         &self,
-        build_id: &[u8],
+        build_id: BuildId,
         artifact: Artifact,
         cache: &Cache,
         deadline: Instant,
         metrics: &Metrics,
     ) -> Result<Blob, FetchError> {
-        let key = artifact.key(build_id)?;
+        let key = artifact.key(build_id);
         if let Some(blob) = cache.get(&key)? {
             return Ok(blob);
         }
@@ -219,7 +237,7 @@ impl Debuginfod {
             return Err(FetchError::Failed("the client is closed".to_owned()));
         };
         let started = Instant::now();
-        let asked = Asked { artifact, build_id: hex(build_id), key: key.clone() };
+        let asked = Asked { artifact, build_id, key: key.clone() };
         let fetched = runtime.block_on(async {
             let all = self.ask_servers(&asked, cache);
             tokio::time::timeout(left(), all).await.unwrap_or_else(|_elapsed| {
@@ -306,7 +324,7 @@ impl Debuginfod {
         match (failures.is_empty(), malformed.is_empty()) {
             (false, _) => Err(FetchError::Failed(failures.join("; "))),
             (true, false) => Err(FetchError::Malformed(malformed.join("; "))),
-            (true, true) => Err(FetchError::Missing(asked.build_id.clone())),
+            (true, true) => Err(FetchError::Missing(asked.build_id.to_string())),
         }
     }
 
@@ -347,7 +365,7 @@ impl Debuginfod {
         match status {
             StatusCode::OK => {}
             StatusCode::NOT_FOUND => {
-                return Err(Try::No(FetchError::Missing(asked.build_id.clone())));
+                return Err(Try::No(FetchError::Missing(asked.build_id.to_string())));
             }
             _ if status.is_server_error() => return Err(Try::Again(status.to_string())),
             _ => return Err(Try::No(FetchError::Failed(status.to_string()))),
@@ -367,7 +385,7 @@ impl Debuginfod {
         let progress = Progress::of(shown, declared);
         self.take_body(answer, &mut pending, stalled, progress, room).await?;
         if !matches!(asked.artifact, Artifact::Section(_)) {
-            verify(&pending, &asked.build_id).map_err(Try::No)?;
+            verify(&pending, asked.build_id).map_err(Try::No)?;
         }
         let meta = Meta { quality: 0, origin: shown.to_owned() };
         pending.keep(&asked.key, meta).map_err(|error| Try::No(error.into()))
@@ -448,7 +466,8 @@ fn too_large(bytes: u64, room: u64) -> FetchError {
 
 impl Drop for Debuginfod {
     fn drop(&mut self) {
-        // Dropped as it is, a runtime waits for its threads, which it must not where the server's runs.
+        // Dropped as it is, a runtime waits for its threads, which it must not where the server's
+        // runs.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -487,13 +506,13 @@ fn chain(error: &(dyn std::error::Error + 'static)) -> String {
 }
 
 /// Whether what came is what was asked for.
-fn verify(pending: &Pending<'_>, build_id: &str) -> Result<(), FetchError> {
+fn verify(pending: &Pending<'_>, build_id: BuildId) -> Result<(), FetchError> {
     let file = pending.reader().map_err(|error| FetchError::Failed(error.to_string()))?;
     let elf = Elf::open(file, &Scratch::default())
         .map_err(|error| FetchError::Malformed(format!("sends what is {error}")))?;
     match elf.ids.gnu {
-        Some(id) if hex(&id) == build_id => Ok(()),
-        Some(id) => Err(FetchError::Malformed(format!("sends a file with build-id {}", hex(&id)))),
+        Some(id) if id == build_id => Ok(()),
+        Some(id) => Err(FetchError::Malformed(format!("sends a file with build-id {id}"))),
         None => Err(FetchError::Malformed("sends a file without a build-id".to_owned())),
     }
 }

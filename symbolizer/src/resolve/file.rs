@@ -1,22 +1,89 @@
 //! The file behind an executable: opened, and trusted only when it is the one that was mapped.
 //!
-//! A path is a hint: the file there may have been replaced since, or belong to another container. The
-//! build-id decides; without one, inode and device of the mapping do; what has neither is named by its path, as it says. Files are opened without
-//! blocking and looked at only when regular, because the process chose the path.
+//! A path is a hint: the file there may have been replaced since, or belong to another container.
+//! The build-id decides; without one, inode and device of the mapping do; what has neither is named
+//! by its path, as it says. Files are opened without blocking and looked at only when regular,
+//! because the process chose the path.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::Write;
+use std::fs::{File, Metadata};
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
+use rustix::io::Errno;
+use stackwire_elf::{ElfError, Headers};
+use stackwire_model::{BuildId, Device, ExecutableKey};
 
-use crate::elf::{Elf, Scratch};
-use crate::handed::Handed;
-use crate::profile::{Executable, hex};
+use super::debuginfod::FetchError;
+use crate::handed::{Handed, NotHanded};
+use crate::profile::Executable;
+
+/// Why there is no file.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// It is of memory, or of the kernel.
+    #[error("not a file")]
+    NotAFile,
+    /// Nobody could tell which file is meant.
+    #[error("the profile has neither its build-id nor its path")]
+    Unknown,
+    /// Nothing is at any of the places.
+    #[error("no file found")]
+    NotFound,
+    /// Another inode.
+    #[error("it has no build-id, and the file at its path is not the one that was mapped")]
+    OtherFile,
+    /// Another build-id than this.
+    #[error("the file at its path does not have build-id {0}")]
+    OtherBuildId(BuildId),
+    /// A FIFO, a device, a directory.
+    #[error("not a regular file")]
+    NotRegular,
+    /// No system call may take that long.
+    #[error("its file system has not answered within {} s", PATIENCE.as_secs())]
+    Hangs,
+    /// It is not ELF.
+    #[error(transparent)]
+    Elf(#[from] ElfError),
+    /// The system says why.
+    #[error(transparent)]
+    System(#[from] io::Error),
+    /// At its path.
+    #[error("{path}: {error}")]
+    At {
+        /// The path.
+        path: String,
+        /// What is wrong there.
+        error: Box<Self>,
+    },
+    /// Neither here nor with the collector.
+    #[error("{here}; {there}")]
+    Neither {
+        /// Why not here.
+        here: Box<Self>,
+        /// Why it was not handed over.
+        there: NotHanded,
+    },
+    /// The image of a vDSO did not come with the capture.
+    #[error("its image was not sent")]
+    NoImage,
+    /// It did, and is none.
+    #[error("its image has {0} bytes, more than any vDSO")]
+    ImageTooLarge(usize),
+    /// A server had nothing either.
+    #[error(transparent)]
+    Fetch(#[from] FetchError),
+}
+
+impl From<Errno> for FileError {
+    fn from(error: Errno) -> Self {
+        Self::System(error.into())
+    }
+}
 
 /// An opened and verified file.
 #[derive(Debug)]
@@ -67,7 +134,8 @@ impl Pinned {
         Self { handed, files: files.collect(), tried: HashMap::new() }
     }
 
-    /// Opens the file of `executable` through one of `pids`, unless it is held already; whether it is held then.
+    /// Opens the file of `executable` through one of `pids`, unless it is held already; whether it
+    /// is held then.
     pub fn pin(&mut self, executable: &Executable, pids: &[u32]) -> bool {
         if self.files.contains_key(executable) {
             return true;
@@ -90,20 +158,19 @@ impl Opened {
     }
 }
 
-/// Opens the file of an executable: pinned, through a process's root, at its path, or as the collector handed it
-/// over, with this capture (`pinned`) or in it (`handed`).
+/// Opens the file of an executable: pinned, through a process's root, at its path, or as the
+/// collector handed it over, with this capture (`pinned`) or in it (`handed`).
 ///
 /// # Errors
-/// In words, for the report.
+/// See [`FileError`].
 pub fn open(
     executable: &Executable,
     pids: &[u32],
     pinned: &Pinned,
     handed: &Handed,
-) -> Result<Opened, String> {
+) -> Result<Opened, FileError> {
     if let Some(Opened { file, path, .. }) = pinned.files.get(executable) {
-        let file = file.try_clone().map_err(|error| error.to_string())?;
-        return Ok(Opened::of(file, path.clone()));
+        return Ok(Opened::of(file.try_clone()?, path.clone()));
     }
     let here = match find(executable, pids) {
         Ok(opened) => return Ok(opened),
@@ -111,7 +178,7 @@ pub fn open(
     };
     match handed.get(executable).or_else(|| pinned.handed.get(executable)) {
         Some(Ok(file)) => Ok(Opened { file, path: executable.name(), handed_over: true }),
-        Some(Err(reason)) => Err(format!("{here}; {reason}")),
+        Some(Err(there)) => Err(FileError::Neither { here: Box::new(here), there }),
         None => Err(here),
     }
 }
@@ -119,14 +186,13 @@ pub fn open(
 /// An image that is not in a file, as one.
 ///
 /// # Errors
-/// In words, for the report.
-pub fn of_image(image: &[u8]) -> Result<Opened, String> {
+/// See [`FileError`].
+pub fn of_image(image: &[u8]) -> Result<Opened, FileError> {
     if image.len() > MAX_IMAGE {
-        return Err(format!("its image has {} bytes, more than any vDSO", image.len()));
+        return Err(FileError::ImageTooLarge(image.len()));
     }
-    let fd = memfd_create("image", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
-    let mut file = File::from(fd);
-    file.write_all(image).map_err(|error| error.to_string())?;
+    let mut file = File::from(memfd_create("image", MemfdFlags::CLOEXEC)?);
+    file.write_all(image)?;
     Ok(Opened::of(file, "vDSO image".to_owned()))
 }
 
@@ -144,42 +210,42 @@ pub fn shown(path: &str) -> String {
     inside().unwrap_or(path).to_owned()
 }
 
-/// A file system may take for ever to answer (FUSE, a dead NFS server), and then nothing wakes who asked it: a thread of
-/// its own does, and is left behind.
-fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
+/// A file system may take for ever to answer (FUSE, a dead NFS server), and then nothing wakes who
+/// asked it: a thread of its own does, and is left behind.
+fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, FileError> {
     let (sender, receiver) = mpsc::channel();
     let (of, pids) = (executable.clone(), pids.to_vec());
     let started = std::thread::Builder::new().name("open".to_owned()).spawn(move || {
         // Who asked may have given up.
         let _ = sender.send(look_for(&of, &pids));
     });
-    started.map_err(|error| error.to_string())?;
-    let hangs = || format!("its file system has not answered within {} s", PATIENCE.as_secs());
-    receiver.recv_timeout(PATIENCE).unwrap_or_else(|_late| Err(hangs()))
+    started?;
+    receiver.recv_timeout(PATIENCE).unwrap_or(Err(FileError::Hangs))
 }
 
 /// How long a file system may take to open a file and read its head.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-fn look_for(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
-    let Executable::File { path, build_id, inode, device } = executable else {
-        return Err("not a file".to_owned());
+fn look_for(executable: &Executable, pids: &[u32]) -> Result<Opened, FileError> {
+    let Executable::File { path, key } = executable else {
+        return Err(FileError::NotAFile);
     };
-    // Through the process's own root, its executable as the kernel holds it, then as we see the path.
+    // Through the process's own root, its executable as the kernel holds it, then as we see the
+    // path.
     let through = pids
         .iter()
         .take(8)
         .flat_map(|pid| [format!("/proc/{pid}/root{path}"), format!("/proc/{pid}/exe")]);
     let mut reason = None;
     // Of a profile that says neither, whose processes may be of another host: its path alone.
-    let unknown = build_id.is_empty() && *inode == 0;
+    let unknown = key.is_none();
     if unknown && !path.starts_with('/') {
-        return Err("the profile has neither its build-id nor its path".to_owned());
+        return Err(FileError::Unknown);
     }
     let through = through.filter(|_| !unknown);
     for candidate in through.chain([path.clone()]) {
         match open_regular(&candidate) {
-            Ok(file) => match is_same(&file, build_id, *inode, *device) {
+            Ok(file) => match is_same(&file, *key) {
                 Ok(true) => {
                     // What /proc/PID/exe is a link to is the path the process had.
                     let exe = candidate.ends_with("/exe") && candidate.starts_with("/proc/");
@@ -187,64 +253,67 @@ fn look_for(executable: &Executable, pids: &[u32]) -> Result<Opened, String> {
                 }
                 Err(error) => reason = Some(error),
                 Ok(false) if candidate == *path => {
-                    reason = Some(match build_id.as_slice() {
-                        [] => "it has no build-id, and the file at its path is not the one that was mapped"
-                            .to_owned(),
-                        id => format!("the file at its path does not have build-id {}", hex(id)),
-                    });
+                    let other = executable.build_id().map(FileError::OtherBuildId);
+                    reason = Some(other.unwrap_or(FileError::OtherFile));
                 }
                 Ok(false) => {}
             },
-            Err(error) if candidate == *path => reason = Some(format!("{path}: {error}")),
+            Err(error) if candidate == *path => {
+                let (path, error) = (path.clone(), Box::new(error));
+                reason = Some(FileError::At { path, error });
+            }
             Err(_) => {}
         }
     }
-    Err(reason.unwrap_or_else(|| "no file found".to_owned()))
+    Err(reason.unwrap_or(FileError::NotFound))
 }
 
 /// Opens a file without waiting, if it is a regular one.
 ///
 /// # Errors
-/// In words, for the report.
-pub fn open_regular(path: &str) -> Result<File, String> {
+/// See [`FileError`].
+pub fn open_regular(path: &str) -> Result<File, FileError> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
-    let fd = openat(CWD, path, flags, Mode::empty())
-        .map_err(|error| std::io::Error::from(error).to_string())?;
-    let stat = fstat(fd.as_fd()).map_err(|error| error.to_string())?;
+    let fd = openat(CWD, path, flags, Mode::empty())?;
+    let stat = fstat(fd.as_fd())?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err("not a regular file".to_owned());
+        return Err(FileError::NotRegular);
     }
     Ok(File::from(fd))
 }
 
-fn is_same(file: &File, wanted: &[u8], inode: u64, device: (u32, u32)) -> Result<bool, String> {
-    // From a profile that says neither; the report says so.
-    if wanted.is_empty() && inode == 0 {
-        return Ok(true);
+fn is_same(file: &File, wanted: Option<ExecutableKey>) -> Result<bool, FileError> {
+    match wanted {
+        // From a profile that says neither; the report says so.
+        None => Ok(true),
+        Some(ExecutableKey::BuildId(id)) => Ok(build_id(file)? == Some(id)),
+        Some(ExecutableKey::File(id)) => {
+            let metadata = file.metadata()?;
+            // gperftools writes no device.
+            let same_device = [Device::default(), device(&metadata)].contains(&id.device());
+            Ok(metadata.ino() == id.inode() && same_device)
+        }
     }
-    if !wanted.is_empty() {
-        return Ok(build_id(file)?.as_deref() == Some(wanted));
-    }
-    let metadata = file.metadata().map_err(|error| error.to_string())?;
+}
+
+fn device(metadata: &Metadata) -> Device {
     let dev = metadata.dev();
-    let found = (metadata.ino(), (rustix::fs::major(dev), rustix::fs::minor(dev)));
-    // gperftools writes no device.
-    Ok(found == (inode, device) || found.0 == inode && device == (0, 0))
+    Device { major: rustix::fs::major(dev), minor: rustix::fs::minor(dev) }
 }
 
 /// GNU build-id of an ELF file.
-fn build_id(file: &File) -> Result<Option<Vec<u8>>, String> {
-    let copy = file.try_clone().map_err(|error| error.to_string())?;
-    let elf = Elf::open(copy, &Scratch::default()).map_err(|error| error.to_string())?;
-    Ok(elf.ids.gnu)
+fn build_id(file: &File) -> Result<Option<BuildId>, FileError> {
+    Ok(Headers::read(file)?.ids.gnu)
 }
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use stackwire_model::FileId;
+
     use super::*;
 
-    fn this_program() -> (String, Vec<u8>) {
+    fn this_program() -> (String, BuildId) {
         let path = std::fs::read_link("/proc/self/exe").unwrap().to_str().unwrap().to_owned();
         let id = build_id(&File::open(&path).unwrap()).unwrap().unwrap();
         (path, id)
@@ -253,12 +322,13 @@ mod tests {
     #[test]
     fn a_path_is_trusted_only_with_the_right_build_id() {
         let (path, build_id) = this_program();
-        let mut executable = Executable::File { path, build_id, inode: 0, device: (0, 0) };
+        let mut executable = Executable::File { path, key: Some(build_id.into()) };
         assert!(open(&executable, &[], &Pinned::default(), &Handed::default()).is_ok());
-        if let Executable::File { build_id, .. } = &mut executable {
-            build_id[0] ^= 1;
+        if let Executable::File { key, .. } = &mut executable {
+            *key = BuildId::new(&[1; 20]).map(Into::into);
         }
         let reason = open(&executable, &[], &Pinned::default(), &Handed::default()).unwrap_err();
+        let reason = reason.to_string();
         assert!(reason.contains("does not have build-id"), "{reason}");
     }
 
@@ -268,10 +338,11 @@ mod tests {
         let path = directory.path().join("plain");
         std::fs::write(&path, "x").unwrap();
         let metadata = std::fs::metadata(&path).unwrap();
-        let dev = metadata.dev();
-        let device = (rustix::fs::major(dev), rustix::fs::minor(dev));
         let path = path.to_str().unwrap().to_owned();
-        let file = |inode| Executable::File { path: path.clone(), build_id: vec![], inode, device };
+        let file = |inode| {
+            let key = FileId::new(inode, device(&metadata)).map(Into::into);
+            Executable::File { path: path.clone(), key }
+        };
         assert!(open(&file(metadata.ino()), &[], &Pinned::default(), &Handed::default()).is_ok());
         assert!(
             open(&file(metadata.ino() + 1), &[], &Pinned::default(), &Handed::default()).is_err()
@@ -283,8 +354,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fifo").to_str().unwrap().to_owned();
         rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        let executable = Executable::File { path, build_id: vec![1; 20], inode: 0, device: (0, 0) };
+        let key = BuildId::new(&[1; 20]).map(Into::into);
+        let executable = Executable::File { path, key };
         let reason = open(&executable, &[], &Pinned::default(), &Handed::default()).unwrap_err();
+        let reason = reason.to_string();
         assert!(reason.contains("not a regular file"), "{reason}");
     }
 
@@ -295,8 +368,7 @@ mod tests {
         let path = directory.path().join("copy");
         std::fs::copy(original, &path).unwrap();
         let path = path.to_str().unwrap().to_owned();
-        let executable =
-            Executable::File { path: path.clone(), build_id, inode: 0, device: (0, 0) };
+        let executable = Executable::File { path: path.clone(), key: Some(build_id.into()) };
         let mut pinned = Pinned::default();
         pinned.pin(&executable, &[]);
         std::fs::remove_file(&path).unwrap();

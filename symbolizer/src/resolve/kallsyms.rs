@@ -1,5 +1,5 @@
-//! Names in the kernel from the collector: lines `module TAB offset TAB name`, in any order. A line without a name ends the
-//! function before it. Pure.
+//! Names in the kernel from the collector: lines `module TAB offset TAB name`, in any order. A line
+//! without a name ends the function before it. Pure.
 
 use std::collections::HashMap;
 
@@ -57,8 +57,9 @@ impl<'a> Symbols<'a> {
     }
 }
 
-/// Of aliases the one with the fewest leading underscores, then the last by name, which is the one perf takes of most.
-/// Names of padding are worst, and before them those for 32-bit and early callers, who are few.
+/// Of aliases the one with the fewest leading underscores, then the last by name, which is the one
+/// perf takes of most. Names of padding are worst, and before them those for 32-bit and early
+/// callers, who are few.
 fn rank(name: &str) -> (bool, bool, bool, usize, &str) {
     let underscores = name.len() - name.trim_start_matches('_').len();
     let padding = name.starts_with("__pfx_") || name.starts_with("__cfi_");

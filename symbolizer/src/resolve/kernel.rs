@@ -1,15 +1,16 @@
-//! Names in the kernel: from the debug information of the kernel and its modules where there is any, else from the
-//! collector's kallsyms.
+//! Names in the kernel: from the debug information of the kernel and its modules where there is
+//! any, else from the collector's kallsyms.
 //!
-//! Offsets count from `_text`, or from the lowest symbol of a module. Where the sections of a module were put only
-//! its kernel knows: they are found again by the functions in them, which kallsyms places and the debug file names.
+//! Offsets count from `_text`, or from the lowest symbol of a module. Where the sections of a
+//! module were put only its kernel knows: they are found again by the functions in them, which
+//! kallsyms places and the debug file names.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::kallsyms::Symbols;
-use super::ladder::{self, Kernel, Wanted};
+use super::kernel_files::Kernel;
+use super::ladder::{self, Wanted};
 use super::{Snapshots, Sources, resolution, source, without};
 use crate::profile::{
     Executable, ExecutableId, LocationId, Missing, Profile, Quality, Resolution, Source,
@@ -30,21 +31,13 @@ pub(super) fn job(
         return Err(without("not of the kernel"));
     };
     let symbols = kallsyms.and_then(|hash| snapshots.get(&hash));
-    let found = match build_id.is_empty() {
-        true => None,
-        false => {
-            let wanted = Wanted {
-                build_id: build_id.clone(),
-                executable: Err(String::new()),
-                code: None,
-                kernel: Some(Kernel {
-                    release: profile.origin.kernel_release.clone(),
-                    module: module.clone(),
-                }),
-            };
-            Some(ladder::find(wanted, sources, deadline))
-        }
-    };
+    let found = build_id.map(|id| {
+        let kernel =
+            Kernel { release: profile.origin.kernel_release.clone(), module: module.clone() };
+        let wanted =
+            Wanted { build_id: Some(id), executable: None, code: None, kernel: Some(kernel) };
+        ladder::find(wanted, sources, deadline)
+    });
     let offsets = || locations.iter().map(|location| profile.locations[location.index()].offset);
     let by_kallsyms = |offset| symbols.map(|symbols| from_kallsyms(symbols, module, offset));
     match found {
@@ -75,7 +68,7 @@ pub(super) fn job(
                     None if !profile.origin.collector.is_empty() => {
                         "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
                     }
-                    None if build_id.is_empty() => {
+                    None if build_id.is_none() => {
                         "the profile does not say which kernel it was: its build-id is not in it"
                     }
                     None => {
@@ -102,7 +95,8 @@ fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution
 enum Layout<'t> {
     /// The kernel's.
     Kernel(&'t Table),
-    /// A module's: where its functions begin, as offset and address, by offset. No address: nobody can tell.
+    /// A module's: where its functions begin, as offset and address, by offset. No address: nobody
+    /// can tell.
     Module(Vec<(u64, Option<u64>)>),
 }
 
@@ -131,8 +125,8 @@ impl<'t> Layout<'t> {
                 None => starts.push((*offset, known(name))),
             }
         }
-        // Static functions of several files may have one name: the one that lies as far from a neighbour on one
-        // side as on the other is meant, since sections are moved as a whole.
+        // Static functions of several files may have one name: the one that lies as far from a
+        // neighbour on one side as on the other is meant, since sections are moved as a whole.
         let anchors: Vec<_> =
             starts.iter().filter_map(|&(at, address)| Some((at, address?))).collect();
         for (offset, name) in &symbols {
@@ -161,56 +155,4 @@ impl<'t> Layout<'t> {
             }
         }
     }
-}
-
-/// Directories of modules looked into at most.
-const MAX_DIRECTORIES: usize = 4096;
-
-/// Files that may hold the debug information of a kernel or module.
-pub(super) fn places(kernel: &Kernel, debug_dirs: &[PathBuf]) -> Vec<PathBuf> {
-    let Kernel { release, module } = kernel;
-    // It becomes part of paths.
-    if release.is_empty() || release.contains('/') || release.starts_with('.') {
-        return Vec::new();
-    }
-    if module.is_empty() {
-        let below = debug_dirs.iter().flat_map(|dir| {
-            [format!("boot/vmlinux-{release}"), format!("lib/modules/{release}/vmlinux")]
-                .map(|path| dir.join(path))
-        });
-        let own =
-            [format!("/boot/vmlinux-{release}"), format!("/lib/modules/{release}/build/vmlinux")];
-        return below.chain(own.map(PathBuf::from)).collect();
-    }
-    let roots = debug_dirs.iter().map(|dir| dir.join("lib/modules").join(release));
-    roots.flat_map(|root| modules(&root, module)).collect()
-}
-
-/// Files called `MODULE.ko` or `MODULE.ko.debug` below a directory; the kernel takes `-` for `_`.
-fn modules(root: &Path, module: &str) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    let mut left = vec![root.to_owned()];
-    let mut looked = 0;
-    while let Some(directory) = left.pop() {
-        looked += 1;
-        if looked > MAX_DIRECTORIES {
-            break;
-        }
-        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-            // Of the entry itself: a link may lead back.
-            match entry.file_type() {
-                Ok(kind) if kind.is_dir() => left.push(entry.path()),
-                Ok(_) => {
-                    let name = entry.file_name();
-                    let name = name.to_string_lossy();
-                    let stem = name.strip_suffix(".debug").unwrap_or(&name).strip_suffix(".ko");
-                    if stem.is_some_and(|stem| stem.replace('-', "_") == module) {
-                        found.push(entry.path());
-                    }
-                }
-                Err(_) => {}
-            }
-        }
-    }
-    found
 }

@@ -1,44 +1,38 @@
 //! The resolve ladder: from an executable to the best table of its symbols that can be had.
 //!
-//! [`find`] is the order of the rungs, each a function below it; files of this host are found by `local.rs`. What a rung
-//! could not give is a note for the report, never an error: a lower rung may have it.
+//! [`find`] is the order of the rungs, each a function below it; files of this host are found by
+//! `local.rs`. What a rung could not give is a note for the report, never an error: a lower rung
+//! may have it.
 
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Instant;
 
 use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
+use stackwire_elf::{Bytes, Elf, ElfError};
+use stackwire_model::BuildId;
 
 use super::Sources;
 use super::debuginfod::{Artifact, FetchError};
-use super::file::{self, Opened};
+use super::file::{self, FileError, Opened};
+use super::kernel_files::Kernel;
 use super::local::{At, Local, open};
 use crate::compile::{self, Files, SymbolTable};
-use crate::elf::Elf;
 use crate::metrics::Rung;
-use crate::profile::hex;
-use crate::table::{self, Bytes, Kind, Table};
+use crate::table::{self, Kind, Table};
 
 /// What is asked for.
 #[derive(Debug)]
 pub struct Wanted {
-    /// GNU build-id, empty when unknown.
-    pub build_id: Vec<u8>,
-    /// The file itself, or why it is out of reach (empty: there is none).
-    pub executable: Result<Opened, String>,
+    /// GNU build-id, if known.
+    pub build_id: Option<BuildId>,
+    /// The file itself, or why it is out of reach; none where none is looked for.
+    pub executable: Option<Result<Opened, FileError>>,
     /// Where its code was mapped: offset in the file, bytes.
     pub code: Option<(u64, u64)>,
     /// It is the kernel, or a module of it.
     pub kernel: Option<Kernel>,
-}
-
-/// Which kernel, or which module.
-#[derive(Clone, Debug)]
-pub struct Kernel {
-    /// `uname -r`.
-    pub release: String,
-    /// The module's name, empty for the kernel itself.
-    pub module: String,
 }
 
 /// What was found.
@@ -68,6 +62,17 @@ pub struct Nothing {
     pub fetch_failed: bool,
 }
 
+/// A file that was opened and is of no use.
+#[derive(Debug, thiserror::Error)]
+enum NotUsable {
+    #[error("an object file: its functions have no addresses yet")]
+    Object,
+    #[error(transparent)]
+    Elf(#[from] ElfError),
+    #[error(transparent)]
+    System(#[from] io::Error),
+}
+
 /// Climbs the ladder. Servers are waited for until `deadline`.
 ///
 /// # Errors
@@ -88,7 +93,7 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     let notes = Vec::new();
     let mut climb = Climb { sources, deadline, notes, fetch_failed: false, too_large: false };
     // Not opened when its table is there and whole: what names need is all in that.
-    let known = climb.cached_table(&wanted.build_id, wanted.code.is_some());
+    let known = climb.cached_table(wanted.build_id, wanted.code.is_some());
     if is_best(known.as_ref()) {
         return climb.with_table(known, None);
     }
@@ -98,11 +103,9 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     if executable.as_ref().is_some_and(|at| at.elf.is_without_code()) {
         named = executable.take();
     }
-    let build_id = match executable.as_ref().or(named.as_ref()) {
-        Some(at) if wanted.build_id.is_empty() => at.elf.ids.gnu.clone().unwrap_or_default(),
-        _ => wanted.build_id,
-    };
-    let key = climb.table_key(&build_id, executable.as_ref().or(named.as_ref()));
+    let file = executable.as_ref().or(named.as_ref());
+    let build_id = wanted.build_id.or_else(|| file?.elf.ids.gnu);
+    let key = climb.table_key(build_id, file);
     // Of a file whose id only it knows, now.
     let known = known.or_else(|| climb.cached(key.as_ref()?, wanted.code.is_some()));
     if is_best(known.as_ref()) {
@@ -112,13 +115,13 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     let debug = match in_itself {
         true => None,
         false => named
-            .or_else(|| climb.debug_file(executable.as_ref(), &build_id, wanted.kernel.as_ref())),
+            .or_else(|| climb.debug_file(executable.as_ref(), build_id, wanted.kernel.as_ref())),
     };
     if executable.is_none()
         && wanted.kernel.is_none()
         && (debug.is_none() || climb.needs_executable(debug.as_ref(), &wanted.code))
     {
-        executable = climb.fetch(&build_id, Artifact::Executable);
+        executable = climb.fetch(build_id, Artifact::Executable);
     }
     // Nothing the table in the cache does not have.
     let offered = executable.as_ref().and_then(|at| offers(&at.elf));
@@ -126,7 +129,7 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     let is_better = offered.is_some_and(|offered| had.is_none_or(|had| offered < had));
     // Of a debug file that is too large, its functions.
     let symbols = match climb.too_large && had.is_none_or(|had| Kind::Symtab < had) {
-        true => executable.as_ref().and_then(|_| climb.symbol_table(&build_id)),
+        true => executable.as_ref().and_then(|_| climb.symbol_table(build_id)),
         false => None,
     };
     if known.is_some() && !in_itself && debug.is_none() && symbols.is_none() && !is_better {
@@ -167,7 +170,8 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
             debug.or(executable).map_or((String::new(), Rung::Nothing), |at| (at.origin, at.rung))
         }
     };
-    // What the file itself lacks belongs to the table; what servers said today does not. A line each.
+    // What the file itself lacks belongs to the table; what servers said today does not. A line
+    // each.
     let line = |text: &String| text.replace('\n', "?");
     let origin: Vec<String> = [&[origin], &compiled.notes[..]].concat().iter().map(line).collect();
     let origin = origin.join("\n");
@@ -232,8 +236,8 @@ impl Climb<'_> {
 
     // The cache's table.
 
-    fn cached_table(&self, build_id: &[u8], by_offset: bool) -> Option<Known> {
-        self.cached(&key(build_id, CacheKind::Table(table::VERSION))?, by_offset)
+    fn cached_table(&self, build_id: Option<BuildId>, by_offset: bool) -> Option<Known> {
+        self.cached(&Key::new(build_id?.into(), CacheKind::Table(table::VERSION)), by_offset)
     }
 
     /// `by_offset`: the table must know where offsets in the file are loaded.
@@ -247,9 +251,12 @@ impl Climb<'_> {
     }
 
     /// What the table is kept under: the build-id, else a hash of all of the file.
-    fn table_key(&self, build_id: &[u8], executable: Option<&At>) -> Option<Key> {
-        let kind = CacheKind::Table(table::VERSION);
-        key(build_id, kind).or_else(|| key(&executable?.elf.sha256().ok()?, kind))
+    fn table_key(&self, build_id: Option<BuildId>, executable: Option<&At>) -> Option<Key> {
+        let id = match build_id {
+            Some(id) => id.into(),
+            None => Id::of_hash(executable?.elf.sha256().ok()?),
+        };
+        Some(Key::new(id, CacheKind::Table(table::VERSION)))
     }
 
     /// Into the cache, and from there.
@@ -269,29 +276,15 @@ impl Climb<'_> {
     // The executable: as it was mapped, else the cache's copy.
 
     fn executable(&mut self, wanted: &Wanted) -> Option<At> {
-        let opened = match &wanted.executable {
-            Ok(opened) => opened
-                .file
-                .try_clone()
-                .map_err(|error| error.to_string())
-                .map(|file| (file, opened)),
-            Err(reason) => Err(reason.clone()),
+        let found = match &wanted.executable {
+            Some(Ok(opened)) => self.read(opened, wanted.build_id).map_err(|why| why.to_string()),
+            Some(Err(why)) => Err(why.to_string()),
+            None => return self.cached_file(wanted.build_id, CacheKind::Executable),
         };
-        let found = opened.and_then(|(file, opened)| {
-            let elf = Elf::open(file, &self.sources.scratch).map_err(|error| error.to_string())?;
-            if elf.relocatable {
-                return Err("an object file: its functions have no addresses yet".to_owned());
-            }
-            let (origin, rung) = match opened.handed_over {
-                false => (file::shown(&opened.path), Rung::Executable),
-                true => (self.keep_handed(&opened.file, &wanted.build_id), Rung::HandedOver),
-            };
-            Ok(At { elf, path: opened.path.clone().into(), origin, rung })
-        });
         match found {
             Ok(at) => Some(at),
             Err(reason) => {
-                let cached = self.cached_file(&wanted.build_id, CacheKind::Executable);
+                let cached = self.cached_file(wanted.build_id, CacheKind::Executable);
                 if cached.is_none() {
                     self.note(reason);
                 }
@@ -300,19 +293,32 @@ impl Climb<'_> {
         }
     }
 
+    fn read(&self, opened: &Opened, build_id: Option<BuildId>) -> Result<At, NotUsable> {
+        let elf = Elf::open(opened.file.try_clone()?, &self.sources.scratch)?;
+        if elf.relocatable {
+            return Err(NotUsable::Object);
+        }
+        let (origin, rung) = match opened.handed_over {
+            false => (file::shown(&opened.path), Rung::Executable),
+            true => (self.keep_handed(&opened.file, build_id), Rung::HandedOver),
+        };
+        Ok(At { elf, path: opened.path.clone().into(), origin, rung })
+    }
+
     /// What was handed over once is not asked for again: into the cache. Says where it is from.
-    fn keep_handed(&self, file: &std::fs::File, build_id: &[u8]) -> String {
+    fn keep_handed(&self, file: &std::fs::File, build_id: Option<BuildId>) -> String {
         let bytes = file.metadata().map_or(0, |metadata| metadata.len());
-        if let (Some(cache), Some(key)) =
-            (&self.sources.cache, key(build_id, CacheKind::Executable))
+        let key = build_id.map(|id| Key::new(id.into(), CacheKind::Executable));
+        if let (Some(cache), Some(key)) = (&self.sources.cache, key)
             && !cache.get(&key).is_ok_and(|blob| blob.is_some())
         {
             let meta = Meta { quality: 0, origin: HANDED_OVER.to_owned() };
             // A cache that cannot be written costs a second transfer, no names.
-            let _ = cache.begin().map_err(|error| error.to_string()).and_then(|mut pending| {
-                copy(file, &mut pending).map_err(|error| error.to_string())?;
-                pending.keep(&key, meta).map_err(|error| error.to_string())
-            });
+            if let Ok(mut pending) = cache.begin()
+                && copy(file, &mut pending).is_ok()
+            {
+                let _ = pending.keep(&key, meta);
+            }
         }
         format!("{HANDED_OVER} ({bytes} bytes)")
     }
@@ -326,13 +332,13 @@ impl Climb<'_> {
     fn debug_file(
         &mut self,
         executable: Option<&At>,
-        build_id: &[u8],
+        build_id: Option<BuildId>,
         kernel: Option<&Kernel>,
     ) -> Option<At> {
-        self.local()
-            .by_build_id(build_id)
+        build_id
+            .and_then(|id| self.local().by_build_id(id))
             .filter(has_addresses)
-            .or_else(|| self.local().kernel(kernel?, build_id))
+            .or_else(|| self.local().kernel(kernel?, build_id?))
             .or_else(|| self.local().by_link(executable?).filter(has_addresses))
             .or_else(|| self.cached_file(build_id, CacheKind::Debuginfo).filter(has_addresses))
             .or_else(|| self.fetch(build_id, Artifact::Debuginfo).filter(has_addresses))
@@ -348,18 +354,18 @@ impl Climb<'_> {
             let tail = written.strip_prefix(super::DEBUG_DIR).ok()?;
             Some(dir.join(tail))
         });
-        let same = |at: &At| at.elf.ids.gnu.as_deref() == Some(link.build_id.as_slice());
+        let id = link.build_id;
+        let same = |at: &At| at.elf.ids.gnu == Some(id);
         let found = self
             .local()
-            .by_build_id(&link.build_id)
+            .by_build_id(id)
             .or_else(|| {
                 let mut paths = beside.into_iter().chain(below);
                 paths.find_map(|path| open(&path, &self.sources.scratch).filter(same))
             })
-            .or_else(|| self.cached_file(&link.build_id, CacheKind::Debuginfo))
-            .or_else(|| self.fetch(&link.build_id, Artifact::Debuginfo));
+            .or_else(|| self.cached_file(Some(id), CacheKind::Debuginfo))
+            .or_else(|| self.fetch(Some(id), Artifact::Debuginfo));
         if found.is_none() {
-            let id = hex(&link.build_id);
             self.note(format!("its common debug information, build-id {id}, is missing"));
         }
         found
@@ -373,18 +379,20 @@ impl Climb<'_> {
 
     // What was fetched before, and what servers have.
 
-    fn cached_file(&self, build_id: &[u8], kind: CacheKind) -> Option<At> {
-        let blob = self.sources.cache.as_ref()?.get(&key(build_id, kind)?).ok()??;
+    fn cached_file(&self, build_id: Option<BuildId>, kind: CacheKind) -> Option<At> {
+        let key = Key::new(build_id?.into(), kind);
+        let blob = self.sources.cache.as_ref()?.get(&key).ok()??;
         self.of_blob(blob)
     }
 
-    fn fetch(&mut self, build_id: &[u8], artifact: Artifact) -> Option<At> {
+    fn fetch(&mut self, build_id: Option<BuildId>, artifact: Artifact) -> Option<At> {
         let blob = self.fetch_blob(build_id, artifact)?;
         self.of_blob(blob)
     }
 
-    /// Functions of a debug file that was too large, by the sections that have them; and where they are from.
-    fn symbol_table(&mut self, build_id: &[u8]) -> Option<(SymbolTable, String)> {
+    /// Functions of a debug file that was too large, by the sections that have them; and where they
+    /// are from.
+    fn symbol_table(&mut self, build_id: Option<BuildId>) -> Option<(SymbolTable, String)> {
         let entries = self.fetch_blob(build_id, Artifact::Section(".symtab"))?;
         let strings = self.fetch_blob(build_id, Artifact::Section(".strtab"))?;
         let bytes = |blob: &Blob| blob.file.metadata().map_or(0, |metadata| metadata.len());
@@ -394,12 +402,12 @@ impl Climb<'_> {
         Some((SymbolTable { entries: entries.ok()?, strings: strings.ok()? }, origin))
     }
 
-    fn fetch_blob(&mut self, build_id: &[u8], artifact: Artifact) -> Option<Blob> {
+    fn fetch_blob(&mut self, build_id: Option<BuildId>, artifact: Artifact) -> Option<Blob> {
         let (debuginfod, cache) = (self.sources.debuginfod.as_ref()?, self.sources.cache.as_ref()?);
-        if build_id.is_empty() {
+        let Some(build_id) = build_id else {
             self.note("it has no build-id to ask servers for".to_owned());
             return None;
-        }
+        };
         match debuginfod.fetch(build_id, artifact, cache, self.deadline, &self.sources.metrics) {
             Ok(blob) => Some(blob),
             Err(error) => {
@@ -468,8 +476,4 @@ fn offers(elf: &Elf) -> Option<Kind> {
 /// An object file is no debug file, unless it is a kernel module's: its functions are nowhere yet.
 fn has_addresses(at: &At) -> bool {
     !at.elf.relocatable || at.elf.is_kernel()
-}
-
-pub(super) fn key(build_id: &[u8], kind: CacheKind) -> Option<Key> {
-    Some(Key::new(Id::of_bytes(build_id).ok()?, kind))
 }

@@ -1,28 +1,30 @@
-//! perf's build-id cache (`perf --buildid-dir DIR report`), made of the files names were found in, so that perf on another host
-//! names what was named here.
+//! perf's build-id cache (`perf --buildid-dir DIR report`), made of the files names were found in,
+//! so that perf on another host names what was named here.
 //!
-//! As perf lays it out itself: `DIR/NAME/BUILD-ID/{elf,debug,kallsyms}`, and `DIR/.build-id/NN/REST` that leads there
-//! (`build-id.c`). Copies files, parses none.
+//! As perf lays it out itself: `DIR/NAME/BUILD-ID/{elf,debug,kallsyms}`, and
+//! `DIR/.build-id/NN/REST` that leads there (`build-id.c`). Copies files, parses none.
 
 use std::collections::{BTreeSet, HashSet};
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 use std::path::{Component, Path, PathBuf};
 
-use stackwire_cache::Kind;
+use stackwire_cache::{Key, Kind};
+use stackwire_model::BuildId;
 use tempfile::NamedTempFile;
 
 use super::local::Local;
-use super::{Sources, file, ladder, running_in};
+use super::{Sources, file, running_in};
 use crate::capture::Artifacts;
 use crate::export::{jitted_images, kernel_places, stand_in};
-use crate::profile::{Executable, ExecutableId, Profile, hex};
+use crate::profile::{Executable, ExecutableId, Profile};
 
-/// Puts executables, debug files, kernel symbols and files for code made at run time below a directory; what is there
-/// already stays.
+/// Puts executables, debug files, kernel symbols and files for code made at run time below a
+/// directory; what is there already stays.
 ///
 /// # Errors
-/// When the directory cannot be written. What cannot be found is left out: the report says what has no names.
+/// When the directory cannot be written. What cannot be found is left out: the report says what has
+/// no names.
 pub fn lay_out(
     profile: &Profile,
     artifacts: &Artifacts,
@@ -30,7 +32,7 @@ pub fn lay_out(
     directory: &Path,
 ) -> io::Result<()> {
     for (name, id, image) in jitted_images(profile) {
-        if let Some(place) = place(directory, &name, &id)? {
+        if let Some(place) = place(directory, &name, BuildId::new(&id))? {
             put(&place, "elf", &mut &*image)?;
         }
     }
@@ -41,13 +43,18 @@ pub fn lay_out(
                 let Some(place) = place(directory, path, id)? else { continue };
                 let pids = running_in(profile, index);
                 let cached = |kind| {
-                    let key = ladder::key(id, kind)?;
-                    sources.cache.as_ref()?.get(&key).ok().flatten().map(|blob| blob.file)
+                    sources
+                        .cache
+                        .as_ref()?
+                        .get(&Key::new(id?.into(), kind))
+                        .ok()
+                        .flatten()
+                        .map(|blob| blob.file)
                 };
                 let opened = file::open(executable, &pids, &sources.pinned, artifacts.handed());
                 let elf = opened.ok().map(|opened| opened.file);
                 let elf = elf.or_else(|| cached(Kind::Executable));
-                let local = Local(sources).by_build_id(id);
+                let local = id.and_then(|id| Local(sources).by_build_id(id));
                 let local = local.and_then(|at| std::fs::File::open(at.path).ok());
                 let debug = local.or_else(|| cached(Kind::Debuginfo));
                 let is_gone = elf.is_none() && debug.is_none();
@@ -77,11 +84,9 @@ pub fn lay_out(
 }
 
 /// `DIR/NAME/BUILD-ID`, which `DIR/.build-id/NN/REST` leads to. None without a build-id.
-fn place(directory: &Path, name: &str, id: &[u8]) -> io::Result<Option<PathBuf>> {
-    let hex = hex(id);
-    let Some((first, rest)) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty()) else {
-        return Ok(None);
-    };
+fn place(directory: &Path, name: &str, id: Option<BuildId>) -> io::Result<Option<PathBuf>> {
+    let Some(hex) = id.map(|id| id.to_string()) else { return Ok(None) };
+    let (first, rest) = hex.split_at(2);
     // Processes choose their paths: below the directory, whatever it says.
     let parts = Path::new(name).components().filter_map(|part| match part {
         Component::Normal(part) => Some(part),
@@ -99,10 +104,12 @@ fn place(directory: &Path, name: &str, id: &[u8]) -> io::Result<Option<PathBuf>>
     }
 }
 
-/// What begins where a function ends whose neighbour is not in the profile: perf lets functions reach to the next.
+/// What begins where a function ends whose neighbour is not in the profile: perf lets functions
+/// reach to the next.
 const UNNAMED: &str = "[unknown]";
 
-/// Adds kernel symbols to those that are there of other captures. A file that is whole, as perf writes it, stays.
+/// Adds kernel symbols to those that are there of other captures. A file that is whole, as perf
+/// writes it, stays.
 fn add_symbols(place: &Path, text: &str) -> io::Result<()> {
     let path = place.join("kallsyms");
     let before = match std::fs::read_to_string(&path) {
@@ -139,7 +146,8 @@ fn put(place: &Path, name: &str, content: &mut dyn Read) -> io::Result<()> {
     Ok(())
 }
 
-/// A snapshot (`module TAB offset TAB name`) as `/proc/kallsyms` would have it, were the kernel where perf.data shows it.
+/// A snapshot (`module TAB offset TAB name`) as `/proc/kallsyms` would have it, were the kernel
+/// where perf.data shows it.
 fn absolute(profile: &Profile, snapshot: &str) -> String {
     let places = kernel_places(profile);
     let base = |wanted: &str| {

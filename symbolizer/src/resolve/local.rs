@@ -1,14 +1,16 @@
 //! Files of this host that hold symbols of another: where distributions and debuggers put them.
 //!
-//! What is found is the right one: its build-id, or the checksum its link demands, says so. Called by `ladder.rs`.
+//! What is found is the right one: its build-id, or the checksum its link demands, says so. Called
+//! by `ladder.rs`.
 
 use std::path::{Path, PathBuf};
 
-use super::ladder::Kernel;
-use super::{Sources, file, kernel};
-use crate::elf::{Elf, Scratch};
+use stackwire_elf::{Elf, Scratch};
+use stackwire_model::BuildId;
+
+use super::kernel_files::{Kernel, places};
+use super::{Sources, file};
 use crate::metrics::Rung;
-use crate::profile::hex;
 
 /// An ELF file and where it was found.
 pub(super) struct At {
@@ -25,21 +27,22 @@ pub(super) struct Local<'s>(pub(super) &'s Sources);
 
 impl Local<'_> {
     /// `DIR/.build-id/NN/REST.debug`.
-    pub(super) fn by_build_id(&self, build_id: &[u8]) -> Option<At> {
-        let hex = hex(build_id);
-        let (first, rest) = hex.split_at_checked(2).filter(|(_, rest)| !rest.is_empty())?;
+    pub(super) fn by_build_id(&self, build_id: BuildId) -> Option<At> {
+        let hex = build_id.to_string();
+        let (first, rest) = hex.split_at(2);
         self.0.debug_dirs.iter().find_map(|dir| {
             let path = dir.join(".build-id").join(first).join(format!("{rest}.debug"));
-            open(&path, &self.0.scratch).filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
+            open(&path, &self.0.scratch).filter(|at| at.elf.ids.gnu == Some(build_id))
         })
     }
 
-    /// Where distributions put the debug files of kernels, which are by release and not by build-id.
-    pub(super) fn kernel(&self, kernel: &Kernel, build_id: &[u8]) -> Option<At> {
-        let paths = kernel::places(kernel, &self.0.debug_dirs);
+    /// Where distributions put the debug files of kernels, which are by release and not by
+    /// build-id.
+    pub(super) fn kernel(&self, kernel: &Kernel, build_id: BuildId) -> Option<At> {
+        let paths = places(kernel, &self.0.debug_dirs);
         paths.into_iter().find_map(|path| {
             open(&path, &self.0.scratch)
-                .filter(|at| at.elf.ids.gnu.as_deref() == Some(build_id))
+                .filter(|at| at.elf.ids.gnu == Some(build_id))
                 // The module itself lies where its debug file does and knows no more than kallsyms.
                 .filter(|at| at.elf.has(".debug_info"))
         })

@@ -1,7 +1,8 @@
 //! The resolve ladder: for each executable, the first source that knows it gives the names.
 //!
-//! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails ends in
-//! `Missing` with the reason, never in an error: a profile without some names is still a profile.
+//! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails
+//! ends in `Missing` with the reason, never in an error: a profile without some names is still a
+//! profile.
 
 mod add;
 mod debuginfod;
@@ -10,6 +11,7 @@ mod file;
 mod jit;
 mod kallsyms;
 mod kernel;
+mod kernel_files;
 mod ladder;
 mod lay_out;
 mod local;
@@ -21,23 +23,23 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use stackwire_cache::Cache;
+use stackwire_cache::{Cache, Key};
+use stackwire_elf::Scratch;
 
-pub use self::add::add as add_to_cache;
-pub use self::debuginfod::{Debuginfod, FetchError};
-pub use self::file::Pinned;
+pub use self::add::{AddError, add as add_to_cache};
+pub use self::debuginfod::{Debuginfod, DebuginfodError, FetchError};
 pub(crate) use self::file::open_regular;
+pub use self::file::{FileError, Pinned};
 pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
 pub use self::lay_out::lay_out;
-pub use self::one::{Answer, Symbols, build_ids};
+pub use self::one::{Answer, Symbols, SymbolsError, build_ids};
 use self::recent::Recent;
 use crate::capture::Artifacts;
-use crate::elf::Scratch;
 use crate::metrics::Metrics;
 use crate::profile::{
     ArtifactHash, Executable, ExecutableId, LocationId, Missing, Profile, Quality, Resolution,
-    Source,
+    Source, unite,
 };
 use crate::table::{Kind, Table};
 
@@ -146,6 +148,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
             Resolution::Found { lines: Arc::clone(lines), quality: Quality::Given };
     }
     sources.metrics.resolved(profile);
+    unite(profile);
 }
 
 /// Kernel symbols by the hash of their snapshot.
@@ -218,18 +221,18 @@ fn elf_job(
         Executable::Vdso { image } => {
             let image = image
                 .and_then(|hash| artifacts.get(&hash))
-                .ok_or_else(|| without("its image was not sent"))?;
-            let executable = file::of_image(image);
-            Wanted { build_id: Vec::new(), executable, code: None, kernel: None }
+                .ok_or_else(|| without(&FileError::NoImage.to_string()))?;
+            let executable = Some(file::of_image(image));
+            Wanted { build_id: None, executable, code: None, kernel: None }
         }
         _ => Wanted {
-            build_id: executable.build_id().to_vec(),
-            executable: file::open(
+            build_id: executable.build_id(),
+            executable: Some(file::open(
                 executable,
                 &running_in(profile, id),
                 &sources.pinned,
                 artifacts.handed(),
-            ),
+            )),
             code: code(profile, id),
             kernel: None,
         },
@@ -245,7 +248,7 @@ fn elf_job(
     });
     let resolutions = resolutions.collect();
     let mut source = source(found);
-    if matches!(executable, Executable::File { build_id, inode: 0, .. } if build_id.is_empty()) {
+    if matches!(executable, Executable::File { key: None, .. }) {
         source
             .notes
             .push("taken for the one that ran: the profile has no build-id of it".to_owned());
@@ -287,8 +290,9 @@ fn resolution(
         return Resolution::Missing(Missing::because("not in a loaded segment of the file"));
     };
     if named.is_none() {
-        // A signal handler returns to the first byte of a function nobody called. Less one, as return
-        // addresses are looked up, that is in nothing; and nothing is what lies in front of it.
+        // A signal handler returns to the first byte of a function nobody called. Less one, as
+        // return addresses are looked up, that is in nothing; and nothing is what lies in front of
+        // it.
         named = at(offset.saturating_add(1)).flatten();
     }
     match named {
@@ -315,18 +319,19 @@ fn quality(kind: Kind) -> Quality {
     }
 }
 
-/// The file of an executable: of this host, handed over, from the cache, or until `deadline` from a server.
+/// The file of an executable: of this host, handed over, from the cache, or until `deadline` from a
+/// server.
 ///
 /// # Errors
-/// In words.
+/// See [`FileError`].
 pub(crate) fn open_executable(
     executable: &Executable,
     artifacts: &Artifacts,
     sources: &Sources,
     deadline: Instant,
-) -> Result<std::fs::File, String> {
+) -> Result<std::fs::File, FileError> {
     if let Executable::Vdso { image } = executable {
-        let image = image.and_then(|hash| artifacts.get(&hash)).ok_or("its image is not known")?;
+        let image = image.and_then(|hash| artifacts.get(&hash)).ok_or(FileError::NoImage)?;
         return file::of_image(image).map(|opened| opened.file);
     }
     let here = match file::open(executable, &[], &sources.pinned, artifacts.handed()) {
@@ -334,15 +339,14 @@ pub(crate) fn open_executable(
         Err(reason) => reason,
     };
     let Some(cache) = sources.cache.as_deref() else { return Err(here) };
-    let id = executable.build_id();
-    let key = ladder::key(id, stackwire_cache::Kind::Executable).ok_or_else(|| here.clone())?;
+    let Some(id) = executable.build_id() else { return Err(here) };
+    let key = Key::new(id.into(), stackwire_cache::Kind::Executable);
     if let Ok(Some(blob)) = cache.get(&key) {
         return Ok(blob.file);
     }
     let server = sources.debuginfod.as_deref().ok_or(here)?;
-    let fetched =
-        server.fetch(id, debuginfod::Artifact::Executable, cache, deadline, &sources.metrics);
-    fetched.map(|blob| blob.file).map_err(|error| error.to_string())
+    let artifact = debuginfod::Artifact::Executable;
+    Ok(server.fetch(id, artifact, cache, deadline, &sources.metrics)?.file)
 }
 
 /// Processes that had the executable mapped: their roots may still lead to it.

@@ -1,13 +1,15 @@
-//! The symbols of one executable, asked for by path or build-id: what `stackwire symbolize` and embedders use.
+//! The symbols of one executable, asked for by path or build-id: what `stackwire symbolize` and
+//! embedders use.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stackwire_cache::Id;
+use stackwire_model::BuildId;
 
-use super::ladder::{self, Found, Wanted};
+use super::file::FileError;
+use super::ladder::{self, Found, Nothing, Wanted};
 use super::recent::Recent;
 use super::{Sources, file};
 use crate::profile::{Line, Quality};
@@ -19,6 +21,20 @@ pub struct Symbols {
     found: Found,
     demangle: bool,
     recent: Arc<Recent>,
+}
+
+/// Why there are none.
+#[derive(Debug, thiserror::Error)]
+pub enum SymbolsError {
+    /// Paths are printed, so they are text.
+    #[error("its path is not UTF-8")]
+    NotUtf8,
+    /// It cannot be opened.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Nothing has a name in it.
+    #[error(transparent)]
+    Nothing(#[from] Nothing),
 }
 
 /// What an address is.
@@ -34,30 +50,28 @@ impl Symbols {
     /// Of a file.
     ///
     /// # Errors
-    /// In words, when it is no ELF file or has nothing to offer.
-    pub fn of_file(path: &Path, sources: &Sources) -> Result<Self, String> {
-        let path = path.to_str().ok_or("its path is not UTF-8")?;
+    /// When it is no ELF file or has nothing to offer.
+    pub fn of_file(path: &Path, sources: &Sources) -> Result<Self, SymbolsError> {
+        let path = path.to_str().ok_or(SymbolsError::NotUtf8)?;
         let file = file::open_regular(path)?;
-        let executable = Ok(file::Opened { file, path: path.to_owned(), handed_over: false });
-        let wanted = Wanted { build_id: Vec::new(), executable, code: None, kernel: None };
-        Ok(Self {
-            found: ladder::find(wanted, sources, deadline(sources))
-                .map_err(|nothing| nothing.to_string())?,
-            demangle: sources.demangle,
-            recent: Arc::clone(&sources.recent),
-        })
+        let opened = file::Opened { file, path: path.to_owned(), handed_over: false };
+        let executable = Some(Ok(opened));
+        Self::find(Wanted { build_id: None, executable, code: None, kernel: None }, sources)
     }
 
     /// Of whatever has this GNU build-id.
     ///
     /// # Errors
-    /// In words, when nothing was found.
-    pub fn of_build_id(build_id: &Id, sources: &Sources) -> Result<Self, String> {
-        let executable = Err(String::new());
-        let wanted = Wanted { build_id: build_id.bytes(), executable, code: None, kernel: None };
+    /// When nothing was found.
+    pub fn of_build_id(build_id: BuildId, sources: &Sources) -> Result<Self, SymbolsError> {
+        let build_id = Some(build_id);
+        let wanted = Wanted { build_id, executable: None, code: None, kernel: None };
+        Self::find(wanted, sources)
+    }
+
+    fn find(wanted: Wanted, sources: &Sources) -> Result<Self, SymbolsError> {
         Ok(Self {
-            found: ladder::find(wanted, sources, deadline(sources))
-                .map_err(|nothing| nothing.to_string())?,
+            found: ladder::find(wanted, sources, deadline(sources))?,
             demangle: sources.demangle,
             recent: Arc::clone(&sources.recent),
         })
@@ -91,23 +105,25 @@ impl Symbols {
     }
 }
 
-/// Build-ids that begin with these digits, of what is in the cache and in directories of debug files: reports print the
-/// first twelve.
+/// Build-ids that begin with these digits, of what is in the cache and in directories of debug
+/// files: reports print the first twelve.
 #[must_use]
-pub fn build_ids(beginning: &str, sources: &Sources) -> BTreeSet<Id> {
+pub fn build_ids(beginning: &str, sources: &Sources) -> BTreeSet<BuildId> {
     let beginning = beginning.to_ascii_lowercase();
     let rows = sources.cache.as_ref().and_then(|cache| cache.rows().ok()).unwrap_or_default();
-    let mut found: BTreeSet<Id> = rows.into_iter().map(|row| row.key.id).collect();
+    let ids = rows.into_iter().filter_map(|row| row.key.id.as_str().parse().ok());
+    let mut found: BTreeSet<BuildId> = ids.collect();
     if let Some((first, _)) = beginning.split_at_checked(2) {
         for directory in &sources.debug_dirs {
             let entries = std::fs::read_dir(directory.join(".build-id").join(first));
             let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
             found.extend(names.filter_map(|name| {
-                format!("{first}{}", name.to_str()?.strip_suffix(".debug")?).parse().ok()
+                let rest = name.to_str()?.strip_suffix(".debug")?;
+                format!("{first}{rest}").parse::<BuildId>().ok()
             }));
         }
     }
-    found.retain(|id| id.as_str().starts_with(&beginning));
+    found.retain(|id| id.to_string().starts_with(&beginning));
     found
 }
 

@@ -1,5 +1,5 @@
-//! Answers given of late, by table and address: a server meets the same addresses in every window, and looking one up
-//! and making its names readable costs ten times what finding the answer does.
+//! Answers given of late, by table and address: a server meets the same addresses in every window,
+//! and looking one up and making its names readable costs ten times what finding the answer does.
 //!
 //! Answers are of the content of a table: another table, better or not, has other answers.
 
@@ -18,7 +18,8 @@ const ANSWERS: NonZeroUsize = NonZeroUsize::new(1 << 14).expect("not zero");
 /// Longer chains than this are not kept: those of hostile files have a thousand names.
 const MAX_LINES: usize = 64;
 
-/// Names at an address, innermost first, and how good they are; nothing covers it when there are none.
+/// Names at an address, innermost first, and how good they are; nothing covers it when there are
+/// none.
 pub type Named = Option<(Arc<[Line]>, Quality)>;
 
 /// The answers. Shared by threads.

@@ -1,7 +1,7 @@
 //! What a server keeps of each stream: a log a window, ended and resolved in its time.
 //!
-//! A window is resolved once the artifacts asked for with it have come, which is after the next window
-//! has begun. Called by `server.rs`, on threads that may block.
+//! A window is resolved once the artifacts asked for with it have come, which is after the next
+//! window has begun. Called by `server.rs`, on threads that may block.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use stackwire_elf::Scratch;
 use stackwire_proto::v1;
 use stackwire_proto::v1::collector_message::Body;
 
 use super::{Config, window};
-use crate::elf::Scratch;
 use crate::handed::Handed;
 use crate::log::{Answer, Files, Held, Log, LogError, inspect};
 use crate::profile::hex;
@@ -46,7 +46,8 @@ struct Shared {
     handed: Mutex<HashMap<String, Arc<Handed>>>,
 }
 
-/// Captures whose files are remembered between streams; of one that never comes back they are let go.
+/// Captures whose files are remembered between streams; of one that never comes back they are let
+/// go.
 const MAX_REMEMBERED: usize = 256;
 
 impl Shared {
@@ -105,7 +106,8 @@ impl Accept for Keepers {
         }
         let id = hex(&hello.capture_id);
         let turn = Turn::take(Arc::clone(&self.shared), id.clone())?;
-        // What is held of the capture from before: of a broken connection, or a server before this one.
+        // What is held of the capture from before: of a broken connection, or a server before this
+        // one.
         let mut held = Held::default();
         let mut next_window = 0;
         for path in window::files(&self.config.log_dir, "stackwire") {
@@ -136,7 +138,8 @@ impl Accept for Keepers {
         };
         // A transfer that broke off goes on in this stream.
         let handed = self.shared.handed(&keeper.id, &self.config.sources.scratch);
-        keeper.open(Pinned::beside(handed)).map_err(|error| error.to_string())?;
+        let opened = keeper.open(Pinned::beside(handed));
+        opened.map_err(|error| NotKept::Failed(error.to_string()))?;
         Ok(Box::new(keeper))
     }
 }
@@ -149,14 +152,14 @@ struct Turn {
 
 impl Turn {
     /// Waits until no other stream of the capture is there.
-    fn take(shared: Arc<Shared>, id: String) -> Result<Self, String> {
+    fn take(shared: Arc<Shared>, id: String) -> Result<Self, NotKept> {
         let streaming = shared.streaming.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut streaming, waited) = shared
             .freed
             .wait_timeout_while(streaming, OLD_STREAM, |streaming| streaming.contains(&id))
             .unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
-            return Err("this capture is streamed already".to_owned());
+            return Err(NotKept::Failed("this capture is streamed already".to_owned()));
         }
         streaming.insert(id.clone());
         drop(streaming);
@@ -258,7 +261,8 @@ impl Keep for Keeper {
         let length = self.config.window.as_nanos() as u64;
         match &message.body {
             Some(Body::Epoch(_)) => {
-                // Epochs are not split: where they do not fill a window exactly, it ends with the one that comes nearest.
+                // Epochs are not split: where they do not fill a window exactly, it ends with the
+                // one that comes nearest.
                 let half = self.epoch.as_nanos() as u64 / 2;
                 let full = self.log.as_ref().is_some_and(|log| {
                     log.span.is_some_and(|(start, end)| end.saturating_sub(start) + half >= length)
@@ -276,8 +280,8 @@ impl Keep for Keeper {
                     }
                 }
             }
-            // Of the whole capture; a window among several gets an end of its own, in `finish`, when the
-            // artifacts have come as well.
+            // Of the whole capture; a window among several gets an end of its own, in `finish`,
+            // when the artifacts have come as well.
             Some(Body::End(end)) if self.window > 0 => {
                 self.end = Some(end.clone());
                 return Ok(Answer::default());

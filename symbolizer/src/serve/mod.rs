@@ -1,8 +1,8 @@
 //! `stackwire serve`: many collectors at once, each with a durable log, a profile for every window.
 //!
-//! A stream's log is a file a window, `CAPTURE-WINDOW.open` while it grows and `.stackwire` once its
-//! profile is written. A server that was killed finds its `.open` files at the next start and finishes
-//! them; a collector that comes back is told which epochs are held already.
+//! A stream's log is a file a window, `CAPTURE-WINDOW.open` while it grows and `.stackwire` once
+//! its profile is written. A server that was killed finds its `.open` files at the next start and
+//! finishes them; a collector that comes back is told which epochs are held already.
 
 mod keeper;
 mod window;

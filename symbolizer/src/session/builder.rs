@@ -1,4 +1,5 @@
-//! How a session is set up: what to sample, how, and the command line of the collector that says so.
+//! How a session is set up: what to sample, how, and the command line of the collector that says
+//! so.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

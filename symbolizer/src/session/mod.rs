@@ -1,5 +1,5 @@
-//! A live capture from start to profile: starts the collector, receives its stream on a private socket,
-//! resolves what came. For `stackwire record` and for programs that embed the symbolizer.
+//! A live capture from start to profile: starts the collector, receives its stream on a private
+//! socket, resolves what came. For `stackwire record` and for programs that embed the symbolizer.
 
 mod builder;
 
@@ -63,8 +63,8 @@ pub enum SessionError {
     Capture(#[from] CaptureError),
 }
 
-/// Where the raw stream is kept: a new file beside the path it is for, and put there only when the collector has started.
-/// What is there may be a capture from before.
+/// Where the raw stream is kept: a new file beside the path it is for, and put there only when the
+/// collector has started. What is there may be a capture from before.
 pub struct Kept {
     file: NamedTempFile,
     path: PathBuf,
@@ -121,8 +121,8 @@ impl Builder {
         self.spawn(kept)?.start(cache)
     }
 
-    /// Starts the process of the collector, and no thread: who is more than others can give that up before
-    /// [`Spawned::start`]. The raw stream goes to `kept`.
+    /// Starts the process of the collector, and no thread: who is more than others can give that up
+    /// before [`Spawned::start`]. The raw stream goes to `kept`.
     ///
     /// # Errors
     /// See [`SessionError`].
@@ -150,7 +150,8 @@ impl Builder {
     }
 }
 
-/// A collector that has been started and not been listened to yet. It ends when this is dropped, and is not waited for.
+/// A collector that has been started and not been listened to yet. It ends when this is dropped,
+/// and is not waited for.
 pub struct Spawned {
     builder: Builder,
     log: File,
@@ -255,7 +256,8 @@ impl Session {
     /// Ends sampling, waits for what was sampled, and resolves it with what this host has.
     ///
     /// # Errors
-    /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is cut.
+    /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is
+    /// cut.
     pub fn stop(self) -> Result<Profile, SessionError> {
         self.stop_with(&Sources::default())
     }
@@ -263,13 +265,15 @@ impl Session {
     /// Ends sampling, waits for what was sampled, and looks for names in these sources.
     ///
     /// # Errors
-    /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is cut.
+    /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is
+    /// cut.
     pub fn stop_with(mut self, sources: &Sources) -> Result<Profile, SessionError> {
         drop(self.stdin.take());
         let finished = self.finish.recv_timeout(STOP);
         let status = self.reap();
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        // The stream may have been cut by a collector that died: what came is in the log all the same.
+        // The stream may have been cut by a collector that died: what came is in the log all the
+        // same.
         let (pinned, ended) = finished.unwrap_or_default();
         let assembler =
             if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
@@ -289,13 +293,13 @@ impl Session {
 
     fn wait_for_greeting(
         &mut self,
-        greeting: &Receiver<Result<(), String>>,
+        greeting: &Receiver<Result<(), NotKept>>,
     ) -> Result<(), SessionError> {
         let deadline = Instant::now() + START;
         loop {
             match greeting.recv_timeout(Duration::from_millis(20)) {
                 Ok(Ok(())) => return Ok(()),
-                Ok(Err(error)) => return Err(SessionError::Setup(error)),
+                Ok(Err(error)) => return Err(SessionError::Setup(error.to_string())),
                 Err(_) => {}
             }
             if let Ok(Some(status)) = self.child.try_wait() {
@@ -359,7 +363,7 @@ pub fn find_collector() -> Option<PathBuf> {
 }
 
 /// The log to be, and who is told that the collector has greeted and that its stream is over.
-type Ends = (File, Option<Kept>, Sender<Result<(), String>>, Sender<(Pinned, bool)>);
+type Ends = (File, Option<Kept>, Sender<Result<(), NotKept>>, Sender<(Pinned, bool)>);
 
 /// Accepts the one stream of a session.
 struct OneStream {
@@ -375,13 +379,15 @@ impl Accept for OneStream {
     ) -> Result<Box<dyn Keep>, NotKept> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
         let (file, kept, greeted, finished) =
-            taken.ok_or_else(|| "a collector is connected already".to_owned())?;
+            taken.ok_or_else(|| NotKept::Failed("a collector is connected already".to_owned()))?;
         let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
         let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
-        let log = Log::start(path, file, message, 0, files).map_err(|error| error.to_string());
+        let log = Log::start(path, file, message, 0, files);
+        let log = log.map_err(|error| NotKept::Failed(error.to_string()));
         let log = log.and_then(|log| {
             let Some(Kept { file, path, put }) = kept else { return Ok(log) };
-            let cannot = |error| format!("cannot write {}: {error}", path.display());
+            let cannot =
+                |error| NotKept::Failed(format!("cannot write {}: {error}", path.display()));
             put(file).map(|()| log).map_err(cannot)
         });
         // The session may have given up waiting, and then needs no answer.

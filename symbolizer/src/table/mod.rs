@@ -1,5 +1,5 @@
-//! The compiled table: everything one executable's symbols can say, in a form that is mapped and searched
-//! as it is. Made once per build-id by `compile/`, kept by the cache, asked by `resolve/`.
+//! The compiled table: everything one executable's symbols can say, in a form that is mapped and
+//! searched as it is. Made once per build-id by `compile/`, kept by the cache, asked by `resolve/`.
 //!
 //! # Format
 //!
@@ -16,16 +16,18 @@
 //! | bounds | 3 | first address and length of each function that has addresses no name covers, ascending |
 //! | text | – | names, raw (mangled), UTF-8 |
 //!
-//! A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same way. An address costs
-//! one bucket, a search among the few ranges of it, and a step a frame. Nothing is allocated. Nodes hold the places of their
-//! names, not numbers of functions and files: a third larger, and one cache line a frame instead of three.
+//! A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same way.
+//! An address costs one bucket, a search among the few ranges of it, and a step a frame. Nothing is
+//! allocated. Nodes hold the places of their names, not numbers of functions and files: a third
+//! larger, and one cache line a frame instead of three.
 //!
-//! Names are kept as the producer wrote them: `--no-demangle` and demanglers to come work on old tables.
+//! Names are kept as the producer wrote them: `--no-demangle` and demanglers to come work on old
+//! tables.
 //!
 //! # Against what else there is
 //!
-//! Side by side in one run on two shared cores, 20,000 random addresses with whole chains; libjvm's 156 MB debug file (2.5
-//! frames an address), and this program with full debug information (3.6):
+//! Side by side in one run on two shared cores, 20,000 random addresses with whole chains; libjvm's
+//! 156 MB debug file (2.5 frames an address), and this program with full debug information (3.6):
 //!
 //! | | conversion | size | lookup | peak memory |
 //! |---|---|---|---|---|
@@ -37,25 +39,28 @@
 //! | blazesym on DWARF | – | – | 16 µs, then 2.6 | 153 MiB |
 //! | blazesym on GSYM | – | 22 MB | 5.8 µs | 32 MiB |
 //!
-//! symbolic-symcache is 13.9, GSYM is llvm-gsymutil 22's, blazesym 0.2.7. None of them says which kind of symbol a name is
-//! from, and none keeps the segments that turn offsets in a file into addresses.
+//! symbolic-symcache is 13.9, GSYM is llvm-gsymutil 22's, blazesym 0.2.7. None of them says which
+//! kind of symbol a name is from, and none keeps the segments that turn offsets in a file into
+//! addresses.
 //!
 //! # Versions
 //!
 //! - 2: the first.
 //! - 3: bounds.
+//! - 4: GHC's functions; no piece of code with a line and no name.
 
-pub mod bytes;
+mod text;
 mod write;
 
 use std::ops::Range;
 
-pub use self::bytes::Bytes;
-use self::bytes::Text;
+use stackwire_elf::{Bytes, Segment};
+
+use self::text::Text;
 pub use self::write::{NodeKey, Writer};
 
 /// Magic with the version in its last byte.
-const MAGIC: [u8; 8] = *b"SWTABLE\x03";
+const MAGIC: [u8; 8] = *b"SWTABLE\x04";
 /// Bytes of the header.
 const HEADER: usize = 64;
 /// Words of a node.
@@ -64,7 +69,8 @@ const NODE: usize = 6;
 const BOUND: usize = 3;
 /// Bits of the kind, below the length of a function's name.
 const KIND_BITS: u32 = 3;
-/// Longest chain followed; a table that is damaged in a way its checksum does not show must not loop.
+/// Longest chain followed; a table that is damaged in a way its checksum does not show must not
+/// loop.
 const MAX_CHAIN: usize = 1024;
 
 /// Version of the format, part of the key tables are cached under.
@@ -104,17 +110,6 @@ pub enum TableError {
     /// The checksum differs.
     #[error("the checksum of the table is wrong")]
     Checksum,
-}
-
-/// A segment of the executable: offsets in the file and the addresses they are loaded at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
-    /// First offset in the file.
-    pub offset: u64,
-    /// First address.
-    pub address: u64,
-    /// Bytes.
-    pub size: u64,
 }
 
 /// A frame: a function, and where in it.
@@ -235,7 +230,8 @@ impl Table {
         Frames { table: self, node: self.leaf(address).unwrap_or(0), left: MAX_CHAIN }
     }
 
-    /// Functions that are not inlined: first address, name. One that has several parts comes several times.
+    /// Functions that are not inlined: first address, name. One that has several parts comes
+    /// several times.
     pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
         let mut before = "";
         (0..self.starts.words).filter_map(move |index| {
@@ -277,7 +273,8 @@ impl Table {
     fn leaf(&self, address: u64) -> Option<u32> {
         let address = u32::try_from(address.checked_sub(self.base)?).ok()?;
         let bucket = (address >> self.shift) as usize;
-        // The range that covers the address starts in its bucket, or is the last one to start before it.
+        // The range that covers the address starts in its bucket, or is the last one to start
+        // before it.
         let first = self.word(self.buckets, bucket)? as usize;
         let end = self.word(self.buckets, bucket + 1)? as usize;
         let starts = self.bytes.get(self.starts.at + first * 4..self.starts.at + end * 4)?;

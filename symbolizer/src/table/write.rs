@@ -2,7 +2,9 @@
 
 use rustc_hash::FxHashMap;
 
-use super::{BOUND, HEADER, KIND_BITS, Kind, MAGIC, NODE, Segment};
+use stackwire_elf::Segment;
+
+use super::{BOUND, HEADER, KIND_BITS, Kind, MAGIC, NODE};
 
 /// A frame in a table being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -96,7 +98,8 @@ impl Writer {
         }
     }
 
-    /// Bounds of a function that may have no name. Of functions that overlap, the one that starts first keeps what it has.
+    /// Bounds of a function that may have no name. Of functions that overlap, the one that starts
+    /// first keeps what it has.
     pub fn bounds(&mut self, start: u64, end: u64) {
         if start < end && end - start <= u64::from(u32::MAX) && self.bounds.len() < MAX {
             self.bounds.push(Range { start, end, leaf: 0 });
@@ -253,8 +256,9 @@ fn not_covered(ranges: &[Range], mut bounds: Vec<Range>) -> Vec<Range> {
     bounds
 }
 
-/// Base, and where each range starts with its node: equal neighbours as one, gaps with node 0. Of addresses
-/// further apart than 32 bits, the 4 GiB with most ranges: in a kernel that is its text, not what lies at 0.
+/// Base, and where each range starts with its node: equal neighbours as one, gaps with node 0. Of
+/// addresses further apart than 32 bits, the 4 GiB with most ranges: in a kernel that is its text,
+/// not what lies at 0.
 fn starts(ranges: &[Range]) -> (u64, Vec<(u32, u32)>) {
     let (mut best, mut first) = (0..0, 0);
     for last in 0..ranges.len() {
@@ -413,7 +417,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against the definition: the first range to start that covers an address, else the first fallback.
+        /// Against the definition: the first range to start that covers an address, else the first
+        /// fallback.
         #[test]
         fn lookups_agree_with_a_plain_search(
             ranges in prop::collection::vec((0u64..500, 1u64..40, 1u32..9), 0..40),

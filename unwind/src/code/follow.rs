@@ -1,4 +1,5 @@
-//! Every path through a function, until nothing changes any more: what holds before each instruction. Pure.
+//! Every path through a function, until nothing changes any more: what holds before each
+//! instruction. Pure.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic,

@@ -1,13 +1,17 @@
-//! What the instructions of a function do to its frame: rules for code of which no call frame information speaks.
+//! What the instructions of a function do to its frame: rules for code of which no call frame
+//! information speaks.
 //!
-//! Follows every path from the first instruction and keeps what is certain on all of them: which registers and which
-//! slots of the stack hold an address in this frame, and where the caller's registers are. Functions that go to another
-//! stack keep the way back in a register or on the new one; that is then the rule. What is not certain has no rule. Relies
-//! on this: a function is entered with its return address on top of the stack; those it calls come back, with rsp, rbx, rbp
-//! and r12 to r15 as they were (System V ABI 3.2.1; Go's assembly relies on it where it calls C); what it writes through
-//! pointers of others is not in its own frame. Of a jump table nothing is known, and so nothing of a function that has one.
+//! Follows every path from the first instruction and keeps what is certain on all of them: which
+//! registers and which slots of the stack hold an address in this frame, and where the caller's
+//! registers are. Functions that go to another stack keep the way back in a register or on the new
+//! one; that is then the rule. What is not certain has no rule. Relies on this: a function is
+//! entered with its return address on top of the stack; those it calls come back, with rsp, rbx,
+//! rbp and r12 to r15 as they were (System V ABI 3.2.1; Go's assembly relies on it where it calls
+//! C); what it writes through pointers of others is not in its own frame. Of a jump table nothing
+//! is known, and so nothing of a function that has one.
 //!
-//! Pure. Called for Go's assembly, the C linked into Go programs, and what GCC adds to programs; knows none of them.
+//! Pure. Called for Go's assembly, the C linked into Go programs, and what GCC adds to programs;
+//! knows none of them.
 
 mod follow;
 mod state;
@@ -25,7 +29,8 @@ pub struct Function<'a> {
     pub start: u64,
     /// Its instructions.
     pub bytes: &'a [u8],
-    /// A function that changes none of the registers its callers use, against the rules for functions.
+    /// A function that changes none of the registers its callers use, against the rules for
+    /// functions.
     pub keeps_all: Option<u64>,
 }
 
@@ -42,9 +47,9 @@ pub struct Found {
     pub left: bool,
 }
 
-/// The rules of a function, in order of addresses; of instructions no path leads to, nothing. `kept`: one more register to
-/// be followed. `left`: how many instructions may be followed, those in loops again until nothing changes; what that is not
-/// enough for has no rules.
+/// The rules of a function, in order of addresses; of instructions no path leads to, nothing.
+/// `kept`: one more register to be followed. `left`: how many instructions may be followed, those
+/// in loops again until nothing changes; what that is not enough for has no rules.
 #[must_use]
 pub fn rules(function: &Function<'_>, kept: Option<u32>, left: &mut usize) -> Vec<Found> {
     let nodes = Analysis::new(function).run(left);
@@ -90,7 +95,8 @@ fn is_padding(bytes: &[u8]) -> bool {
     bytes.iter().all(|&byte| byte == 0) || decoder.into_iter().all(fills)
 }
 
-/// Where a stack pointer that came from elsewhere is followed by `ret`, the frame is what is popped until then.
+/// Where a stack pointer that came from elsewhere is followed by `ret`, the frame is what is popped
+/// until then.
 fn before_return(found: &mut [Found], leaves: &[Leave], kept: Option<u32>) {
     for index in (0..found.len()).rev() {
         let at_rsp =
@@ -129,7 +135,8 @@ fn before_return(found: &mut [Found], leaves: &[Leave], kept: Option<u32>) {
             }
             _ => None,
         };
-        // By rbp it may be on a stack that others have moved meanwhile; what follows in a line is certain.
+        // By rbp it may be on a stack that others have moved meanwhile; what follows in a line is
+        // certain.
         found[index].rule = rule.or(found[index].rule);
     }
 }
@@ -224,14 +231,16 @@ mod tests {
         let code = [0x48, 0x8b, 0x60, 0x38, 0x48, 0x8b, 0x68, 0x60, 0x5d, 0xc3];
         let found = of(&code, None);
         assert_eq!(found[1..], [(4, framed(at_rsp(16))), (8, framed(at_rsp(16))), (9, at_rsp(8))]);
-        // As Go 1.20's functions end: mov (%rdi),%rsp; mov %eax,8(%rsp); mov 0x18(%rsp),%rbp; add $0x20,%rsp; ret
+        // As Go 1.20's functions end: mov (%rdi),%rsp; mov %eax,8(%rsp); mov 0x18(%rsp),%rbp; add
+        // $0x20,%rsp; ret
         let code = [
             0x48, 0x8b, 0x27, 0x89, 0x44, 0x24, 8, 0x48, 0x8b, 0x6c, 0x24, 0x18, 0x48, 0x83, 0xc4,
             0x20, 0xc3,
         ];
         let (framed, bare) = (framed(at_rsp(40)), at_rsp(40));
         assert_eq!(of(&code, None)[1..4], [(3, framed), (7, framed), (12, bare)]);
-        // Where the way back is on the new stack: mov %rsp,%rdx; and $-16,%rsp; push %rdx; call *%rax; pop %rsp
+        // Where the way back is on the new stack: mov %rsp,%rdx; and $-16,%rsp; push %rdx; call
+        // *%rax; pop %rsp
         let found = of(&[0x48, 0x89, 0xe2, 0x48, 0x83, 0xe4, 0xf0, 0x52, 0xff, 0xd0, 0x90], None);
         let rule = Rule { offset2: 8, ra_offset: -8, ..by(cfa::MEMORY, RSP, 0) };
         assert_eq!(found[4], (10, Some(rule)));

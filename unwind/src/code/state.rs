@@ -1,4 +1,5 @@
-//! What is certain at an instruction: what registers and slots of the stack hold; and the rule that follows from it. Pure.
+//! What is certain at an instruction: what registers and slots of the stack hold; and the rule that
+//! follows from it. Pure.
 
 use iced_x86::{Instruction, Register};
 use stackwire_collector_ebpf::unwind::{R12, RBP, RBX, REGISTERS, RSP, Rule, cfa, fp};
@@ -16,8 +17,8 @@ pub(super) enum Value {
     Address(Stack, i32),
 }
 
-/// Where a stack pointer came from: what the function was entered with; or the instruction, by its offset, that set it to
-/// what is not known, or rounded it.
+/// Where a stack pointer came from: what the function was entered with; or the instruction, by its
+/// offset, that set it to what is not known, or rounded it.
 pub(super) type Stack = u32;
 
 pub(super) const ENTERED: Stack = u32::MAX;

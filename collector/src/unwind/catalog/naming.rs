@@ -1,7 +1,8 @@
 //! What the kernel calls the files of executables: who is to be asked of, and when again.
 //!
-//! Asked once the table is there, and again when somebody has mapped the executable since: a file of the same path and
-//! build-id may be another by now. The answers are in `known.rs`; the loading threads ask.
+//! Asked once the table is there, and again when somebody has mapped the executable since: a file
+//! of the same path and build-id may be another by now. The answers are in `known.rs`; the loading
+//! threads ask.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -19,8 +20,8 @@ pub const ASKED_AGAIN: Duration = Duration::from_secs(1);
 const DOUBLED: u32 = 6;
 
 impl Catalog {
-    /// An executable that has its table, and of which nobody has asked what the kernel calls its file, or not since somebody
-    /// else has mapped it; the one used most first.
+    /// An executable that has its table, and of which nobody has asked what the kernel calls its
+    /// file, or not since somebody else has mapped it; the one used most first.
     pub fn next_nameless(&self) -> Option<Job> {
         let mut inner = self.lock();
         let Inner { slots, maps, .. } = &mut *inner;
@@ -28,7 +29,7 @@ impl Catalog {
         let nameless = slots.iter_mut().enumerate().filter(|(_, slot)| {
             let is_due = slot.asked == 0 || slot.mapped_since && slot.ask_again <= now;
             // Without a build-id nobody could tell whether it is the file its table was made of.
-            is_due && matches!(slot.state, State::Ready(_)) && !build_id(&slot.kind).is_empty()
+            is_due && matches!(slot.state, State::Ready(_)) && build_id(&slot.kind).is_some()
         });
         let (number, slot) =
             nameless.max_by_key(|(number, slot)| (maps.uses(*number as u32), slot.refs))?;
@@ -49,8 +50,8 @@ impl Catalog {
         }
     }
 
-    /// What the kernel calls its file could not be asked: after this time it will be, of the file that is open, or when somebody
-    /// has mapped it.
+    /// What the kernel calls its file could not be asked: after this time it will be, of the file
+    /// that is open, or when somebody has mapped it.
     pub fn ask_again(&self, job: &Job, after: Duration, held: Option<Arc<File>>) {
         let mut inner = self.lock();
         let all = inner.slots.iter().filter(|slot| slot.held.is_some()).count();

@@ -1,7 +1,7 @@
 //! Where tables are in the kernel side's maps, and which must go for another.
 //!
-//! A user may have what is free. When room runs out, those that have more than their share lose theirs first, and take none from
-//! others.
+//! A user may have what is free. When room runs out, those that have more than their share lose
+//! theirs first, and take none from others.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use stackwire_collector_ebpf::unwind::Rule;
 use stackwire_unwind::Table;
 
 use super::{Inner, State};
+use crate::unwind::no_table::NoTable;
 use crate::unwind::owner::{Amount, Owner};
 
 /// Rules of one table. librustc_driver has 707.
@@ -31,7 +32,8 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Whether a table of the same build-id is the one that is here: one of a file with other segments would differ.
+    /// Whether a table of the same build-id is the one that is here: one of a file with other
+    /// segments would differ.
     pub fn is_as(&self, table: &Table) -> bool {
         self.word == pages_word(self.page, table.pages.len() as u32, table.base)
             && self.amount.chunks == (table.rows.len() as u32).div_ceil(CHUNK)
@@ -39,18 +41,9 @@ impl Place {
     }
 }
 
-/// Why an executable has no table.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NoRoom {
-    /// Its user has had their share.
-    OverShare,
-    /// In words for the report.
-    Other(String),
-}
-
 impl Inner {
     /// Writes a table for the owner of a number.
-    pub(super) fn place(&mut self, number: u32, table: &Table) -> Result<Arc<Place>, NoRoom> {
+    pub(super) fn place(&mut self, number: u32, table: &Table) -> Result<Arc<Place>, NoTable> {
         let amount = Amount {
             pages: table.pages.len() as u32,
             chunks: (table.rows.len() as u32).div_ceil(CHUNK),
@@ -58,14 +51,12 @@ impl Inner {
         };
         // Never all others for one.
         if amount.pages > PAGES / 2 || amount.chunks > CHUNKS / 2 || table.rules.len() > MAX_RULES {
-            return Err(NoRoom::Other("its unwind table is too large".to_owned()));
+            return Err(NoTable::TooLarge);
         }
         self.make_room(number, amount, &table.rules)?;
-        let unwritten =
-            |error| NoRoom::Other(format!("its unwind table cannot be written: {error}"));
         let Self { maps, rules, .. } = self;
         let rules = rules.take(&table.rules, |number, rule| maps.write_rule(number, rule));
-        let rules = rules.map_err(unwritten)?;
+        let rules = rules.map_err(NoTable::Unwritable)?;
         // Both are there: this is what making room was about.
         let page = self.pages.take(amount.pages).unwrap_or_default();
         let chunk = self.chunks.take(amount.chunks).unwrap_or_default();
@@ -88,9 +79,30 @@ impl Inner {
             Ok(()) => Ok(Arc::new(place)),
             Err(error) => {
                 self.give_back(&place);
-                Err(unwritten(error))
+                Err(NoTable::Unwritable(error))
             }
         }
+    }
+
+    /// Puts a table in the place of the one a number has, for all numbers that have it; where there
+    /// is no room it keeps that.
+    pub(super) fn replace(&mut self, number: u32, table: &Table) {
+        let State::Ready(old) = &self.slots[number as usize].state else { return };
+        let old = Arc::clone(old);
+        let Ok(place) = self.place(number, table) else { return };
+        self.stats.loaded += 1;
+        let all = 0..self.slots.len() as u32;
+        let all: Vec<u32> = all.filter(|&number| self.has(number, &old)).collect();
+        // What made room may have been the old one.
+        if all.is_empty() {
+            self.ready(number, place);
+            return;
+        }
+        for number in all {
+            self.maps.set_executable(number, place.word, state::READY);
+            self.slots[number as usize].state = State::Ready(Arc::clone(&place));
+        }
+        self.give_back(&old);
     }
 
     /// Takes a table out of the maps, for all numbers that have it.
@@ -128,7 +140,7 @@ impl Inner {
     }
 
     /// Makes room for a table, that of others if need be.
-    fn make_room(&mut self, number: u32, need: Amount, rules: &[Rule]) -> Result<(), NoRoom> {
+    fn make_room(&mut self, number: u32, need: Amount, rules: &[Rule]) -> Result<(), NoTable> {
         while !(self.pages.fits(need.pages)
             && self.chunks.fits(need.chunks)
             && self.rules.fit(rules))
@@ -147,7 +159,7 @@ impl Inner {
     }
 
     /// The table that must go for that of a number.
-    fn next_to_go(&self, number: u32, need: Amount) -> Result<u32, NoRoom> {
+    fn next_to_go(&self, number: u32, need: Amount) -> Result<u32, NoTable> {
         let slot = &self.slots[number as usize];
         let heat = self.maps.uses(number).wrapping_sub(slot.seen);
         // A table is as hot as the hottest number that has it.
@@ -173,16 +185,16 @@ impl Inner {
         let payer = slot.owner.payer();
         let own = taken.get(&payer).copied().unwrap_or_default();
         if payer.is_limited() && own.and(need).is_over_share() {
-            // Those that run keep theirs: tables that take each other's place would be compiled for ever.
+            // Those that run keep theirs: tables that take each other's place would be compiled for
+            // ever.
             let idle = coldest_of(Some(payer)).filter(|(refs, ..)| !refs);
-            return idle.map(|(_, _, number, _)| *number).ok_or(NoRoom::OverShare);
+            return idle.map(|(_, _, number, _)| *number).ok_or(NoTable::OverShare);
         }
         let over =
             taken.iter().filter(|(owner, amount)| owner.is_limited() && amount.is_over_share());
         let most = over.max_by_key(|(_, amount)| amount.part()).map(|(owner, _)| *owner);
         let next = coldest_of(most);
         let next = next.filter(|(refs, of, ..)| most.is_some() || !refs || *of <= heat);
-        let none = || NoRoom::Other("no room for its unwind table".to_owned());
-        next.map(|(_, _, number, _)| *number).ok_or_else(none)
+        next.map(|(_, _, number, _)| *number).ok_or(NoTable::NoRoom)
     }
 }

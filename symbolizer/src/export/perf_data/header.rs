@@ -1,11 +1,14 @@
 //! Head and features of perf.data: `perf.data-file-format.txt` and `header.c` of perf. Pure.
 
+use stackwire_model::BuildId;
+
 use super::record::{EVENT_ID, Mode, SAMPLE_TYPE, words};
 use crate::profile::Origin;
 
 /// Bytes of the head.
 pub const HEADER: usize = 104;
-/// `PERF_ATTR_SIZE_VER5`: perf before 6.3 refuses more than it knows (128), and nothing later is used.
+/// `PERF_ATTR_SIZE_VER5`: perf before 6.3 refuses more than it knows (128), and nothing later is
+/// used.
 const ATTR: usize = 112;
 /// Bytes of head and attributes: where data begins.
 pub const DATA: u64 = (HEADER + ATTR + 16 + 8) as u64;
@@ -44,7 +47,7 @@ pub struct Head<'a> {
     /// CPUs: there are, and were online.
     pub cpus: (u32, u32),
     /// Build-id, mode and name of executables.
-    pub build_ids: Vec<(Vec<u8>, Mode, String)>,
+    pub build_ids: Vec<(BuildId, Mode, String)>,
 }
 
 /// Head and attributes, for `data` bytes of records.
@@ -115,7 +118,8 @@ fn section(head: &Head<'_>, feature: Feature, out: &mut Vec<u8>) {
             out.extend(head.cpus.0.to_le_bytes());
             out.extend(head.cpus.1.to_le_bytes());
         }
-        // perf 6.1 takes for granted that they are there (`perf data convert`), `perf annotate` that it has these parts.
+        // perf 6.1 takes for granted that they are there (`perf data convert`), `perf annotate`
+        // that it has these parts.
         Feature::CpuDescription => string(out, known(&origin.cpu_description, "unknown")),
         Feature::CpuId => string(out, known(&origin.cpu_id, "unknown,0,0,0")),
         Feature::CommandLine => {
@@ -173,8 +177,9 @@ fn string(out: &mut Vec<u8>, text: &str) {
 }
 
 /// `struct perf_record_header_build_id`.
-fn build_id(out: &mut Vec<u8>, id: &[u8], mode: Mode, name: &str) {
+fn build_id(out: &mut Vec<u8>, id: &BuildId, mode: Mode, name: &str) {
     const HAS_SIZE: u16 = 1 << 15;
+    let id = id.as_bytes();
     let id = &id[..id.len().min(20)];
     let name = &name.as_bytes()[..name.len().min(4095)];
     let padded = (name.len() + 1).next_multiple_of(NAME_ALIGN);

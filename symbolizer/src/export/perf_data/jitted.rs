@@ -1,6 +1,7 @@
-//! ELF files without code, so that perf can name what was named here and is in no file: a symbol for every address that
-//! was sampled and has a name. Of code made at run time, as `perf inject --jit` makes of a jitdump; and of executables
-//! that are gone, whose names were known from before. Pure.
+//! ELF files without code, so that perf can name what was named here and is in no file: a symbol
+//! for every address that was sampled and has a name. Of code made at run time, as `perf inject
+//! --jit` makes of a jitdump; and of executables that are gone, whose names were known from before.
+//! Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +11,16 @@ use sha2::{Digest, Sha256};
 use super::record::words;
 use crate::profile::{Executable, ExecutableId, Mapping, ProcessId, Profile, Resolution};
 
+/// Bytes of the build-ids linkers write, and of perf's.
+const SHA_1: usize = 20;
+
 /// Address and file offset of code made at run time in such a file.
 pub const TEXT: u64 = 0x1000;
 
-/// Name and build-id of the file for a mapping of anonymous memory, by its index in [`Profile::mappings`].
+/// Name and build-id of the file for a mapping of anonymous memory, by its index in
+/// [`Profile::mappings`].
 #[must_use]
-pub fn identity(profile: &Profile, index: usize) -> (String, [u8; 20]) {
+pub fn identity(profile: &Profile, index: usize) -> (String, [u8; SHA_1]) {
     let mapping = &profile.mappings[index];
     let process = &profile.processes[mapping.process.index()];
     let origin = &profile.origin;
@@ -27,13 +32,13 @@ pub fn identity(profile: &Profile, index: usize) -> (String, [u8; 20]) {
     {
         hash.update(number.to_le_bytes());
     }
-    let mut id = [0; 20];
-    id.copy_from_slice(&hash.finalize()[..20]);
+    let mut id = [0; SHA_1];
+    id.copy_from_slice(&hash.finalize()[..SHA_1]);
     (format!("jitted-{}-{index}.so", process.pid), id)
 }
 
 /// All such files for code made at run time: name, build-id and content.
-pub fn images(profile: &Profile) -> impl Iterator<Item = (String, [u8; 20], Vec<u8>)> {
+pub fn images(profile: &Profile) -> impl Iterator<Item = (String, [u8; SHA_1], Vec<u8>)> {
     let anonymous = |mapping: &Mapping| {
         matches!(profile.executables[mapping.executable.index()], Executable::Anonymous)
     };
@@ -61,7 +66,8 @@ fn sampled(profile: &Profile) -> FxHashMap<(ProcessId, ExecutableId), Sampled<'_
     all
 }
 
-/// Such a file of an executable with a build-id, if anything in it was named: addresses are offsets in the true one.
+/// Such a file of an executable with a build-id, if anything in it was named: addresses are offsets
+/// in the true one.
 #[must_use]
 pub fn stand_in(profile: &Profile, id: ExecutableId) -> Option<Vec<u8>> {
     let of_it = profile.locations.iter().zip(&profile.resolutions);
@@ -69,9 +75,10 @@ pub fn stand_in(profile: &Profile, id: ExecutableId) -> Option<Vec<u8>> {
     let symbols: Sampled<'_> =
         of_it.map(|(location, resolution)| (location.offset, name(resolution))).collect();
     let (last, _) = symbols.last_key_value().filter(|_| symbols.values().any(Option::is_some))?;
-    let mut build_id = [0; 20];
-    let known = profile.executables[id.index()].build_id();
-    let size = known.len().min(20);
+    let mut build_id = [0; SHA_1];
+    let known = profile.executables[id.index()].build_id()?;
+    let known = known.as_bytes();
+    let size = known.len().min(SHA_1);
     build_id[..size].copy_from_slice(&known[..size]);
     Some(image(&symbols, (0, last.saturating_add(1)), &build_id))
 }
@@ -84,7 +91,8 @@ fn name(resolution: &Resolution) -> Option<&str> {
     }
 }
 
-/// Names by offset in the mapping. An address without one is there, too: the function before it ends before it.
+/// Names by offset in the mapping. An address without one is there, too: the function before it
+/// ends before it.
 fn symbols<'a>(sampled: &Sampled<'a>, mapping: &Mapping) -> Sampled<'a> {
     let inside = sampled.range(mapping.start..mapping.start.saturating_add(mapping.length));
     inside.map(|(address, name)| (address - mapping.start, *name)).collect()
@@ -99,7 +107,7 @@ const SYM: u64 = 24;
 const SECTIONS: &str = "\0.text\0.note.gnu.build-id\0.symtab\0.strtab\0.shstrtab\0";
 
 /// `text`: address and offset of code, and how much there is.
-fn image(symbols: &Sampled<'_>, (text, length): (u64, u64), id: &[u8; 20]) -> Vec<u8> {
+fn image(symbols: &Sampled<'_>, (text, length): (u64, u64), id: &[u8; SHA_1]) -> Vec<u8> {
     const NOTE: u64 = EHDR + 2 * PHDR;
     const NOTE_SIZE: u64 = 36;
     let mut names = vec![0u8];

@@ -1,8 +1,9 @@
-//! perf.data: the samples one by one, with what perf needs to name them itself. Classic records only, in time order, as
-//! perf of any age, hotspot, samply and autofdo read them.
+//! perf.data: the samples one by one, with what perf needs to name them itself. Classic records
+//! only, in time order, as perf of any age, hotspot, samply and autofdo read them.
 //!
-//! Addresses of callers are those of the call, as everywhere in a profile, where the kernel writes return addresses: perf
-//! looks call chains up as they are, and who subtracts one more still finds the call.
+//! Addresses of callers are those of the call, as everywhere in a profile, where the kernel writes
+//! return addresses: perf looks call chains up as they are, and who subtracts one more still finds
+//! the call.
 
 mod header;
 pub(crate) mod jitted;
@@ -20,7 +21,8 @@ use crate::profile::{Executable, Profile};
 pub struct Options {
     /// The command that wrote the file, for `perf report --header`.
     pub command_line: Vec<String>,
-    /// Code made at run time is said to be in files that [`crate::lay_out`] makes; otherwise perf looks for a perf-map.
+    /// Code made at run time is said to be in files that [`crate::lay_out`] makes; otherwise perf
+    /// looks for a perf-map.
     pub jitted: bool,
 }
 
@@ -46,9 +48,7 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
             _ if !used[index] => continue,
             _ => (Mode::User, executable.name()),
         };
-        if !executable.build_id().is_empty() {
-            build_ids.push((executable.build_id().to_vec(), mode, name));
-        }
+        build_ids.extend(executable.build_id().map(|id| (id, mode, name)));
     }
     let cpus = profile.origin.cpus;
     let highest =

@@ -1,8 +1,10 @@
-//! The capture once more, in the order of time: who came and went, what was mapped, and every sample.
+//! The capture once more, in the order of time: who came and went, what was mapped, and every
+//! sample.
 
 use std::io::{self, Write};
 
 use rustc_hash::{FxHashMap, FxHashSet};
+use stackwire_model::BuildId;
 
 use super::super::kernel_place::{self, HIDDEN_KERNEL, KERNEL_BASE};
 use super::record::{At, Chain, Map, Records, chain};
@@ -49,7 +51,8 @@ pub struct Player<'a, W> {
     chains_bytes: usize,
     /// By sample: its chain in `chains`, or [`NONE`].
     chain_of: Vec<u32>,
-    /// By thread: what its names are told apart by. A thread that was renamed is several in the profile.
+    /// By thread: what its names are told apart by. A thread that was renamed is several in the
+    /// profile.
     task_of: Vec<u32>,
     /// By process: that of its main thread, or [`NONE`] when that has no samples.
     main_task_of: Vec<u32>,
@@ -206,7 +209,7 @@ impl<'a, W: Write> Player<'a, W> {
                 "" => (format!("{}_text", kernel_name(module)), KERNEL_BASE),
                 _ => (kernel_name(module), 0),
             };
-            let map = Map { start, length, file_offset, build_id: &[], path: &name };
+            let map = Map { start, length, file_offset, build_id: None, path: &name };
             self.records.kernel_map(map)?;
         }
         Ok(())
@@ -232,7 +235,8 @@ impl<'a, W: Write> Player<'a, W> {
     fn begin(&mut self, index: u32, time_ns: u64) -> io::Result<()> {
         let process = &self.profile.processes[index as usize];
         let at = self.at(process, process.pid, time_ns, 0);
-        // An exec keeps the threads' history, a new process must not inherit that of who had its pid before.
+        // An exec keeps the threads' history, a new process must not inherit that of who had its
+        // pid before.
         let execs = !self.begun.insert(process.pid) && process.generation > 0;
         if !execs {
             self.records.fork(at, process.parent)?;
@@ -248,15 +252,14 @@ impl<'a, W: Write> Player<'a, W> {
         let process = &self.profile.processes[mapping.process.index()];
         let executable = &self.profile.executables[mapping.executable.index()];
         let (start, length, mut file_offset) = (mapping.start, mapping.length, mapping.file_offset);
-        let made;
         let (name, build_id) = match executable {
             Executable::Anonymous if self.jitted => {
                 let (name, id) = jitted::identity(self.profile, index as usize);
-                (made, file_offset) = (id, jitted::TEXT);
-                (name, &made[..])
+                file_offset = jitted::TEXT;
+                (name, BuildId::new(&id))
             }
             // The name perf takes for code a JIT made, whose symbols are in /tmp/perf-PID.map.
-            Executable::Anonymous => ("//anon".to_owned(), &[][..]),
+            Executable::Anonymous => ("//anon".to_owned(), None),
             executable => (executable.name(), executable.build_id()),
         };
         let owner = (mapping.process.0, mapping.executable.0);

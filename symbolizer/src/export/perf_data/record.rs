@@ -1,6 +1,9 @@
-//! Bytes of perf.data's records, as `include/uapi/linux/perf_event.h` and perf's `event.h` lay them out. Pure.
+//! Bytes of perf.data's records, as `include/uapi/linux/perf_event.h` and perf's `event.h` lay them
+//! out. Pure.
 
 use std::io::{self, Write};
+
+use stackwire_model::BuildId;
 
 /// `PERF_RECORD_*`.
 mod kind {
@@ -68,8 +71,8 @@ pub struct Map<'a> {
     pub length: u64,
     /// File offset of the first address.
     pub file_offset: u64,
-    /// At most 20 bytes; empty: unknown.
-    pub build_id: &'a [u8],
+    /// Build-id, if known: perf has room for 20 bytes of it.
+    pub build_id: Option<BuildId>,
     /// Path.
     pub path: &'a str,
 }
@@ -125,10 +128,11 @@ impl<W: Write> Records<W> {
         for word in [map.start, map.length, map.file_offset] {
             self.record.extend(word.to_le_bytes());
         }
-        let size = map.build_id.len().min(20);
         let mut id = [0; 24];
+        let known = map.build_id.as_ref().map_or(&[][..], BuildId::as_bytes);
+        let size = known.len().min(20);
         id[0] = size as u8;
-        id[4..4 + size].copy_from_slice(&map.build_id[..size]);
+        id[4..4 + size].copy_from_slice(&known[..size]);
         self.record.extend(id);
         self.words([PROTECTION, FLAGS]);
         self.text(map.path);

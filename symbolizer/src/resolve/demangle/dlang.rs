@@ -1,7 +1,8 @@
 //! Names of D: the qualified name of a mangled symbol, without parameters. Pure.
 //!
-//! Grammar: "Name Mangling" of the D ABI, with the back references of 2018. Types are parsed only to be passed over,
-//! and arguments of templates left out: `std.stdio.writeln!`. A name that is not all of it D is none.
+//! Grammar: "Name Mangling" of the D ABI, with the back references of 2018. Types are parsed only
+//! to be passed over, and arguments of templates left out: `std.stdio.writeln!`. A name that is not
+//! all of it D is none.
 
 /// Deepest nesting taken.
 const MAX_DEPTH: u32 = 64;

@@ -1,7 +1,7 @@
 //! Mangled names made readable. Pure.
 //!
-//! Only names that are mangled: `cpp_demangle` takes any that parses as a type, and would call the C function
-//! `i` "int" and `t` "unsigned short".
+//! Only names that are mangled: `cpp_demangle` takes any that parses as a type, and would call the
+//! C function `i` "int" and `t` "unsigned short".
 
 mod dlang;
 
@@ -24,7 +24,8 @@ pub fn line(frame: Frame<'_>, readable: bool) -> Line {
 #[must_use]
 pub fn demangle(name: &str) -> String {
     let is = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
-    // Rust first: its old mangling is C++'s with a hash at the end, which the alternate form leaves out.
+    // Rust first: its old mangling is C++'s with a hash at the end, which the alternate form leaves
+    // out.
     if is(&["_R", "_ZN", "__ZN"])
         && let Ok(readable) = rustc_demangle::try_demangle(name)
     {
@@ -60,8 +61,8 @@ fn cpp(name: &str) -> Option<String> {
 const MAX_ENDS: usize = 64;
 const MAX_MANGLED: usize = 4096;
 
-/// The name alone of what has types that cannot be read: GCC mangles `enable_if<…::value>` in a way of its own
-/// (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
+/// The name alone of what has types that cannot be read: GCC mangles `enable_if<…::value>` in a way
+/// of its own (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
 fn cpp_without_parameters(name: &str) -> Option<String> {
     let name = name.get(..name.len().min(MAX_MANGLED))?;
     // Names with parameters of a template, which alone have such types, end in E.

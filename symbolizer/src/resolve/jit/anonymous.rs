@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::{Functions, parse_jitdump, parse_perf_map};
+use super::{Functions, Made, parse_jitdump, parse_perf_map};
 use crate::capture::Artifacts;
 use crate::profile::{
-    ArtifactHash, ExecutableId, LocationId, Missing, ProcessId, Profile, Quality, Resolution,
+    ArtifactHash, ExecutableId, JitFile, Line, Location, LocationId, Missing, Process, ProcessId,
+    Profile, Quality, Resolution, Snapshot,
 };
 
 /// Names every place in anonymous memory, or says why not.
@@ -15,36 +16,23 @@ pub fn name(
     id: ExecutableId,
     locations: &[LocationId],
 ) {
-    // By content, since many processes may have inherited one map.
-    let mut known: HashMap<&[ArtifactHash], Functions> = HashMap::new();
     let mappings = Mappings::of(profile, id);
+    let known = Known::of(profile, artifacts, locations);
     let mut resolutions = Vec::with_capacity(locations.len());
     for location in locations {
         let at = profile.locations[location.index()];
         let Some(process) = at.process else { continue };
         let process = &profile.processes[process.index()];
-        let sources: [(&[Vec<ArtifactHash>], Parse, Quality); 2] = [
-            (&process.jitdumps, parse_jitdump, Quality::Jitdump),
-            (&process.perf_maps, parse_perf_map, Quality::PerfMap),
-        ];
         let mut missing = None;
-        let found = sources.into_iter().find_map(|(snapshots, parse, quality)| {
-            // The newest that came: a later one may have been cut off with the end of the capture.
-            let has = |hash: &&ArtifactHash| artifacts.get(hash).is_some();
-            let came = |snapshot: &&Vec<ArtifactHash>| snapshot.iter().take_while(has).count();
-            let snapshot = snapshots
-                .iter()
-                .max_by_key(|snapshot| (came(snapshot) == snapshot.len(), came(snapshot) > 0))?;
-            let pieces = &snapshot[..came(&snapshot)];
-            if pieces.is_empty() {
-                missing.get_or_insert_with(|| format!("its {} was not sent", quality.text()));
+        let found = sources(process).into_iter().find_map(|source| {
+            let quality = source.quality;
+            let Some((snapshot, pieces)) = source.at(at.seen_ns, artifacts) else {
+                if !source.file.is_empty() {
+                    missing.get_or_insert_with(|| format!("its {} was not sent", quality.text()));
+                }
                 return None;
-            }
-            let functions = known.entry(pieces).or_insert_with(|| {
-                let content = pieces.iter().filter_map(|hash| artifacts.get(hash));
-                parse(&content.collect::<Vec<_>>().concat())
-            });
-            let line = functions.line(at.offset);
+            };
+            let line = known.line(pieces, &at, |made| source.written_ns(process, snapshot, made));
             if line.is_none() {
                 missing = Some(format!("not in the {}", quality.text()));
             }
@@ -61,7 +49,7 @@ pub fn name(
     }
     // Names there are, and they may be of code that is there no more.
     let old = profile.processes.iter().filter_map(|process| {
-        let has_names = !(process.perf_maps.is_empty() && process.jitdumps.is_empty());
+        let has_names = !(process.perf_map.is_empty() && process.jitdump.is_empty());
         let reason = process.jit_missing.as_ref().filter(|_| has_names)?;
         Some(format!("pid {}: names are from before: {reason}", process.pid))
     });
@@ -74,7 +62,95 @@ pub fn name(
 /// Most processes named in the notes of JIT code.
 const MAX_NOTES: usize = 20;
 
-type Parse = fn(&[u8]) -> Functions;
+/// One of the files a process writes.
+struct Source<'a> {
+    file: &'a JitFile,
+    parse: fn(&[u8]) -> Functions,
+    quality: Quality,
+}
+
+/// The better one first.
+fn sources(process: &Process) -> [Source<'_>; 2] {
+    let (dump, map) = (&process.jitdump, &process.perf_map);
+    [
+        Source { file: dump, parse: parse_jitdump, quality: Quality::Jitdump },
+        Source { file: map, parse: parse_perf_map, quality: Quality::PerfMap },
+    ]
+}
+
+impl<'a> Source<'a> {
+    fn at(
+        &self,
+        seen_ns: u64,
+        artifacts: &Artifacts,
+    ) -> Option<(&'a Snapshot, &'a [ArtifactHash])> {
+        self.file.at(seen_ns, |hash| artifacts.get(hash).is_some())
+    }
+
+    /// When a function was put there, nanoseconds since the Unix epoch.
+    fn written_ns(&self, process: &Process, snapshot: &Snapshot, made: &Made) -> u64 {
+        let (written, late) = self.file.written_ns(snapshot, made.record);
+        let said = made.time_ns.map(|time_ns| process.clock_zero_ns.saturating_add(time_ns));
+        // Its clock may be another, as in a time namespace: later than it was read nothing was
+        // written.
+        said.filter(|said| late == 0 || *said <= late).unwrap_or(written)
+    }
+}
+
+/// What was parsed, by content, since many processes may have inherited one map.
+struct Known<'a>(HashMap<&'a [ArtifactHash], Parsed>);
+
+#[derive(Default)]
+struct Parsed {
+    functions: Functions,
+    /// See [`Functions::versions`], of the addresses that have a time.
+    versions: HashMap<u64, Vec<u32>>,
+}
+
+impl<'a> Known<'a> {
+    fn of(profile: &'a Profile, artifacts: &Artifacts, locations: &[LocationId]) -> Self {
+        let mut known: HashMap<&[ArtifactHash], Parsed> = HashMap::new();
+        for location in locations {
+            let at = &profile.locations[location.index()];
+            let Some(process) = at.process else { continue };
+            for source in sources(&profile.processes[process.index()]) {
+                let Some((_, pieces)) = source.at(at.seen_ns, artifacts) else { continue };
+                let parsed = known.entry(pieces).or_insert_with(|| {
+                    let content = pieces.iter().filter_map(|hash| artifacts.get(hash));
+                    let functions = (source.parse)(&content.collect::<Vec<_>>().concat());
+                    Parsed { functions, ..Parsed::default() }
+                });
+                if at.seen_ns != 0 {
+                    parsed.versions.insert(at.offset, Vec::new());
+                }
+            }
+        }
+        for Parsed { functions, versions } in known.values_mut() {
+            let mut addresses: Vec<u64> = versions.keys().copied().collect();
+            addresses.sort_unstable();
+            let found = functions.versions(&addresses);
+            *versions = addresses.into_iter().zip(found).collect();
+        }
+        Self(known)
+    }
+
+    /// The function that was there at a place's time: the last put there by then, or the first
+    /// after it, since compilers write later than they make.
+    fn line(
+        &self,
+        pieces: &[ArtifactHash],
+        at: &Location,
+        written_ns: impl Fn(&Made) -> u64,
+    ) -> Option<Line> {
+        let Parsed { functions, versions } = self.0.get(pieces)?;
+        let Some(versions) = versions.get(&at.offset).filter(|_| at.seen_ns != 0) else {
+            return functions.line(at.offset);
+        };
+        let mut made = versions.iter().filter_map(|&number| functions.made(number));
+        let then = made.clone().find(|made| written_ns(made) <= at.seen_ns);
+        functions.line_of(then.or_else(|| made.next_back())?, at.offset)
+    }
+}
 
 /// Where anonymous memory is mapped: end by process and start.
 struct Mappings(BTreeMap<(ProcessId, u64), u64>);

@@ -1,12 +1,13 @@
 //! jitdump: what a JIT compiler made, in binary, with its lines. Pure.
 //!
-//! Layout: tools/perf/Documentation/jitdump-specification.txt. A header, then records: code loaded, code moved,
-//! lines of the code that is loaded next. The code itself and unwind tables are passed over. A file that was
-//! cut, as one still being written is, gives what comes before, and the name of code that is not all there.
+//! Layout: tools/perf/Documentation/jitdump-specification.txt. A header, then records: code loaded,
+//! code moved, lines of the code that is loaded next. The code itself and unwind tables are passed
+//! over. A file that was cut, as one still being written is, gives what comes before, and the name
+//! of code that is not all there.
 
 use std::collections::HashMap;
 
-use super::{Function, Functions};
+use super::{Function, Functions, Made};
 
 /// `JiTD` in the byte order of the writer.
 const MAGIC: u32 = 0x4A69_5444;
@@ -14,10 +15,12 @@ const MAGIC: u32 = 0x4A69_5444;
 const MAX_FUNCTIONS: usize = 1 << 20;
 /// Most lines taken, of all functions.
 const MAX_LINES: usize = 16 << 20;
+/// Flag of the header: times are of the processor's counter and not of a clock.
+const PROCESSOR_TIMES: u64 = 1;
 /// `\xff`: the file of the line before.
 const SAME_FILE: &[u8] = b"\xff";
-/// V8 adds the size of an ELF header to the addresses of lines, to suit what perf made of them before 5.9
-/// (`kElfHeaderSize` of src/diagnostics/perf-jit.cc).
+/// V8 adds the size of an ELF header to the addresses of lines, to suit what perf made of them
+/// before 5.9 (`kElfHeaderSize` of src/diagnostics/perf-jit.cc).
 const V8_OFFSET: u64 = 0x40;
 
 /// Parses a jitdump; records that make no sense are passed over.
@@ -34,8 +37,9 @@ pub fn parse(content: &[u8]) -> Functions {
 #[derive(Default)]
 struct Dump<'a> {
     functions: Vec<Function>,
-    /// Start, end, number of the function.
-    made: Vec<(u64, u64, usize)>,
+    made: Vec<Made>,
+    /// Of the record that is read: its offset, and when it was written.
+    record: (u64, Option<u64>),
     /// By the index its compiler gave it, which moved code keeps: the last of them.
     by_index: HashMap<u64, usize>,
     /// How many lines the code that comes next has, and they, by its address.
@@ -59,14 +63,18 @@ impl<'a> Dump<'a> {
         let mut header = Reader { bytes: content, big };
         header.skip(8)?;
         let size = header.word()?;
+        header.skip(20)?;
+        let clock = header.long()? & PROCESSOR_TIMES == 0;
         let mut rest = content.get(size as usize..)?;
         while self.made.len() < MAX_FUNCTIONS {
             let mut record = Reader { bytes: rest, big };
             let (kind, size) = (record.word()?, record.word()? as usize);
-            record.skip(8)?; // when
+            let time_ns = record.long()?;
             if size < 16 {
                 return None;
             }
+            let offset = (content.len() - rest.len()) as u64;
+            self.record = (offset, (clock && time_ns != 0).then_some(time_ns));
             let body = Reader { bytes: rest.get(16..size.min(rest.len()))?, big };
             // A record that makes no sense costs itself.
             let _ = match kind {
@@ -101,7 +109,7 @@ impl<'a> Dump<'a> {
         lines.sort_by_key(|line| line.0);
         let name = String::from_utf8_lossy(name).into_owned();
         self.by_index.insert(index, self.functions.len());
-        self.made.push((start, end, self.functions.len()));
+        self.made(start, end, self.functions.len());
         self.functions.push(Function { name, lines });
         Some(())
     }
@@ -111,8 +119,13 @@ impl<'a> Dump<'a> {
         let (_old, new, size, index) = (body.long()?, body.long()?, body.long()?, body.long()?);
         let function = *self.by_index.get(&index)?;
         let end = new.checked_add(size).filter(|end| *end > new)?;
-        self.made.push((new, end, function));
+        self.made(new, end, function);
         Some(())
+    }
+
+    fn made(&mut self, start: u64, end: u64, function: usize) {
+        let (record, time_ns) = self.record;
+        self.made.push(Made { start, end, function, record, time_ns });
     }
 
     fn debug_info(&mut self, mut body: Reader<'a>) -> Option<()> {
@@ -140,8 +153,8 @@ impl<'a> Dump<'a> {
         Some(lines)
     }
 
-    /// Node 20 writes memory it has freed where the file's name was, as many bytes as that had. The name of the
-    /// function has the file, and its length fits when it is the one that was meant.
+    /// Node 20 writes memory it has freed where the file's name was, as many bytes as that had. The
+    /// name of the function has the file, and its length fits when it is the one that was meant.
     fn of_one_file(
         &mut self,
         count: u64,
@@ -306,8 +319,8 @@ mod tests {
     #[test]
     fn cut_anywhere_it_gives_what_comes_before() {
         let whole = dump();
-        let all = parse(&whole).places.len();
-        let count = |end: usize| parse(&whole[..end]).places.len();
+        let all = parse(&whole).made.len();
+        let count = |end: usize| parse(&whole[..end]).made.len();
         let counts: Vec<_> = (0..=whole.len()).map(count).collect();
         assert!(counts.is_sorted(), "{counts:?}");
         let code = 0x10;
@@ -321,7 +334,7 @@ mod tests {
             bytes.extend(record(1, &longs(&[0, 0x1000, 0x1000, 0x1000 + n * 0x100, 0x10, 1])));
         }
         let functions = parse(&bytes);
-        assert_eq!((functions.functions.len(), functions.places.len()), (1, 1001));
+        assert_eq!((functions.functions.len(), functions.made.len()), (1, 1001));
         assert_eq!(at(&functions, 0x1000 + 700 * 0x100).0.len(), 4000);
     }
 

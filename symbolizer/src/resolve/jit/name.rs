@@ -2,8 +2,8 @@
 
 use crate::profile::Line;
 
-/// What a name says: `py::name:/path.py` (CPython), `JS:*name /path:1:17` (V8), `type [module] Class::name()[tier]`
-/// (.NET), `wasm[0]::function[5]::name` (Wasmtime); another is a function.
+/// What a name says: `py::name:/path.py` (CPython), `JS:*name /path:1:17` (V8), `type [module]
+/// Class::name()[tier]` (.NET), `wasm[0]::function[5]::name` (Wasmtime); another is a function.
 #[must_use]
 pub fn line(name: &str) -> Line {
     let apart = python(name).or_else(|| script(name)).or_else(|| dotnet(name));

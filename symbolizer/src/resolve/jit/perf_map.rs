@@ -1,9 +1,9 @@
 //! Names of JIT code from a perf-map: lines `START SIZE name`, hex. Pure.
 //!
-//! A JIT appends a line for each function it makes. Java writes `0x` before its numbers, Node does not; names may hold anything but a newline.
-//! Format: tools/perf/Documentation/jit-interface.txt.
+//! A JIT appends a line for each function it makes. Java writes `0x` before its numbers, Node does
+//! not; names may hold anything but a newline. Format: tools/perf/Documentation/jit-interface.txt.
 
-use super::{Function, Functions};
+use super::{Function, Functions, Made};
 
 /// Most lines taken: ten times what a large Java service makes.
 const MAX_LINES: usize = 1 << 20;
@@ -12,10 +12,16 @@ const MAX_LINES: usize = 1 << 20;
 #[must_use]
 pub fn parse(content: &[u8]) -> Functions {
     let (mut functions, mut made) = (Vec::new(), Vec::new());
-    let lines = content.split(|&byte| byte == b'\n').filter_map(parse_line);
-    for (start, end, name) in lines.take(MAX_LINES) {
-        made.push((start, end, functions.len()));
-        functions.push(Function { name, ..Function::default() });
+    let mut record = 0;
+    for line in content.split(|&byte| byte == b'\n') {
+        if made.len() == MAX_LINES {
+            break;
+        }
+        if let Some((start, end, name)) = parse_line(line) {
+            made.push(Made { start, end, function: functions.len(), record, time_ns: None });
+            functions.push(Function { name, ..Function::default() });
+        }
+        record += line.len() as u64 + 1;
     }
     Functions::of(functions, made)
 }
@@ -42,7 +48,7 @@ mod tests {
     use super::*;
 
     fn name(functions: &Functions, address: u64) -> Option<&str> {
-        functions.at(address).map(|(_, function)| function.name.as_str())
+        functions.at(address).map(|made| functions.functions[made.function].name.as_str())
     }
 
     #[test]
@@ -64,6 +70,26 @@ mod tests {
             [at(0x1000), at(0x1010), at(0x1040), at(0x105f), at(0x1060)],
             ["newest", "old", "new", "new", "old"]
         );
+    }
+
+    #[test]
+    fn what_was_at_an_address_before_is_known_too() {
+        let functions = parse(b"1000 100 old\n1040 20 new\n1000 10 newest\n");
+        let versions = functions.versions(&[0xfff, 0x1000, 0x1050, 0x1100]);
+        let of = |index: usize| -> Vec<(&str, u64)> {
+            let made = versions[index].iter().map(|&number| functions.made(number).unwrap());
+            made.map(|made| (functions.functions[made.function].name.as_str(), made.record))
+                .collect()
+        };
+        assert_eq!(of(1), [("newest", 25), ("old", 0)]);
+        assert_eq!(of(2), [("new", 13), ("old", 0)]);
+        assert!(of(0).is_empty() && of(3).is_empty());
+        // Written over without end: of each address the last ones.
+        let text: String = (0..1000).map(|n| format!("1000 {:x} f{n}\n", 1 + n % 3)).collect();
+        let functions = parse(text.as_bytes());
+        let versions = functions.versions(&[0x1000, 0x1001, 0x1002]);
+        assert_eq!(versions.iter().map(Vec::len).collect::<Vec<_>>(), [256, 256, 256]);
+        assert_eq!((versions[0][0], versions[2][0]), (999, 998));
     }
 
     #[test]

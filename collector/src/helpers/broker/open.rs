@@ -1,31 +1,31 @@
 //! What is opened, and what is refused: the rules of the broker, and of a collector without one.
 //!
-//! A process chooses its paths, its root directory and what is mounted there, so a path may lead to a FIFO, a
-//! device, or a file of somebody else that only a privileged opener could read. What is passed on is a regular
-//! file: one that was mapped and that its process may read, or one of the process's user in its own root.
-//! Nothing is opened for reading before it is known what it is: to open a device can have an effect.
+//! A process chooses its paths, its root directory and what is mounted there, so a path may lead to
+//! a FIFO, a device, or a file of somebody else that only a privileged opener could read. What is
+//! passed on is a regular file: one that was mapped and that its process may read, or one of the
+//! process's user in its own root. Nothing is opened for reading before it is known what it is: to
+//! open a device can have an effect.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat, openat2};
-use rustix::io::Errno;
 
-use super::{NONE, UNREACHABLE, Wanted};
+use super::{OpenError, Wanted};
 use crate::process::living_task;
 
 /// Opens what is wanted, with the privileges of the caller.
 ///
 /// # Errors
-/// In words for the report.
-pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
+/// See [`OpenError`].
+pub(super) fn open(wanted: &Wanted) -> Result<File, OpenError> {
     match wanted {
         Wanted::Mapped { pid, start, end, .. } => {
             // The file itself, deleted, replaced or hidden as it may be; proc_pid_map_files(5).
             let task = living_task(*pid).unwrap_or(*pid);
             let linked = format!("/proc/{task}/map_files/{start:x}-{end:x}");
             let flags = OFlags::PATH | OFlags::CLOEXEC;
-            let found = openat(CWD, linked, flags, Mode::empty()).map_err(why)?;
+            let found = openat(CWD, linked, flags, Mode::empty())?;
             let user = user(*pid);
             read_if(found, |stat| may_read(stat, user))
         }
@@ -36,12 +36,12 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
                 OFlags::PATH | OFlags::CLOEXEC,
                 Mode::empty(),
             )
-            .map_err(|_cause| UNREACHABLE.to_owned())?;
+            .map_err(|_cause| OpenError::RootOutOfReach)?;
             // Links in there are of that root, and lead nowhere else.
             let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
             let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-            let found = openat2(&root, path.as_str(), flags, Mode::empty(), within).map_err(why)?;
-            let user = user(*pid).ok_or_else(|| UNREACHABLE.to_owned())?;
+            let found = openat2(&root, path.as_str(), flags, Mode::empty(), within)?;
+            let user = user(*pid).ok_or(OpenError::RootOutOfReach)?;
             read_if(found, |stat| stat.st_uid == user)
         }
     }
@@ -50,17 +50,17 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, String> {
 /// Opens it by its path as this process sees it, with what its user may do and no more.
 ///
 /// # Errors
-/// In words for the report.
-pub(super) fn open_here(wanted: &Wanted) -> Result<File, String> {
+/// See [`OpenError`].
+pub(super) fn open_here(wanted: &Wanted) -> Result<File, OpenError> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     match wanted {
         Wanted::Mapped { pid, path, .. } => {
             let places = [format!("/proc/{pid}/root{path}"), path.clone()];
-            let mut reason = NONE.to_owned();
+            let mut reason = OpenError::NotFound;
             // Root may read what the user of the process may not, capabilities or none.
             let (root, user) = (rustix::process::geteuid().is_root(), user(*pid));
             for place in places {
-                let found = openat(CWD, place, flags, Mode::empty()).map_err(why);
+                let found = openat(CWD, place, flags, Mode::empty()).map_err(OpenError::from);
                 match found.and_then(|found| read_if(found, |stat| !root || may_read(stat, user))) {
                     Ok(file) => return Ok(file),
                     Err(why) => reason = why,
@@ -72,40 +72,34 @@ pub(super) fn open_here(wanted: &Wanted) -> Result<File, String> {
             // Of a process that is gone nobody can tell the user: then only what is our own.
             let user = user(*pid).unwrap_or(rustix::process::geteuid().as_raw());
             let found = openat(CWD, path.as_str(), flags | OFlags::NOFOLLOW, Mode::empty());
-            read_if(found.map_err(why)?, |stat| stat.st_uid == user)
+            read_if(found?, |stat| stat.st_uid == user)
         }
     }
 }
 
 /// Opens what was found for reading, if it is a regular file that is allowed.
-fn read_if(found: OwnedFd, allowed: impl Fn(&Stat) -> bool) -> Result<File, String> {
-    let stat = fstat(&found).map_err(why)?;
+fn read_if(found: OwnedFd, allowed: impl Fn(&Stat) -> bool) -> Result<File, OpenError> {
+    let stat = fstat(&found)?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err("it is not a regular file".to_owned());
+        return Err(OpenError::NotRegular);
     }
     if !allowed(&stat) {
-        return Err(format!("it belongs to user {}, not to the process", stat.st_uid));
+        return Err(OpenError::OfAnother { owner: stat.st_uid });
     }
     let itself = format!("/proc/self/fd/{}", found.as_fd().as_raw_fd());
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
-    openat(CWD, itself, flags, Mode::empty()).map(File::from).map_err(why)
+    Ok(openat(CWD, itself, flags, Mode::empty())?.into())
 }
 
-/// Whether the user of a process may read what it has mapped: what may be executed and not read stays unread.
+/// Whether the user of a process may read what it has mapped: what may be executed and not read
+/// stays unread.
 fn may_read(stat: &Stat, user: Option<u32>) -> bool {
     let mode = Mode::from_raw_mode(stat.st_mode);
     mode.contains(Mode::ROTH) || (mode.contains(Mode::RUSR) && Some(stat.st_uid) == user)
 }
 
-fn why(error: Errno) -> String {
-    match error {
-        Errno::NOENT => NONE.to_owned(),
-        other => std::io::Error::from(other).to_string(),
-    }
-}
-
-/// The user a process was started by, as this process sees it. Of a set-user-ID program the effective one has rights that
-/// this user has not: what such a program maps is not theirs to read.
+/// The user a process was started by, as this process sees it. Of a set-user-ID program the
+/// effective one has rights that this user has not: what such a program maps is not theirs to read.
 fn user(pid: u32) -> Option<u32> {
     crate::process::user::of(pid).map(|users| users.real)
 }
@@ -115,7 +109,7 @@ fn user(pid: u32) -> Option<u32> {
 mod tests {
     use super::*;
 
-    fn own(path: &std::path::Path) -> Result<Vec<u8>, String> {
+    fn own(path: &std::path::Path) -> Result<Vec<u8>, OpenError> {
         let pid = std::process::id();
         let path = path.to_str().unwrap().to_owned();
         let mut content = Vec::new();
@@ -130,13 +124,13 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         std::fs::write(at("map"), b"1000 10 f\n").unwrap();
         assert_eq!(own(&at("map")).unwrap(), b"1000 10 f\n");
-        assert_eq!(own(&at("none")).unwrap_err(), NONE);
+        assert_eq!(own(&at("none")).unwrap_err(), OpenError::NotFound);
 
         std::fs::create_dir(at("directory")).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", at("link")).unwrap();
         rustix::fs::mknodat(CWD, at("fifo"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         for name in ["directory", "link", "fifo"] {
-            assert_eq!(own(&at(name)).unwrap_err(), "it is not a regular file", "{name}");
+            assert_eq!(own(&at(name)).unwrap_err(), OpenError::NotRegular, "{name}");
         }
     }
 
@@ -155,7 +149,7 @@ mod tests {
         for mode in [0o600, 0o644] {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
             std::fs::set_permissions(&path, mode).unwrap();
-            assert!(own(&path).unwrap_err().contains("belongs to user 65534"));
+            assert_eq!(own(&path).unwrap_err(), OpenError::OfAnother { owner: 65534 });
         }
     }
 

@@ -1,8 +1,8 @@
 //! The content of sections: read or decompressed to where it does no harm, within limits.
 //!
-//! A section larger than [`IN_MEMORY`] goes to an unlinked temporary file and is mapped from there: the system
-//! can take those pages back, which it cannot with memory of ours. The 300 MB of libjvm's `.debug_info` would
-//! otherwise be more than the symbolizer may use.
+//! A section larger than [`IN_MEMORY`] goes to an unlinked temporary file and is mapped from there:
+//! the system can take those pages back, which it cannot with memory of ours. The 300 MB of
+//! libjvm's `.debug_info` would otherwise be more than the symbolizer may use.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
@@ -13,8 +13,8 @@ use std::sync::Arc;
 use object::Endianness;
 use object::elf;
 
-use super::{ElfError, Section};
-use crate::table::Bytes;
+use super::Bytes;
+use crate::{ElfError, Section};
 
 /// Where large sections are kept while they are read.
 #[derive(Clone, Debug, Default)]
@@ -43,9 +43,11 @@ impl Scratch {
 
 /// Sections up to this size are kept in memory.
 const IN_MEMORY: u64 = 4 << 20;
-/// Most bytes a section may have. The 156 MB libjvm has one of 300 MB once decompressed; a browser's 3 GB.
+/// Most bytes a section may have. The 156 MB libjvm has one of 300 MB once decompressed; a
+/// browser's 3 GB.
 const MAX_SECTION: u64 = 8 << 30;
-/// Most that one compressed byte can become: 1,032 with deflate, more with zstd for nothing but zeros.
+/// Most that one compressed byte can become: 1,032 with deflate, more with zstd for nothing but
+/// zeros.
 const MAX_RATIO: u64 = 2048;
 
 /// Reads a section, decompressed if need be.
@@ -57,17 +59,13 @@ pub(super) fn read(
     scratch: &Scratch,
 ) -> Result<Bytes, ElfError> {
     let raw = Window { file, at: section.offset, left: section.size };
-    if section.flags & u64::from(elf::SHF_COMPRESSED) != 0 {
+    if section.is_compressed() {
         let (kind, size, raw) = compression_header(raw, is_64, endian)?;
         let bounded = |size: u64, raw: &Window<'_>| {
             let limit = MAX_SECTION.min(raw.left.saturating_mul(MAX_RATIO));
             if size > limit {
-                let name = &section.name;
-                let text = format!(
-                    "its section {name} declares {size} bytes, which {} cannot hold",
-                    raw.left
-                );
-                return Err(ElfError::TooLarge(text));
+                let name = section.name.clone();
+                return Err(ElfError::Expands { name, size, compressed: raw.left });
             }
             Ok(size)
         };
@@ -80,12 +78,12 @@ pub(super) fn read(
                 decoder.window_log_max(27)?;
                 keep(decoder, size, scratch)
             }
-            other => Err(ElfError::Broken(format!("compression of unknown kind {other}"))),
+            other => Err(ElfError::UnknownCompression(other)),
         };
     }
     if section.size > MAX_SECTION {
-        let text = format!("its section {} has {} bytes", section.name, section.size);
-        return Err(ElfError::TooLarge(text));
+        let (name, size) = (section.name.clone(), section.size);
+        return Err(ElfError::SectionTooLarge { name, size });
     }
     keep(raw, section.size, scratch)
 }
@@ -98,13 +96,12 @@ const XZ_MEMORY: u64 = 128 << 20;
 /// An xz-compressed file as one of its own.
 pub(super) fn unxz(compressed: &[u8], scratch: &Scratch) -> Result<File, ElfError> {
     let stream = liblzma::stream::Stream::new_stream_decoder(XZ_MEMORY, 0)
-        .map_err(|error| ElfError::Broken(format!("xz: {error}")))?;
+        .map_err(|error| ElfError::Xz(error.into()))?;
     let mut decoder = liblzma::read::XzDecoder::new_stream(compressed, stream).take(MAX_INNER + 1);
     let mut file = scratch.file()?;
-    let taken = io::copy(&mut decoder, &mut file)
-        .map_err(|error| ElfError::Broken(format!("xz: {error}")))?;
+    let taken = io::copy(&mut decoder, &mut file).map_err(ElfError::Xz)?;
     if taken > MAX_INNER {
-        return Err(ElfError::TooLarge(format!("it holds more than {MAX_INNER} bytes")));
+        return Err(ElfError::InnerTooLarge(MAX_INNER));
     }
     Ok(file)
 }
@@ -115,7 +112,8 @@ fn compression_header(
     is_64: bool,
     endian: Endianness,
 ) -> Result<(u32, u64, Window<'_>), ElfError> {
-    // Elf64_Chdr: type, reserved, size, alignment; Elf32_Chdr: type, size, alignment, of 4 bytes each.
+    // Elf64_Chdr: type, reserved, size, alignment; Elf32_Chdr: type, size, alignment, of 4 bytes
+    // each.
     let mut header = [0; 24];
     let header = &mut header[..if is_64 { 24 } else { 12 }];
     raw.read_exact(header)?;
@@ -144,10 +142,10 @@ fn keep(mut from: impl Read, size: u64, scratch: &Scratch) -> Result<Bytes, ElfE
     let mut out = BufWriter::with_capacity(1 << 18, scratch.file()?);
     let copied = io::copy(&mut from.take(size), &mut out)?;
     if copied != size {
-        return Err(ElfError::Broken(format!("a section of {size} bytes ends after {copied}")));
+        return Err(ElfError::Cut { size, found: copied });
     }
     out.flush()?;
-    let file = out.into_inner().map_err(|error| ElfError::Read(error.to_string()))?;
+    let file = out.into_inner().map_err(|error| ElfError::Read(error.into_error()))?;
     Ok(Bytes::map(&file)?)
 }
 

@@ -1,7 +1,7 @@
 //! Bytes that do not change: owned, or a private file of ours mapped into memory.
 //!
-//! Only files nobody else can cut short are mapped (the cache's, and unlinked ones): a file cut short by its owner
-//! while mapped ends the reader with SIGBUS. Everything else is read.
+//! Only files nobody else can cut short are mapped (the cache's, and unlinked ones): a file cut
+//! short by its owner while mapped ends the reader with SIGBUS. Everything else is read.
 
 #![allow(unsafe_code, reason = "mmap")]
 
@@ -28,8 +28,9 @@ impl Bytes {
         if file.metadata()?.len() == 0 {
             return Ok(Self::from(Vec::new()));
         }
-        // SAFETY: callers pass files of the cache (mode 0600 in a directory of mode 0700, replaced by rename and
-        // never written in place) or unlinked temporary ones: no one shortens or changes them.
+        // SAFETY: callers pass files of the cache (mode 0600 in a directory of mode 0700, replaced
+        // by rename and never written in place) or unlinked temporary ones: no one shortens or
+        // changes them.
         let map = unsafe { memmap2::Mmap::map(file)? };
         Ok(Self(Arc::new(Inner::Mapped(map))))
     }
@@ -37,7 +38,8 @@ impl Bytes {
     /// Gives memory of a mapped file back to the system, which reads it again if it must.
     pub fn forget_pages(&self) {
         if let Inner::Mapped(map) = &*self.0 {
-            // SAFETY: the mapping is private, read-only and of a file: dropped pages are read from it again.
+            // SAFETY: the mapping is private, read-only and of a file: dropped pages are read from
+            // it again.
             let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
     }
@@ -63,28 +65,5 @@ impl Deref for Bytes {
 impl std::fmt::Debug for Bytes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} bytes", self.len())
-    }
-}
-
-/// The end of some bytes, as text.
-#[derive(Clone, Debug)]
-pub(super) struct Text {
-    bytes: Bytes,
-    start: usize,
-}
-
-impl Text {
-    /// `None` when it is no UTF-8, or begins behind the end.
-    pub(super) fn new(bytes: Bytes, start: usize) -> Option<Self> {
-        std::str::from_utf8(bytes.get(start..)?).ok()?;
-        Some(Self { bytes, start })
-    }
-
-    /// A piece; empty when there is none such. Costs no look at its content.
-    pub(super) fn get(&self, at: u32, length: u32) -> &str {
-        // SAFETY: checked in `new`, and the bytes do not change.
-        let text = unsafe { std::str::from_utf8_unchecked(&self.bytes[self.start..]) };
-        let at = at as usize;
-        text.get(at..at + length as usize).unwrap_or("")
     }
 }

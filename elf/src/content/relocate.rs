@@ -1,17 +1,19 @@
-//! Object files: addresses for their code, and debug sections adjusted to them. Kernel modules are object files.
+//! Object files: addresses for their code, and debug sections adjusted to them. Kernel modules are
+//! object files.
 //!
-//! Only what debug sections need: absolute relocations with addends. Addresses are ours alone and mean nothing
-//! outside; who asks about a kernel module finds its functions by name.
+//! Only what debug sections need: absolute relocations with addends. Addresses are ours alone and
+//! mean nothing outside; who asks about a kernel module finds its functions by name.
 
 use object::Endianness;
 use object::elf;
 
-use super::{Elf, ElfError, Section};
-use crate::table::Bytes;
+use super::{Bytes, Elf};
+use crate::{ElfError, Section};
 
 /// Where the first section is put: address 0 stands for what the linker removed.
 const BASE: u64 = 0x1000;
-/// Largest section adjusted, which is done in memory; the largest of a kernel module has some 100 MB.
+/// Largest section adjusted, which is done in memory; the largest of a kernel module has some 100
+/// MB.
 const MAX_BYTES: usize = 512 << 20;
 
 /// Puts the code sections one behind the other.
@@ -29,19 +31,18 @@ pub(super) fn place(sections: &mut [Section]) {
 /// Writes addresses where relocations want them.
 pub(super) fn apply(elf: &Elf, content: Bytes, relocations: &Section) -> Result<Bytes, ElfError> {
     if content.len() > MAX_BYTES {
-        let text = format!("a section of {} bytes with relocations", content.len());
-        return Err(ElfError::TooLarge(text));
+        return Err(ElfError::RelocatedTooLarge(content.len()));
     }
     let symbols = elf
         .sections
         .get(relocations.link as usize)
         .filter(|symbols| symbols.kind == elf::SHT_SYMTAB)
-        .ok_or_else(|| ElfError::Broken("its relocations have no symbols".to_owned()))?;
+        .ok_or(ElfError::NoRelocationSymbols)?;
     // As they are, whatever they are called: one that refers to itself is not followed.
     let (symbols, entries) = (elf.as_it_is(symbols)?, elf.as_it_is(relocations)?);
     let mut content = content.to_vec();
     if !elf.is_64 || elf.endian != Endianness::Little {
-        return Err(ElfError::Broken("an object file of this kind is not read".to_owned()));
+        return Err(ElfError::ForeignObject);
     }
     let (entries, _) = entries.as_chunks::<24>();
     for entry in entries {

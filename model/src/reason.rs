@@ -1,4 +1,5 @@
-//! Why stacks end where they do, and why samples are missing.
+//! Why stacks end where they do, and why samples are missing: found by the collector, told to
+//! people.
 
 /// Why a stack ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,6 +38,8 @@ pub enum EndReason {
     UnknownSwitch,
     /// The user of the process has had their share of the collector's unwind tables.
     OverShare,
+    /// A reason a newer collector knows.
+    Other,
     /// Who took it did not say.
     NotSaid,
 }
@@ -63,6 +66,7 @@ impl EndReason {
             Self::TablesReplaced => "unwind tables replaced meanwhile",
             Self::UnknownSwitch => "code that changes stacks in an unknown way",
             Self::OverShare => "no unwind table: limit of its user or process",
+            Self::Other => "for a reason this version does not know",
             Self::NotSaid => "not said by who took it",
         }
     }
@@ -92,6 +96,15 @@ pub enum LostReason {
 }
 
 impl LostReason {
+    /// Whether what is counted are samples, which are part of those taken.
+    #[must_use]
+    pub fn counts_samples(self) -> bool {
+        matches!(
+            self,
+            Self::RingFull | Self::NoScratch | Self::EpochDropped | Self::MalformedRecord
+        )
+    }
+
     /// For the report.
     #[must_use]
     pub fn text(self) -> &'static str {
@@ -107,19 +120,4 @@ impl LostReason {
             Self::Other => "for a reason this version does not know",
         }
     }
-}
-
-/// What became of the collector's unwind tables.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct UnwindTables {
-    /// Put to use.
-    pub loaded: u64,
-    /// Of those, compiled and not kept from an earlier run.
-    pub compiled: u64,
-    /// Time that took, nanoseconds.
-    pub compile_ns: u64,
-    /// Executables without one.
-    pub failed: u64,
-    /// Dropped to make room for others.
-    pub evicted: u64,
 }

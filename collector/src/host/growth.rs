@@ -1,0 +1,74 @@
+//! When a file grew: what a JIT compiler has written by a sample's time tells which of its
+//! functions was at an address then.
+//!
+//! Sizes are asked for ten times a second, of descriptors that are open. Kept by `jit.rs`; put on
+//! the wire by `wire.rs`.
+
+use std::fs::File;
+use std::time::Duration;
+
+use rustix::fs::{AtFlags, StatxFlags, statx};
+
+use crate::clock::now_ns;
+
+/// Between two looks at a file's size.
+pub const LOOK: Duration = Duration::from_millis(100);
+/// Most sizes kept of a file in an epoch. Of 100 in an epoch of 10 s one comes with each look.
+const MAX_MARKS: usize = 600;
+
+/// A size a file had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// CLOCK_MONOTONIC nanoseconds.
+    pub time_ns: u64,
+    /// Bytes.
+    pub size: u64,
+}
+
+/// Sizes a file had in an epoch, each in the place of the one before. The first is of its
+/// beginning, or of when the file was opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Growth(Vec<Mark>);
+
+impl Growth {
+    /// All of them, the oldest first.
+    #[must_use]
+    pub fn marks(&self) -> &[Mark] {
+        &self.0
+    }
+
+    /// It has this size now.
+    pub fn now(&mut self, size: u64) {
+        if self.0.last().is_some_and(|last| last.size == size) {
+            return;
+        }
+        if self.0.len() >= MAX_MARKS {
+            self.0.pop();
+        }
+        self.0.push(Mark { time_ns: now_ns(), size });
+    }
+
+    /// Looks at the size it has.
+    pub fn look(&mut self, file: &File) {
+        if let Some(size) = size(file) {
+            self.now(size);
+        }
+    }
+
+    /// Another file is there now.
+    pub fn restart(&mut self) {
+        self.now(0);
+    }
+
+    /// Another epoch begins.
+    pub fn end_epoch(&mut self) {
+        self.0.drain(..self.0.len().saturating_sub(1));
+    }
+}
+
+/// Bytes of a file, as far as they are known without asking a server that may not answer.
+#[must_use]
+pub fn size(file: &File) -> Option<u64> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    statx(file, c"", flags, StatxFlags::SIZE).ok().map(|found| found.stx_size)
+}

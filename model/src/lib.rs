@@ -1,0 +1,12 @@
+//! Words both halves of Stackwire share, as types: by what executables are known, why stacks end,
+//! why samples are lost.
+//!
+//! Pure: no I/O, no wire format, no ELF. Every other crate may use it; it uses none of them.
+
+mod build_id;
+mod executable;
+mod reason;
+
+pub use build_id::{BadBuildId, BuildId};
+pub use executable::{Device, ExecutableKey, FileId};
+pub use reason::{EndReason, LostReason};

@@ -1,0 +1,178 @@
+//! Words of the model on the wire, in both directions. Nothing else converts them.
+
+use stackwire_model::{BadBuildId, BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
+
+use crate::v1;
+
+/// A build-id as it travels: no bytes where there is none.
+#[must_use]
+pub fn build_id_to_wire(id: Option<BuildId>) -> Vec<u8> {
+    id.map_or(Vec::new(), |id| id.as_bytes().to_vec())
+}
+
+/// A build-id as it travelled.
+///
+/// # Errors
+/// When there are bytes that are none.
+pub fn build_id_from_wire(bytes: &[u8]) -> Result<Option<BuildId>, BadBuildId> {
+    match bytes {
+        [] => Ok(None),
+        bytes => BuildId::new(bytes).map(Some).ok_or(BadBuildId),
+    }
+}
+
+/// A file as it travels: inode 0 where it is not known.
+fn file_to_wire(file: Option<FileId>) -> (u64, Device) {
+    file.map_or_else(Default::default, |file| (file.inode(), file.device()))
+}
+
+impl v1::FileIdentity {
+    /// Which file is meant, if it says.
+    ///
+    /// # Errors
+    /// When its build-id is none.
+    pub fn key(&self) -> Result<Option<ExecutableKey>, BadBuildId> {
+        let device = Device { major: self.device_major, minor: self.device_minor };
+        let build_id = build_id_from_wire(&self.build_id)?;
+        Ok(ExecutableKey::of(build_id, FileId::new(self.inode, device)))
+    }
+}
+
+impl From<ExecutableKey> for v1::FileIdentity {
+    fn from(key: ExecutableKey) -> Self {
+        let (inode, device) = file_to_wire(key.file());
+        Self {
+            build_id: build_id_to_wire(key.build_id()),
+            inode,
+            device_major: device.major,
+            device_minor: device.minor,
+        }
+    }
+}
+
+impl v1::Executable {
+    /// By what it is known, if by more than its path.
+    ///
+    /// # Errors
+    /// When its build-id is none.
+    pub fn key(&self) -> Result<Option<ExecutableKey>, BadBuildId> {
+        let device = Device { major: self.device_major, minor: self.device_minor };
+        let build_id = build_id_from_wire(&self.build_id)?;
+        Ok(ExecutableKey::of(build_id, FileId::new(self.inode, device)))
+    }
+
+    /// Says by what it is known.
+    pub fn set_key(&mut self, key: Option<ExecutableKey>) {
+        let (inode, device) = file_to_wire(key.and_then(ExecutableKey::file));
+        self.build_id = build_id_to_wire(key.and_then(ExecutableKey::build_id));
+        self.inode = inode;
+        (self.device_major, self.device_minor) = (device.major, device.minor);
+    }
+}
+
+impl From<EndReason> for v1::EndReason {
+    fn from(reason: EndReason) -> Self {
+        match reason {
+            EndReason::Root => Self::Root,
+            EndReason::Unreadable => Self::Unreadable,
+            EndReason::DepthLimit => Self::DepthLimit,
+            EndReason::NoFramePointer => Self::NoFramePointer,
+            EndReason::NotCode => Self::NotCode,
+            EndReason::Compat => Self::Compat,
+            EndReason::Failed => Self::Failed,
+            EndReason::NoMappings => Self::NoMappings,
+            EndReason::NoTableYet => Self::NoTableYet,
+            EndReason::NoTable => Self::NoTable,
+            EndReason::NoUnwindRule => Self::NoUnwindRule,
+            EndReason::RegisterLost => Self::RegisterLost,
+            EndReason::BadStack => Self::BadStack,
+            EndReason::NoMappingsYet => Self::NoMappingsYet,
+            EndReason::TablesReplaced => Self::TablesReplaced,
+            EndReason::UnknownSwitch => Self::UnknownSwitch,
+            EndReason::OverShare => Self::OverShare,
+            EndReason::Other | EndReason::NotSaid => Self::Unspecified,
+        }
+    }
+}
+
+/// One this version does not know is `Other`.
+impl From<v1::EndReason> for EndReason {
+    fn from(reason: v1::EndReason) -> Self {
+        match reason {
+            v1::EndReason::Root => Self::Root,
+            v1::EndReason::Unreadable => Self::Unreadable,
+            v1::EndReason::DepthLimit => Self::DepthLimit,
+            v1::EndReason::NoFramePointer => Self::NoFramePointer,
+            v1::EndReason::NotCode => Self::NotCode,
+            v1::EndReason::Compat => Self::Compat,
+            v1::EndReason::Failed => Self::Failed,
+            v1::EndReason::NoMappings => Self::NoMappings,
+            v1::EndReason::NoTableYet => Self::NoTableYet,
+            v1::EndReason::NoTable => Self::NoTable,
+            v1::EndReason::NoUnwindRule => Self::NoUnwindRule,
+            v1::EndReason::RegisterLost => Self::RegisterLost,
+            v1::EndReason::BadStack => Self::BadStack,
+            v1::EndReason::NoMappingsYet => Self::NoMappingsYet,
+            v1::EndReason::TablesReplaced => Self::TablesReplaced,
+            v1::EndReason::UnknownSwitch => Self::UnknownSwitch,
+            v1::EndReason::OverShare => Self::OverShare,
+            v1::EndReason::Unspecified => Self::Other,
+        }
+    }
+}
+
+impl From<LostReason> for v1::LostReason {
+    fn from(reason: LostReason) -> Self {
+        match reason {
+            LostReason::RingFull => Self::RingFull,
+            LostReason::NoScratch => Self::NoScratch,
+            LostReason::EpochDropped => Self::EpochDropped,
+            LostReason::MalformedRecord => Self::MalformedRecord,
+            LostReason::Events => Self::Events,
+            LostReason::Throttled => Self::Throttled,
+            LostReason::TargetsFull => Self::TargetsFull,
+            LostReason::CpuRefused => Self::CpuRefused,
+            LostReason::Other => Self::Unspecified,
+        }
+    }
+}
+
+/// One this version does not know is `Other`.
+impl From<v1::LostReason> for LostReason {
+    fn from(reason: v1::LostReason) -> Self {
+        match reason {
+            v1::LostReason::RingFull => Self::RingFull,
+            v1::LostReason::NoScratch => Self::NoScratch,
+            v1::LostReason::EpochDropped => Self::EpochDropped,
+            v1::LostReason::MalformedRecord => Self::MalformedRecord,
+            v1::LostReason::Events => Self::Events,
+            v1::LostReason::Throttled => Self::Throttled,
+            v1::LostReason::TargetsFull => Self::TargetsFull,
+            v1::LostReason::CpuRefused => Self::CpuRefused,
+            v1::LostReason::Unspecified => Self::Other,
+        }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_survive_their_way() {
+        let device = Device { major: 254, minor: 1 };
+        let of_file = FileId::new(7, device).unwrap();
+        for key in [BuildId::new(&[7; 20]).unwrap().into(), of_file.into()] {
+            assert_eq!(v1::FileIdentity::from(key).key(), Ok(Some(key)));
+            let mut executable = v1::Executable::default();
+            assert_eq!(executable.key(), Ok(None));
+            executable.set_key(Some(key));
+            assert_eq!(executable.key(), Ok(Some(key)));
+            executable.set_key(None);
+            assert_eq!(executable, v1::Executable::default());
+        }
+        let bad = v1::FileIdentity { build_id: vec![1; 3], ..Default::default() };
+        assert_eq!(bad.key(), Err(BadBuildId));
+    }
+}
