@@ -63,11 +63,15 @@ fn a_process_that_dies_at_once() {
     let mut child = Command::new("sleep").arg("0.4").spawn().unwrap();
     let pid = child.id();
     let waiter = std::thread::spawn(move || child.wait());
-    let ran = record(&[&format!("--pid={pid}"), "--duration=30s"]);
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("out.pb.gz");
+    let named = format!("--profile-output={}", output.display());
+    let ran = stackwire(["record", &named, &format!("--pid={pid}"), "--duration=30s"]);
     // Its end takes CPU time, too little to be sampled most of the time.
     let said = ["no samples", "no process", " samples, 0 lost"].map(|it| ran.stderr.contains(it));
     assert!(said.contains(&true), "{}", ran.stderr);
-    assert_eq!(ran.code, Some(if said[2] { 0 } else { 1 }));
+    assert_eq!(ran.code, Some(if said[2] { 0 } else { 1 }), "{}", ran.stderr);
+    assert_eq!(output.exists(), said[2], "{}", ran.stderr);
     waiter.join().unwrap().unwrap();
 }
 
