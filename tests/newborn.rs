@@ -39,7 +39,7 @@ fn captured_by(mut collector: Command, directory: &Path, seconds: u32) -> PathBu
 }
 
 /// User stacks of threads of this name in these seconds: how many, and the share of whole ones.
-fn whole(capture: &Path, comm: &str, seconds: &str) -> (u64, f64, String) {
+pub(crate) fn whole(capture: &Path, comm: &str, seconds: &str) -> (u64, f64, String) {
     let (comm, time) = (format!("--where=comm={comm}"), format!("--time={seconds}"));
     let report = stackwire(["report", capture.to_str().unwrap(), &comm, &time]);
     let report = report.succeeded().stdout;

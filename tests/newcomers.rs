@@ -12,7 +12,7 @@ use crate::support::{
     Pprof, Ran, Running, binary, build, can, of_debian, privileged, record, recorded, run,
     stackwire,
 };
-use crate::unwinding;
+use crate::{newborn, unwinding};
 
 /// Samples by process.
 fn by_pid(profile: &Pprof) -> BTreeMap<u32, u64> {
@@ -311,6 +311,41 @@ fn a_function_without_a_name_is_one_row() {
     report.args(["report", "x.stackwire", "--symbol-cache-dir=cache"]).current_dir(&directory);
     let report = Ran::of(&mut report).succeeded().stdout;
     assert!(report.contains("100.0 % missing: no symbol covers it"), "{report}");
+}
+
+#[test]
+fn a_program_with_a_build_id_of_two_bytes_is_named_and_whole() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("two-bytes");
+    run(Command::new("gcc")
+        .args(["-O2", "-g", "-Wl,--build-id=0xabcd"])
+        .arg(build::source("unwind.c"))
+        .arg("-o")
+        .arg(&program));
+    // Once met when it starts, and once when it already runs.
+    let started = format!("timeout 3 {} sort", program.display());
+    let arguments = ["--profile-output=a.pb.gz", "-F", "997", "--", "sh", "-c", &started];
+    let ran = recorded(directory.path(), &arguments);
+    assert_eq!(ran.code, Some(124), "{}", ran.stderr);
+    let running = Running::start(Command::new(&program).arg("sort"));
+    let pid = format!("--pid={}", running.pid());
+    let arguments = ["--profile-output=b.pb.gz", "-F", "997", "--duration=3s", &pid];
+    recorded(directory.path(), &arguments).succeeded();
+    for name in ["a", "b"] {
+        let capture = directory.path().join(format!("{name}.stackwire"));
+        let (samples, share, report) = newborn::whole(&capture, "two-bytes", "1..3");
+        assert!(samples > 500 && share >= 99.0, "{samples} samples, {share} % whole:\n{report}");
+        let profile = Pprof::read(&directory.path().join(format!("{name}.pb.gz")));
+        let counts = profile.samples.iter().map(|sample| {
+            let is_named = profile.functions(sample).contains(&"sort");
+            if is_named { sample.count } else { 0 }
+        });
+        let sorting: u64 = counts.sum();
+        assert!(sorting * 10 > profile.count() * 9, "{sorting} of {} named", profile.count());
+    }
 }
 
 #[test]

@@ -62,6 +62,18 @@ pub struct Mapped {
     pub key: Option<ExecutableKey>,
 }
 
+impl Mapped {
+    /// Whether it is of a file that has code, and not of memory.
+    #[must_use]
+    pub fn is_of_file(&self) -> bool {
+        self.path.starts_with('/')
+            && !self.path.starts_with("//anon")
+            && !self.path.starts_with("/dev/zero")
+            // .NET maps what it compiles twice, to have it writable elsewhere.
+            && !self.path.starts_with("/memfd:doublemapper")
+    }
+}
+
 const MMAP2: u32 = 10;
 const LOST: u32 = 2;
 const COMM: u32 = 3;

@@ -20,7 +20,7 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
-use crate::process::Processes;
+use crate::process::{Processes, maps};
 use crate::sampler::{Batch, Sampler};
 use crate::unwind::{Stats, Unwind};
 use crate::wire::{self, References, Span};
@@ -163,6 +163,7 @@ impl Pipeline {
             settle => now_ns() - settle,
         };
         self.sampler.drain(&mut self.batch);
+        self.identify();
         let mut events = 0;
         let mut samples = 0;
         while let Some(&sample) =
@@ -184,6 +185,19 @@ impl Pipeline {
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
             unwind.update(&mut self.processes, &self.batch.events, hurry);
+        }
+    }
+
+    /// Asks which files those are whose build-ids are too short to tell: their records have no
+    /// inode.
+    fn identify(&mut self) {
+        for event in &mut self.batch.events {
+            if let Change::Map(mapped) = &mut event.change
+                && mapped.key.is_none()
+                && mapped.is_of_file()
+            {
+                mapped.key = maps::file_at(event.pid, mapped.start).map(Into::into);
+            }
         }
     }
 

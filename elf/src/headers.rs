@@ -186,6 +186,17 @@ impl Headers {
         })
     }
 
+    /// Whether all of its sections lie in the file: one that was cut short says what it was, and no
+    /// longer has it.
+    ///
+    /// # Errors
+    /// [`ElfError::OutsideFile`] with the first that does not.
+    pub fn check_all(&self) -> Result<(), ElfError> {
+        // The size of section 0 is the number of sections where there are very many.
+        let has_bytes = |section: &&Section| section.has_content() && section.kind != elf::SHT_NULL;
+        self.sections.iter().filter(has_bytes).try_for_each(|section| self.check(section))
+    }
+
     /// Whether it is the kernel or a module of it.
     #[must_use]
     pub fn is_kernel(&self) -> bool {
@@ -271,9 +282,11 @@ where
                 code: header.p_flags(endian) & elf::PF_X != 0,
                 memory: (segment.address, header.p_memsz(endian).into()),
             }),
-            elf::PT_GNU_EH_FRAME => headers.eh_frame_index = Some(segment),
+            elf::PT_GNU_EH_FRAME => {
+                headers.eh_frame_index.get_or_insert(segment);
+            }
             // Files without section headers still say who they are.
-            elf::PT_NOTE if headers.ids == Ids::default() && segment.size <= notes_left => {
+            elf::PT_NOTE if headers.ids.gnu.is_none() && segment.size <= notes_left => {
                 notes_left -= segment.size;
                 if let Ok(Some(notes)) = header.notes(endian, data) {
                     take_all(&mut headers.ids, endian, notes);
@@ -283,4 +296,31 @@ where
         }
     }
     Ok(headers)
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[test]
+    fn a_section_behind_the_end_of_the_file_is_found() {
+        let mut bytes = std::fs::read("/proc/self/exe").unwrap();
+        let read = |bytes: &[u8]| {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(bytes).unwrap();
+            Headers::read(&file).unwrap()
+        };
+        let whole = read(&bytes);
+        whole.check_all().unwrap();
+        let text = whole.sections.iter().position(|section| section.name == ".text").unwrap();
+        // e_shoff of the ELF header; sh_size of a section header of 64 bytes.
+        let table = u64::from_le_bytes(*bytes[0x28..].first_chunk().unwrap()) as usize;
+        let size = table + text * 64 + 0x20;
+        bytes[size..size + 8].copy_from_slice(&(1u64 << 40).to_le_bytes());
+        let found = read(&bytes).check_all();
+        assert!(matches!(found, Err(ElfError::OutsideFile { name, .. }) if name == ".text"));
+    }
 }

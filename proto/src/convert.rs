@@ -1,6 +1,6 @@
 //! Words of the model on the wire, in both directions. Nothing else converts them.
 
-use stackwire_model::{BadBuildId, BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
+use stackwire_model::{BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
 
 use crate::v1;
 
@@ -10,31 +10,18 @@ pub fn build_id_to_wire(id: Option<BuildId>) -> Vec<u8> {
     id.map_or(Vec::new(), |id| id.as_bytes().to_vec())
 }
 
-/// A build-id as it travelled.
-///
-/// # Errors
-/// When there are bytes that are none.
-pub fn build_id_from_wire(bytes: &[u8]) -> Result<Option<BuildId>, BadBuildId> {
-    match bytes {
-        [] => Ok(None),
-        bytes => BuildId::new(bytes).map(Some).ok_or(BadBuildId),
-    }
-}
-
 /// A file as it travels: inode 0 where it is not known.
 fn file_to_wire(file: Option<FileId>) -> (u64, Device) {
     file.map_or_else(Default::default, |file| (file.inode(), file.device()))
 }
 
 impl v1::FileIdentity {
-    /// Which file is meant, if it says.
-    ///
-    /// # Errors
-    /// When its build-id is none.
-    pub fn key(&self) -> Result<Option<ExecutableKey>, BadBuildId> {
+    /// Which file is meant, if it says. Bytes that are no build-id say nothing: linkers write what
+    /// they are told, and the file of one process must not cost all others their epoch.
+    #[must_use]
+    pub fn key(&self) -> Option<ExecutableKey> {
         let device = Device { major: self.device_major, minor: self.device_minor };
-        let build_id = build_id_from_wire(&self.build_id)?;
-        Ok(ExecutableKey::of(build_id, FileId::new(self.inode, device)))
+        ExecutableKey::of(BuildId::new(&self.build_id), FileId::new(self.inode, device))
     }
 }
 
@@ -51,14 +38,11 @@ impl From<ExecutableKey> for v1::FileIdentity {
 }
 
 impl v1::Executable {
-    /// By what it is known, if by more than its path.
-    ///
-    /// # Errors
-    /// When its build-id is none.
-    pub fn key(&self) -> Result<Option<ExecutableKey>, BadBuildId> {
+    /// By what it is known, if by more than its path; see [`v1::FileIdentity::key`].
+    #[must_use]
+    pub fn key(&self) -> Option<ExecutableKey> {
         let device = Device { major: self.device_major, minor: self.device_minor };
-        let build_id = build_id_from_wire(&self.build_id)?;
-        Ok(ExecutableKey::of(build_id, FileId::new(self.inode, device)))
+        ExecutableKey::of(BuildId::new(&self.build_id), FileId::new(self.inode, device))
     }
 
     /// Says by what it is known.
@@ -164,15 +148,26 @@ mod tests {
         let device = Device { major: 254, minor: 1 };
         let of_file = FileId::new(7, device).unwrap();
         for key in [BuildId::new(&[7; 20]).unwrap().into(), of_file.into()] {
-            assert_eq!(v1::FileIdentity::from(key).key(), Ok(Some(key)));
+            assert_eq!(v1::FileIdentity::from(key).key(), Some(key));
             let mut executable = v1::Executable::default();
-            assert_eq!(executable.key(), Ok(None));
+            assert_eq!(executable.key(), None);
             executable.set_key(Some(key));
-            assert_eq!(executable.key(), Ok(Some(key)));
+            assert_eq!(executable.key(), Some(key));
             executable.set_key(None);
             assert_eq!(executable, v1::Executable::default());
         }
-        let bad = v1::FileIdentity { build_id: vec![1; 3], ..Default::default() };
-        assert_eq!(bad.key(), Err(BadBuildId));
+    }
+
+    #[test]
+    fn bytes_that_are_no_build_id_leave_the_file() {
+        let device = Device { major: 254, minor: 1 };
+        let file: ExecutableKey = FileId::new(7, device).unwrap().into();
+        for odd in [1, 3, 33, 200] {
+            let build_id = vec![1; odd];
+            let short = v1::FileIdentity { build_id: build_id.clone(), ..Default::default() };
+            assert_eq!(short.key(), None);
+            let also = v1::FileIdentity { build_id, ..file.into() };
+            assert_eq!(also.key(), Some(file));
+        }
     }
 }

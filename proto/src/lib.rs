@@ -8,7 +8,7 @@ mod convert;
 mod frame;
 mod seal;
 
-pub use convert::{build_id_from_wire, build_id_to_wire};
+pub use convert::build_id_to_wire;
 pub use frame::{FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, write_frame};
 pub use seal::{
     ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, MAX_EPOCH_ENTRIES, MAX_FILE_BYTES,

@@ -20,7 +20,7 @@ use crate::profile::{ArtifactHash, Executable};
 /// The file a piece is of, if it says.
 #[must_use]
 pub fn key(chunk: &v1::ArtifactChunk) -> Option<ExecutableKey> {
-    chunk.file.as_ref()?.key().ok()?
+    chunk.file.as_ref()?.key()
 }
 
 /// Why a file is not here.

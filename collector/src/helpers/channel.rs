@@ -34,6 +34,9 @@ pub enum NoAnswer {
     /// It took too long.
     #[error("does not answer")]
     Late,
+    /// Neither a file nor a reason came: the kernel drops a descriptor there is no number left for.
+    #[error("sent a file that did not arrive; raise the limit of open files")]
+    Lost,
 }
 
 /// The way to such a process, for one thread at a time.

@@ -70,12 +70,7 @@ impl Executables {
         let path = mapped.path.strip_suffix(" (deleted)").unwrap_or(&mapped.path);
         let kind = if path == "[vdso]" {
             Kind::Vdso
-        } else if !path.starts_with('/')
-            || path.starts_with("//anon")
-            || path.starts_with("/dev/zero")
-            // .NET maps what it compiles twice, to have it writable elsewhere.
-            || path.starts_with("/memfd:doublemapper")
-        {
+        } else if !mapped.is_of_file() {
             Kind::Anonymous
         } else {
             Kind::File { path: path.to_owned(), key: mapped.key }

@@ -26,6 +26,22 @@ pub fn read(pid: u32) -> io::Result<Vec<Mapped>> {
     }
 }
 
+/// The file mapped at `start` by `pid`; none when the process, its permission or that mapping is
+/// gone.
+#[must_use]
+pub fn file_at(pid: u32, start: u64) -> Option<FileId> {
+    let mut file = File::open(format!("/proc/{pid}/maps")).ok()?;
+    let mapped = match query(&file, start) {
+        Ok(found) => found?,
+        Err(_) => {
+            let mut text = Vec::new();
+            file.read_to_end(&mut text).ok()?;
+            parse(&text).into_iter().find(|mapped| mapped.start == start)?
+        }
+    };
+    mapped.key.filter(|_| mapped.start == start)?.file()
+}
+
 fn of_task(pid: u32) -> io::Result<Vec<Mapped>> {
     let mut file = File::open(format!("/proc/{pid}/maps"))?;
     match query_all(&file) {

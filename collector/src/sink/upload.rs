@@ -237,7 +237,7 @@ async fn connect_and_send(
                 }
                 Some(Some(Answer::Want(v1::Want { file: Some(wanted), offset, .. }))) => {
                     // One that does not say which cannot be answered.
-                    files.extend(wanted.key().ok().flatten().map(|key| (key, offset)));
+                    files.extend(wanted.key().map(|key| (key, offset)));
                 }
                 Some(Some(Answer::Want(want))) => {
                     let hash = <[u8; 32]>::try_from(want.hash.as_slice()).ok().map(Hash);

@@ -317,7 +317,7 @@ fn is_of(kind: &Kind, file: &File) -> Result<(), NoTable> {
         {
             Err(NoTable::Replaced)
         }
-        Kind::File { key: None, .. } => Err(NoTable::Replaced),
+        Kind::File { key: None, .. } => Err(NoTable::NoIdentity),
         _ => Ok(()),
     }
 }

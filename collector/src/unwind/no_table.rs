@@ -29,6 +29,9 @@ pub enum NoTable {
     /// By its path another file is found.
     #[error("its file has been replaced")]
     Replaced,
+    /// The kernel told neither its build-id nor its inode.
+    #[error("it cannot be told from other files at its path")]
+    NoIdentity,
     /// The pid is another process's.
     #[error("its file is another user's by now")]
     OfAnotherUser,

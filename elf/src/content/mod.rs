@@ -57,13 +57,14 @@ impl Deref for Elf {
 }
 
 impl Elf {
-    /// Reads headers and notes. The code of object files (kernel modules are such) gets addresses,
+    /// Reads headers and notes; all sections lie in the file. The code of object files (kernel modules are such) gets addresses,
     /// section after section, and what refers to them is adjusted when it is read.
     ///
     /// # Errors
     /// See [`ElfError`].
     pub fn open(file: File, scratch: &Scratch) -> Result<Self, ElfError> {
         let mut headers = Headers::read(&file)?;
+        headers.check_all()?;
         if headers.relocatable {
             relocate::place(&mut headers.sections);
         }

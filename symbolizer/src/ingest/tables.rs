@@ -43,8 +43,7 @@ impl Reader<'_> {
     }
 
     pub(super) fn executable(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
-        let bad = |_error| self.invalid("a build-id has not 4 to 32 bytes");
-        let key = wire.key().map_err(bad)?;
+        let key = wire.key();
         let build_id = key.and_then(ExecutableKey::build_id);
         let artifact = self.hash(&wire.artifact)?;
         let symbols = self.hash(&wire.symbols)?.or(artifact);

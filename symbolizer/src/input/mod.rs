@@ -52,7 +52,7 @@ pub enum InputError {
     #[error("its samples weigh something else than those before: they cannot be added up")]
     Mixed,
     /// Values of a pprof.
-    #[error("not a pprof that can be read: {0}")]
+    #[error(transparent)]
     Values(#[from] ValueError),
     /// More than a profile holds.
     #[error(transparent)]

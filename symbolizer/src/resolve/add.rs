@@ -39,6 +39,7 @@ pub fn add(path: &Path, cache: &Cache) -> Result<Key, AddError> {
     let name = path.to_str().ok_or(AddError::NotUtf8)?;
     let mut file = file::open_regular(name)?;
     let elf = Headers::read(&file)?;
+    elf.check_all()?;
     let id = elf.ids.gnu.ok_or(AddError::NoBuildId)?;
     // In a debug file what is loaded has no content.
     let kind = if elf.has(".text") { CacheKind::Executable } else { CacheKind::Debuginfo };

@@ -28,6 +28,9 @@ pub enum FileError {
     /// It is of memory, or of the kernel.
     #[error("not a file")]
     NotAFile,
+    /// Its path alone is known, and the collector would have said more of a file it could tell.
+    #[error("the capture says neither its build-id nor its inode")]
+    NoIdentity,
     /// Nobody could tell which file is meant.
     #[error("the profile has neither its build-id nor its path")]
     Unknown,

@@ -225,6 +225,10 @@ fn elf_job(
             let executable = Some(file::of_image(image));
             Wanted { build_id: None, executable, code: None, kernel: None }
         }
+        // What lies at its path may be another file. Other profilers say no more than that.
+        Executable::File { key: None, .. } if !profile.origin.collector.is_empty() => {
+            return Err(without(&FileError::NoIdentity.to_string()));
+        }
         _ => Wanted {
             build_id: executable.build_id(),
             executable: Some(file::open(

@@ -141,7 +141,7 @@ impl Broker {
                 let client = client.lock().unwrap_or_else(PoisonError::into_inner);
                 let answer = client.ask(&encode(wanted, limit), None);
                 answer.map_err(OpenError::from).and_then(|(answer, file)| {
-                    file.ok_or_else(|| decode_error(&answer).unwrap_or(NoAnswer::Gone.into()))
+                    file.ok_or_else(|| decode_error(&answer).unwrap_or(NoAnswer::Lost.into()))
                 })
             }
         };
@@ -211,7 +211,10 @@ fn decode_error(message: &[u8]) -> Option<OpenError> {
         1 => OpenError::RootOutOfReach,
         2 => OpenError::NotRegular,
         3 => OpenError::OfAnother { owner: number },
-        4 => OpenError::System(Errno::from_raw_os_error(number as i32)),
+        // As errno(3) has them; others the kernel never returns.
+        4 if (1..4096).contains(&number) => {
+            OpenError::System(Errno::from_raw_os_error(number as i32))
+        }
         5 => OpenError::Hangs(Duration::from_millis(number.into())),
         6 => OpenError::OthersHang,
         _ => return None,
@@ -250,5 +253,9 @@ mod tests {
             assert_eq!(decode_error(&encode_error(error)), Some(error));
         }
         assert_eq!(decode_error(b"short"), None);
+        for no_error in [0u32, 4096, u32::MAX] {
+            let message = [4u32.to_ne_bytes(), no_error.to_ne_bytes()].concat();
+            assert_eq!(decode_error(&message), None);
+        }
     }
 }
