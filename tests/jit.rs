@@ -89,7 +89,7 @@ fn a_perf_map_in_a_container_is_found_by_its_own_pid_in_its_own_root() {
     // the broker.
     let shell = format!(
         "mount -t tmpfs none /mnt && cp {} /mnt/hot.js && mount --move /mnt /tmp && chmod 777 /tmp && cd /tmp && \
-         exec setpriv --reuid=65534 --regid=65534 --clear-groups node --perf-basic-prof /tmp/hot.js",
+         exec setpriv --reuid=65534 --regid=65534 --clear-groups --pdeathsig=KILL node --perf-basic-prof /tmp/hot.js",
         script.display()
     );
     let outer = Running::start(Command::new("unshare").current_dir("/").args([

@@ -37,6 +37,8 @@ mod kernel_debug;
 mod kernel_stacks;
 /// Containers, pods and services of samples, by real cgroups.
 mod labels;
+/// Which crates and files may use which.
+mod layout;
 /// Both crates as libraries.
 mod library;
 /// Processes that have just begun, of programs met before.

@@ -1,5 +1,6 @@
 //! Who may do what: file capabilities, other users' processes, what is dropped, what is linked in.
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -395,9 +396,20 @@ fn the_symbolizer_of_root_holds_nothing_and_writes_where_root_may() {
         .current_dir(&theirs)
         .spawn()
         .unwrap();
-    std::thread::sleep(std::time::Duration::from_secs(2));
-    let rights = rights_of(record.id());
-    assert!(rights.len() > 2 && rights.iter().all(|it| *it == (0, true)), "{rights:x?}");
+    let holds_nothing = || {
+        let rights = rights_of(record.id());
+        let good = rights.len() > 2 && rights.iter().all(|it| *it == (0, true));
+        if good { Ok(()) } else { Err(rights) }
+    };
+    // Its threads are there when sampling begins, on a busy machine later than after a second.
+    for _ in 0..600 {
+        if holds_nothing().is_ok() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert_eq!(holds_nothing(), Ok(()));
     // Beside the collector, a process that puts files in their places: CAP_DAC_OVERRIDE,
     // CAP_FOWNER.
     let children = format!("/proc/{0}/task/{0}/children", record.id());
@@ -447,7 +459,9 @@ fn named(held: u64) -> String {
         (40, "CAP_CHECKPOINT_RESTORE"),
     ];
     let rest = known.iter().fold(held, |rest, (bit, _)| rest & !(1 << bit));
-    assert_eq!(rest, 0, "{held:x} has a capability that no process may hold");
+    if rest != 0 {
+        return format!("{held:x}, with one that no process may hold");
+    }
     let names: Vec<&str> =
         known.iter().filter(|(bit, _)| held >> bit & 1 == 1).map(|(_, name)| *name).collect();
     if names.is_empty() { "none".to_owned() } else { names.join(" ") }
@@ -506,25 +520,30 @@ fn the_table_of_capabilities_is_true() {
         let cache = directory.path().join(format!("cache-{column}"));
         command.env("XDG_CACHE_HOME", cache).env_remove("TMPDIR").stdout(Stdio::null());
         let mut child = command.spawn().unwrap();
+        // What each may do, and that it cannot get more.
+        let expected = rows.iter().filter(|row| row[column] != "not there");
+        let expected: BTreeMap<String, (String, bool)> =
+            expected.map(|row| (row[0].to_owned(), (row[column].to_owned(), true))).collect();
+        let held = || -> BTreeMap<String, (String, bool)> {
+            let of = |pid| {
+                let rights = rights_of(pid);
+                let all = rights.iter().fold(0, |all, (held, _)| all | held);
+                Some((role(pid)?, (named(all), rights.iter().all(|(_, no_new)| *no_new))))
+            };
+            tree(child.id()).into_iter().filter_map(of).collect()
+        };
         // They begin with more, and give it up before they read.
-        std::thread::sleep(std::time::Duration::from_secs(2));
-        let mut held = std::collections::BTreeMap::new();
-        for pid in tree(child.id()) {
-            let rights = rights_of(pid);
-            let all = rights.iter().fold(0, |all, (held, _)| all | held);
-            held.insert(role(pid).unwrap(), (all, rights.iter().all(|(_, no_new)| *no_new)));
+        for _ in 0..600 {
+            if held() == expected {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(100));
         }
+        std::thread::sleep(std::time::Duration::from_secs(1));
+        assert_eq!(held(), expected, "column {column}");
         if column == 3 {
             child.kill().unwrap();
         }
         assert_eq!(child.wait().unwrap().success(), column != 3);
-        for row in &rows {
-            let found = held.remove(row[0]).map(|(held, no_new)| {
-                assert!(no_new, "{}, column {column}: it could get new privileges", row[0]);
-                named(held)
-            });
-            assert_eq!(found.as_deref().unwrap_or("not there"), row[column], "{}", row[0]);
-        }
-        assert!(held.is_empty(), "not in the table: {held:?}");
     }
 }

@@ -5,13 +5,12 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use stackwire_collector_ebpf::Unwind;
+use stackwire_model::{Event, Share, Unwind};
 use stackwire_rights::capabilities::as_user;
 
-use crate::handover::Share;
 use crate::outbox::Limits;
 use crate::process::{has_ended, text};
-use crate::sampler::{BTF_PATH, Event};
+use crate::sampler::BTF_PATH;
 use crate::sink::Target;
 
 /// What is sampled.

@@ -10,25 +10,13 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use stackwire_model::ExecutableKey;
+use stackwire_model::{ExecutableKey, Share};
 use stackwire_proto::MAX_FILE_BYTES;
 
 use crate::artifact::{Extent, Hash};
 use crate::batch::Epoch;
 use crate::helpers::broker::{Broker, OpenError, Wanted};
 use crate::process::executable::Kind;
-
-/// Which files of processes leave the host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Share {
-    /// None.
-    Never,
-    /// Those a symbolizer asks for. A capture file asks for none.
-    #[default]
-    Missing,
-    /// All that have samples: in a capture file as well.
-    Always,
-}
 
 /// Why a file is not sent.
 #[derive(Debug, thiserror::Error)]

@@ -40,14 +40,12 @@ mod unwind;
 mod wire;
 
 pub use config::{Config, ConfigError, Destination, Scope};
-pub use handover::Share;
 pub use outbox::Limits;
 pub use pipeline::Summary;
-pub use sampler::{Event, SamplerError};
+pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{SinkError, Target};
-pub use stackwire_collector_ebpf::Unwind;
-pub use stackwire_model::LostReason;
+pub use stackwire_model::{Event, LostReason, Share, Unwind};
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
 pub use unwind::Stats as TableStats;
 

@@ -10,13 +10,14 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use stackwire_collector_ebpf as abi;
+use stackwire_model::{Share, Unwind as Walk};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Destination, Scope};
-use crate::handover::{Handover, Share};
+use crate::handover::Handover;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::host::jit::Snapshots;
@@ -184,7 +185,7 @@ impl Session {
         let outbox = Arc::new(Outbox::new(config.limits.clone()));
         let broker = Arc::new(helpers.broker);
         if helpers.compilers.is_empty() {
-            config.unwind = abi::Unwind::FramePointers;
+            config.unwind = Walk::FramePointers;
         }
         let cache = config.unwind_cache.clone();
         let sources = Sources { broker: Arc::clone(&broker), compilers: helpers.compilers, cache };
@@ -319,7 +320,7 @@ fn prepare(
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.scan();
     let unwind = match config.unwind {
-        abi::Unwind::FramePointers => None,
+        Walk::FramePointers => None,
         _ => {
             let tables = sampler.take_tables()?;
             let unwind = Unwind::start(tables, sources, &mut processes, wanted.is_some());
@@ -395,7 +396,12 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
     };
     let mut filter = Filter::default();
     filter.config.kernel_stacks = config.kernel_stacks.into();
-    filter.config.unwind = config.unwind as u32;
+    let walk = match config.unwind {
+        Walk::Auto => abi::Unwind::Auto,
+        Walk::Tables => abi::Unwind::Tables,
+        Walk::FramePointers => abi::Unwind::FramePointers,
+    };
+    filter.config.unwind = walk as u32;
     let mut wanted = None;
     match &config.scope {
         Scope::All => filter.config.scope = abi::Scope::All as u32,

@@ -1,12 +1,14 @@
-//! Words both halves of Stackwire share, as types: by what executables are known, why stacks end,
-//! why samples are lost.
+//! Words both halves of Stackwire share, as types: by what executables are known, what is
+//! sampled and how, why stacks end, why samples are lost.
 //!
 //! Pure: no I/O, no wire format, no ELF. Every other crate may use it; it uses none of them.
 
 mod build_id;
 mod executable;
 mod reason;
+mod sampling;
 
 pub use build_id::{BadBuildId, BuildId};
 pub use executable::{Device, ExecutableKey, FileId};
 pub use reason::{EndReason, LostReason};
+pub use sampling::{Event, Share, Unwind};

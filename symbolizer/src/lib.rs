@@ -55,6 +55,7 @@ pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Kept, Session, SessionError, Spawned, find_collector};
 pub use stackwire_cache as cache;
 pub use stackwire_elf::Scratch;
+pub use stackwire_model::{Event, Share, Unwind};
 
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");

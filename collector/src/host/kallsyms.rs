@@ -6,6 +6,8 @@
 
 use std::fmt::Write as _;
 
+use stackwire_proto::kallsyms::{Symbol, symbols as symbols_of};
+
 /// Where the kernel lists its symbols.
 pub const PATH: &str = "/proc/kallsyms";
 
@@ -61,7 +63,7 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     let mut names: Vec<&str> = vec![""];
     let mut symbols: Vec<(u64, &str, usize)> = Vec::with_capacity(text.len() / 64);
     let mut last = 0;
-    for (address, name, module) in text.lines().filter_map(parse_line) {
+    for Symbol { address, name, module } in symbols_of(text) {
         // Two empty names are not compared: a masked load from where nothing is costs a microcode
         // assist each.
         if module.is_empty() {
@@ -127,16 +129,6 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
 #[must_use]
 pub fn split_programs(snapshot: &str) -> (String, String) {
     snapshot.split_inclusive('\n').partition(|line| line.starts_with("bpf\t"))
-}
-
-/// `address type name[ TAB [module]]`, text symbols only.
-fn parse_line(line: &str) -> Option<(u64, &str, &str)> {
-    let mut fields = line.split([' ', '\t']);
-    let address = u64::from_str_radix(fields.next()?, 16).ok().filter(|&address| address != 0)?;
-    let kind = fields.next()?;
-    let name = fields.next()?;
-    let module = fields.next().map_or("", |module| module.trim_matches(['[', ']']));
-    matches!(kind, "t" | "T" | "w" | "W").then_some((address, name, module))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! JITs write.
 
 pub mod cpu;
+pub mod cpu_list;
 pub mod growth;
 pub mod jit;
 pub mod kallsyms;
@@ -71,6 +72,7 @@ impl Identity {
     pub fn read() -> Self {
         let uname = rustix::system::uname();
         let text = |path| std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+        let cpus = |path| cpu_list::parse(&text(path)).count() as u32;
         Self {
             hostname: uname.nodename().to_string_lossy().into_owned(),
             boot_id: text("/proc/sys/kernel/random/boot_id"),
@@ -79,22 +81,12 @@ impl Identity {
             kernel_build_id: notes_build_id("/sys/kernel/notes"),
             container: Container::read(),
             cpus: (
-                cpu_count(&text("/sys/devices/system/cpu/possible")),
-                cpu_count(&text("/sys/devices/system/cpu/online")),
+                cpus("/sys/devices/system/cpu/possible"),
+                cpus("/sys/devices/system/cpu/online"),
             ),
             cpu: cpu::parse(&text("/proc/cpuinfo")),
         }
     }
-}
-
-/// CPUs in a list as the kernel writes it, `0-3,8`.
-fn cpu_count(list: &str) -> u32 {
-    let of = |range: &str| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
-        last.checked_sub(first)?.checked_add(1)
-    };
-    list.split(',').filter_map(of).sum()
 }
 
 /// GNU build-id of a loaded module, if the kernel publishes one.
@@ -116,14 +108,6 @@ fn notes_build_id(path: &str) -> Option<BuildId> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn cpus_are_counted() {
-        assert_eq!(cpu_count("0-3,8"), 5);
-        assert_eq!(cpu_count("0"), 1);
-        assert_eq!(cpu_count(""), 0);
-        assert_eq!(cpu_count("3-0,x"), 0);
-    }
 
     #[test]
     fn this_host_has_an_identity() {

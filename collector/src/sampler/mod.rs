@@ -17,11 +17,12 @@ use std::time::{Duration, Instant};
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stackwire_collector_ebpf::{Counter, RING_BYTES, SampleHeader};
+use stackwire_model::Event;
 
 use self::object::Object;
 pub use self::object::{BTF_PATH, Filter, LoadError};
-pub use self::perf_event::Event;
 use self::perf_event::PerfEvent;
+use crate::host::cpu_list;
 use crate::unwind::Descriptors;
 use crate::{event, sample};
 
@@ -333,31 +334,12 @@ fn paranoid() -> i32 {
 /// CPUs the kernel schedules on now.
 fn online_cpus() -> Result<Vec<u32>, SamplerError> {
     let text = std::fs::read_to_string(CPUS_ONLINE).map_err(SamplerError::Cpus)?;
-    Ok(parse_cpus(&text))
-}
-
-/// Parses a kernel CPU list, as "0-3,7". Pure.
-fn parse_cpus(text: &str) -> Vec<u32> {
-    text.trim()
-        .split(',')
-        .filter_map(|part| {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            Some(first.parse::<u32>().ok()?..=last.parse().ok()?)
-        })
-        .flatten()
-        .collect()
+    Ok(cpu_list::parse(&text).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn parses_cpu_lists() {
-        assert_eq!(parse_cpus("0-2,5\n"), [0, 1, 2, 5]);
-        assert_eq!(parse_cpus("0\n"), [0]);
-        assert_eq!(parse_cpus(""), Vec::<u32>::new());
-    }
 
     #[test]
     fn an_event_that_cannot_be_opened_comes_with_what_to_do() {

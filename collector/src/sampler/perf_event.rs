@@ -10,29 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use perf_event_open_sys::bindings as abi;
 use perf_event_open_sys::ioctls;
+use stackwire_model::Event;
 
 use super::mapped::Mapped;
-
-/// What makes the kernel take a sample.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Event {
-    /// A timer on the CPU's clock; exists everywhere, weighs in nanoseconds.
-    #[default]
-    CpuClock,
-    /// CPU cycles of the hardware's counters; weighs in cycles.
-    Cycles,
-}
-
-impl Event {
-    /// The name on the wire and on the command line.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::CpuClock => "cpu-clock",
-            Self::Cycles => "cycles",
-        }
-    }
-}
 
 /// Pages of records a CPU's ring holds: 256 KiB, half of what `kernel.perf_event_mlock_kb` allows
 /// an unprivileged user per CPU.

@@ -5,13 +5,13 @@ use std::collections::HashSet;
 use std::io::Write;
 use std::sync::Arc;
 
-use stackwire_model::ExecutableKey;
+use stackwire_model::{ExecutableKey, Share};
 use stackwire_proto::{FrameWriter, v1};
 
 use super::SinkError;
 use super::sending::Sending;
 use crate::artifact::Hash;
-use crate::handover::{Handover, Share};
+use crate::handover::Handover;
 use crate::outbox::{Next, Outbox};
 use crate::wire;
 

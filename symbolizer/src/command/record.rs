@@ -10,13 +10,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Kept, Profile, Session, SessionError, Sources, say};
+use stackwire::{
+    Builder, Event, Kept, Profile, Session, SessionError, Share, Sources, Unwind, say,
+};
 
 use super::Failure;
 use super::output::{Outputs, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
-use crate::cli::{Event, Record, ShareExecutables, Unwind};
+use crate::cli::{self, Record, ShareExecutables};
 
 /// Without `--duration`, as perf-agent has it.
 const DEFAULT_DURATION: Duration = Duration::from_secs(10);
@@ -178,18 +180,18 @@ fn start(
         .sample_rate(arguments.sample_rate)
         .kernel_stacks(arguments.kernel_stacks)
         .event(match arguments.event {
-            Event::CpuClock => "cpu-clock",
-            Event::Cycles => "cycles",
+            cli::Event::CpuClock => Event::CpuClock,
+            cli::Event::Cycles => Event::Cycles,
         })
         .unwind(match arguments.unwind {
-            Unwind::Auto => "auto",
-            Unwind::Dwarf => "dwarf",
-            Unwind::Fp => "fp",
+            cli::Unwind::Auto => Unwind::Auto,
+            cli::Unwind::Dwarf => Unwind::Tables,
+            cli::Unwind::Fp => Unwind::FramePointers,
         })
         .share_executables(match arguments.share_executables {
-            ShareExecutables::Never => "never",
-            ShareExecutables::Missing => "missing",
-            ShareExecutables::Always => "always",
+            ShareExecutables::Never => Share::Never,
+            ShareExecutables::Missing => Share::Missing,
+            ShareExecutables::Always => Share::Always,
         })
         .follow(arguments.follow || command.is_some());
     for &pid in arguments.pid.iter().chain(&command) {

@@ -10,6 +10,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 
 use stackwire_elf::gnu_build_id;
 use stackwire_model::BuildId;
+use stackwire_proto::kallsyms::{Symbol, symbols};
 
 use crate::resolve::open_regular;
 
@@ -49,23 +50,14 @@ impl Kallsyms {
 }
 
 fn rebase(kallsyms: &str, text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec<u8>> {
-    let symbols = || {
-        kallsyms.lines().filter_map(|line| {
-            let mut fields = line.split([' ', '\t']);
-            let address = u64::from_str_radix(fields.next()?, 16).ok().filter(|it| *it != 0)?;
-            let kind = fields.next()?;
-            let name = fields.next()?;
-            matches!(kind, "t" | "T" | "w" | "W").then_some((address, name, fields.next()))
-        })
-    };
-    let here = symbols().find(|(_, name, module)| *name == "_text" && module.is_none())?.0;
+    let is_base = |it: &Symbol<'_>| it.name == "_text" && it.module.is_empty();
+    let here = symbols(kallsyms).find(is_base)?.address;
     let mut snapshot = String::new();
-    for (address, name, module) in symbols() {
+    for Symbol { address, name, module } in symbols(kallsyms) {
         let (module, base) = match module {
-            None => ("", here),
+            "" => ("", here),
             // Modules lie where they lay only until the next boot, which moves the kernel as well.
-            Some(module) if here == text => {
-                let module = module.trim_matches(['[', ']']);
+            module if here == text => {
                 let is_it = |&&(start, end, name): &&(u64, u64, &str)| {
                     name == module && (start..end).contains(&address)
                 };
@@ -74,7 +66,7 @@ fn rebase(kallsyms: &str, text: u64, modules: &[(u64, u64, &str)]) -> Option<Vec
                     None => continue,
                 }
             }
-            Some(_) => continue,
+            _ => continue,
         };
         if let Some(offset) = address.checked_sub(base) {
             // Writing to a String cannot fail.

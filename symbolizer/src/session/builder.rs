@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stackwire_cache::Cache;
+use stackwire_model::{Event, Share, Unwind};
 
 use super::SessionError;
 
@@ -25,13 +26,13 @@ pub struct Builder {
     pub(super) follow: bool,
     pub(super) profile: bool,
     pub(super) frequency: u32,
-    pub(super) event: String,
+    pub(super) event: Event,
     pub(super) kernel_stacks: bool,
-    pub(super) unwind: &'static str,
+    pub(super) unwind: Unwind,
     pub(super) duration: Option<Duration>,
     pub(super) collector: Option<PathBuf>,
     pub(super) capture: Option<PathBuf>,
-    pub(super) share: Option<&'static str>,
+    pub(super) share: Share,
     pub(super) cache: Option<Arc<Cache>>,
     pub(super) timeline: bool,
     pub(super) buildid_dir: Option<PathBuf>,
@@ -44,13 +45,13 @@ impl Builder {
             follow: false,
             profile: false,
             frequency: 99,
-            event: "cpu-clock".to_owned(),
+            event: Event::default(),
             kernel_stacks: true,
-            unwind: "auto",
+            unwind: Unwind::default(),
             duration: None,
             collector: None,
             capture: None,
-            share: None,
+            share: Share::default(),
             cache: None,
             timeline: false,
             buildid_dir: None,
@@ -95,10 +96,10 @@ impl Builder {
         self
     }
 
-    /// "cpu-clock" (unless told) or "cycles".
+    /// What makes the kernel take a sample: the CPU's clock unless told.
     #[must_use]
-    pub fn event(mut self, event: impl Into<String>) -> Self {
-        self.event = event.into();
+    pub fn event(mut self, event: Event) -> Self {
+        self.event = event;
         self
     }
 
@@ -109,9 +110,9 @@ impl Builder {
         self
     }
 
-    /// How user stacks are walked: "auto" (unless told), "dwarf" or "fp".
+    /// How user stacks are walked.
     #[must_use]
-    pub fn unwind(mut self, how: &'static str) -> Self {
+    pub fn unwind(mut self, how: Unwind) -> Self {
         self.unwind = how;
         self
     }
@@ -130,10 +131,10 @@ impl Builder {
         self
     }
 
-    /// Which executables the collector hands over: "never", "missing" (unless told) or "always".
+    /// Which executables the collector hands over: those that are missing here unless told.
     #[must_use]
-    pub fn share_executables(mut self, which: &'static str) -> Self {
-        self.share = Some(which);
+    pub fn share_executables(mut self, which: Share) -> Self {
+        self.share = which;
         self
     }
 
@@ -187,12 +188,12 @@ impl Builder {
         }
         command
             .arg(format!("--sample-rate={}", self.frequency))
-            .arg(format!("--event={}", self.event))
+            .arg(format!("--event={}", self.event.name()))
             .arg(format!("--kernel-stacks={}", self.kernel_stacks))
-            .arg(format!("--unwind={}", self.unwind))
+            .arg(format!("--unwind={}", self.unwind.name()))
             // Often, so that files are opened while their processes live.
             .arg("--epoch=1s")
-            .args(self.share.map(|which| format!("--share-executables={which}")))
+            .arg(format!("--share-executables={}", self.share.name()))
             .arg("--until-stdin-closes")
             .arg(format!("--to=unix:{}", socket.display()))
             .stdin(Stdio::piped())

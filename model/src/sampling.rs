@@ -1,0 +1,70 @@
+//! What is sampled and how, as the command lines of both programs and the wire call it.
+
+/// What makes the kernel take a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Event {
+    /// A timer on the CPU's clock; exists everywhere, weighs in nanoseconds.
+    #[default]
+    CpuClock,
+    /// CPU cycles of the hardware's counters; weighs in cycles.
+    Cycles,
+}
+
+impl Event {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::CpuClock => "cpu-clock",
+            Self::Cycles => "cycles",
+        }
+    }
+}
+
+/// How user stacks are walked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Unwind {
+    /// By unwind tables, and by frame pointers through code made at run time.
+    #[default]
+    Auto,
+    /// By unwind tables alone.
+    Tables,
+    /// By frame pointers alone.
+    FramePointers,
+}
+
+impl Unwind {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tables => "dwarf",
+            Self::FramePointers => "fp",
+        }
+    }
+}
+
+/// Which files of processes leave the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Share {
+    /// None.
+    Never,
+    /// Those a symbolizer asks for. A capture file asks for none.
+    #[default]
+    Missing,
+    /// All that have samples: in a capture file as well.
+    Always,
+}
+
+impl Share {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Never => "never",
+            Self::Missing => "missing",
+            Self::Always => "always",
+        }
+    }
+}
