@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::support::build::{library, work};
-use crate::support::{Pprof, Running, assert_shares, privileged, record};
+use crate::support::{Pprof, Running, assert_shares, has_share, privileged, record};
 
 const SHARES: [(&str, f64); 3] = [("alpha", 60.0), ("beta", 30.0), ("gamma_", 10.0)];
 const LIBRARY: [(&str, f64); 3] = [("lib_alpha", 60.0), ("lib_beta", 30.0), ("lib_gamma", 10.0)];
@@ -213,8 +213,8 @@ fn a_deleted_binary() {
 /// for seconds shifts shares once; what is wrong is so twice.
 fn with_shares(take: impl Fn() -> Pprof, expected: &[(&str, f64)]) -> Pprof {
     let profile = take();
-    let is_off = |(function, share): &(&str, f64)| (profile.share_of(function) - share).abs() > 2.0;
-    if expected.iter().any(is_off) { take() } else { profile }
+    let good = expected.iter().all(|&expected| has_share(&profile, expected));
+    if good { profile } else { take() }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The house as ARCHITECTURE.md tells it: crates depend downwards, and no circle joins files.
 //!
-//! Reads the sources. A child may use what its parent module defines, and a parent what its
-//! children do: they are one room. Tests in a file may use anything.
+//! Reads the sources. What a module and its own children use of each other is not looked at, nor
+//! what is written inside macros. Tests in a file may use anything.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,31 +13,28 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// Crates from the bottom up: each may use those before it.
-const CRATES: [&str; 9] = [
-    "model",
-    "elf",
-    "collector-ebpf",
-    "proto",
-    "rights",
-    "unwind",
-    "cache",
-    "collector",
-    "symbolizer",
-];
+/// The first table of ARCHITECTURE.md: each crate may use those below it.
+fn crates() -> Vec<&'static str> {
+    let rows = include_str!("../ARCHITECTURE.md").lines().skip_while(|line| !line.starts_with('|'));
+    let rows = rows.take_while(|line| line.starts_with('|'));
+    rows.filter_map(|row| row.strip_prefix("| `")?.split('`').next()).collect()
+}
 
 #[test]
 fn crates_depend_downwards() {
-    for (place, name) in CRATES.iter().enumerate() {
+    let crates = crates();
+    assert_eq!(crates.len(), 9);
+    for (place, name) in crates.iter().enumerate() {
         let manifest = std::fs::read_to_string(root().join(name).join("Cargo.toml")).unwrap();
         let used = manifest.lines().filter_map(|line| {
-            let dependency = line.strip_prefix("stackwire")?;
-            let dependency = dependency.split(['.', ' ']).next()?;
-            dependency.strip_prefix('-')
+            let dependency = line.trim_start_matches("[dependencies.").strip_prefix("stackwire")?;
+            let dependency = dependency.split(['.', ' ', ']']).next()?;
+            Some(if dependency.is_empty() { "symbolizer" } else { &dependency[1..] })
         });
         for used in used {
-            let below = CRATES[..place].contains(&used);
-            assert!(below && used != "collector", "{name} depends on {used}");
+            // The halves meet on the wire.
+            let may = crates[place + 1..].contains(&used) && used != "collector";
+            assert!(may, "{name} depends on {used}");
         }
     }
 }
@@ -198,10 +195,11 @@ fn circle(uses: &BTreeMap<Module, BTreeSet<Module>>) -> Option<Vec<Module>> {
 #[test]
 fn no_circle_joins_files() {
     // The kernel side has two: its maps hold what the files that use them define.
-    for name in CRATES.into_iter().filter(|name| *name != "collector-ebpf") {
+    let mut found = 0;
+    for name in crates().into_iter().filter(|name| *name != "collector-ebpf") {
         let uses = uses(&root().join(name).join("src"));
-        let edges: usize = uses.values().map(BTreeSet::len).sum();
-        assert!(name != "symbolizer" || edges > 100, "{edges} uses are found in {name}");
+        found += uses.values().map(BTreeSet::len).sum::<usize>();
         assert_eq!(circle(&uses), None, "of {name}, the last uses the first");
     }
+    assert!(found > 400, "only {found} uses are found");
 }

@@ -525,12 +525,18 @@ fn the_table_of_capabilities_is_true() {
         let expected: BTreeMap<String, (String, bool)> =
             expected.map(|row| (row[0].to_owned(), (row[column].to_owned(), true))).collect();
         let held = || -> BTreeMap<String, (String, bool)> {
-            let of = |pid| {
-                let rights = rights_of(pid);
+            // Of one role there may be several.
+            let mut rights: BTreeMap<String, Vec<(u64, bool)>> = BTreeMap::new();
+            for pid in tree(child.id()) {
+                if let Some(role) = role(pid) {
+                    rights.entry(role).or_default().extend(rights_of(pid));
+                }
+            }
+            let of = |(role, rights): (String, Vec<(u64, bool)>)| {
                 let all = rights.iter().fold(0, |all, (held, _)| all | held);
-                Some((role(pid)?, (named(all), rights.iter().all(|(_, no_new)| *no_new))))
+                (role, (named(all), rights.iter().all(|(_, no_new)| *no_new)))
             };
-            tree(child.id()).into_iter().filter_map(of).collect()
+            rights.into_iter().map(of).collect()
         };
         // They begin with more, and give it up before they read.
         for _ in 0..600 {

@@ -60,6 +60,8 @@ pub struct Mapped {
     /// By what its file is known, if it is of one. A record tells the build-id or the inode, never
     /// both.
     pub key: Option<ExecutableKey>,
+    /// Its build-id is too short to tell it from others, and the record has no inode.
+    pub is_ambiguous: bool,
 }
 
 impl Mapped {
@@ -127,6 +129,7 @@ fn mapped(body: &[u8], has_build_id: bool) -> Option<Mapped> {
     if has_build_id {
         let length = usize::from(*body.get(32)?).min(20);
         mapped.key = ExecutableKey::of(BuildId::new(body.get(36..36 + length)?), None);
+        mapped.is_ambiguous = mapped.key.is_none();
     } else {
         let device = Device { major: u32_at(body, 32)?, minor: u32_at(body, 36)? };
         mapped.key = ExecutableKey::of(None, FileId::new(u64_at(body, 40)?, device));
@@ -179,25 +182,29 @@ mod tests {
     fn decodes_a_mapping_with_a_build_id() {
         let numbers: Vec<u8> =
             [0x1000u64, 0x2000, 0x3000].iter().flat_map(|n| n.to_ne_bytes()).collect();
-        let mut id = vec![20, 0, 0, 0];
-        id.extend([0xab; 20]);
-        let bytes = record(
-            MMAP2,
-            MISC_MMAP_BUILD_ID,
-            &[&two(5, 6), &numbers, &id, &two(5, 2), b"/bin/x\0\0"],
-            99,
-        );
-        let expected = Mapped {
-            start: 0x1000,
-            length: 0x2000,
-            file_offset: 0x3000,
-            path: "/bin/x".into(),
-            key: BuildId::new(&[0xab; 20]).map(Into::into),
-        };
-        assert_eq!(
-            decode(&bytes),
-            Some(Event { time_ns: 99, pid: 5, change: Change::Map(expected) })
-        );
+        // One of two bytes is the same for too many.
+        for (length, key) in [(20, BuildId::new(&[0xab; 20]).map(Into::into)), (2, None)] {
+            let mut id = vec![length, 0, 0, 0];
+            id.extend([0xab; 20]);
+            let bytes = record(
+                MMAP2,
+                MISC_MMAP_BUILD_ID,
+                &[&two(5, 6), &numbers, &id, &two(5, 2), b"/bin/x\0\0"],
+                99,
+            );
+            let expected = Mapped {
+                start: 0x1000,
+                length: 0x2000,
+                file_offset: 0x3000,
+                path: "/bin/x".into(),
+                key,
+                is_ambiguous: key.is_none(),
+            };
+            assert_eq!(
+                decode(&bytes),
+                Some(Event { time_ns: 99, pid: 5, change: Change::Map(expected) })
+            );
+        }
     }
 
     #[test]

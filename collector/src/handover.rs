@@ -15,7 +15,8 @@ use stackwire_proto::MAX_FILE_BYTES;
 
 use crate::artifact::{Extent, Hash};
 use crate::batch::Epoch;
-use crate::helpers::broker::{Broker, OpenError, Wanted};
+use crate::helpers::broker::{Broker, OpenError};
+use crate::process::Wanted;
 use crate::process::executable::Kind;
 
 /// Why a file is not sent.

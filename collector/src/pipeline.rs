@@ -30,6 +30,9 @@ const EPOCH_BYTES: usize = 24 << 20;
 /// How long a sample waits for events that happened before it and are not in their ring yet.
 const SETTLE: Duration = Duration::from_millis(5);
 
+/// Mappings asked about in a turn: a process may map a file without end, and all others wait.
+const MAX_ASKED: usize = 32;
+
 /// What a finished capture can tell of itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
@@ -188,15 +191,16 @@ impl Pipeline {
         }
     }
 
-    /// Asks which files those are whose build-ids are too short to tell: their records have no
-    /// inode.
+    /// Asks which files those are whose build-ids are too short to tell, each once.
     fn identify(&mut self) {
+        let mut left = MAX_ASKED;
         for event in &mut self.batch.events {
             if let Change::Map(mapped) = &mut event.change
-                && mapped.key.is_none()
-                && mapped.is_of_file()
+                && std::mem::take(&mut mapped.is_ambiguous)
+                && left > 0
             {
-                mapped.key = maps::file_at(event.pid, mapped.start).map(Into::into);
+                left -= 1;
+                mapped.key = maps::file_of(event.pid, mapped).map(Into::into);
             }
         }
     }

@@ -1,7 +1,8 @@
 //! What the headers and notes of an ELF file say: machine, segments, sections, ids. Reads no
 //! section's content but notes.
 //!
-//! Reads with pread and within limits; a file is refused only where nothing of it can be used.
+//! Reads with pread and within limits; a file is refused where nothing of it can be used, or where
+//! its reader wants it whole ([`Headers::check_all`]).
 
 use std::fs::File;
 use std::ops::Range;

@@ -101,7 +101,8 @@ impl Compiler {
                 CompilerError::Refused(String::from_utf8_lossy(words).into_owned())
             }
             Some((&LATE, _)) => CompilerError::Late,
-            _ => CompilerError::Died,
+            Some(_) => CompilerError::Died,
+            None => NoAnswer::Lost.into(),
         })?;
         let mut bytes = Vec::new();
         made.rewind()?;

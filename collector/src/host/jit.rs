@@ -14,10 +14,11 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use crate::artifact::{Artifact, Extent, Hash, Kind};
-use crate::helpers::broker::{Broker, OpenError, Wanted};
+use crate::helpers::broker::{Broker, OpenError};
 use crate::host::growth::{Growth, LOOK};
 use crate::in_time::{NotInTime, in_time, later};
 use crate::outbox::Outbox;
+use crate::process::Wanted;
 
 /// Largest file taken.
 pub const MAX_BYTES: u64 = 64 << 20;

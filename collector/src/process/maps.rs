@@ -2,7 +2,7 @@
 //!
 //! The text parser is pure. Reads what the kernel says about mappings and opens no mapped file, so
 //! a kernel without `PROCMAP_QUERY` (before 6.11) gives no build-ids here. Called by
-//! `process/mod.rs`.
+//! `process/mod.rs`, and by `pipeline.rs` for files that cannot be told by their build-ids.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -26,20 +26,19 @@ pub fn read(pid: u32) -> io::Result<Vec<Mapped>> {
     }
 }
 
-/// The file mapped at `start` by `pid`; none when the process, its permission or that mapping is
-/// gone.
+/// The file behind a mapping the kernel told of; none when that mapping is gone, may not be looked
+/// at, or the kernel does not know the ioctl: to read all mappings for one would take too long.
 #[must_use]
-pub fn file_at(pid: u32, start: u64) -> Option<FileId> {
-    let mut file = File::open(format!("/proc/{pid}/maps")).ok()?;
-    let mapped = match query(&file, start) {
-        Ok(found) => found?,
-        Err(_) => {
-            let mut text = Vec::new();
-            file.read_to_end(&mut text).ok()?;
-            parse(&text).into_iter().find(|mapped| mapped.start == start)?
-        }
-    };
-    mapped.key.filter(|_| mapped.start == start)?.file()
+pub fn file_of(pid: u32, told: &Mapped) -> Option<FileId> {
+    let file = File::open(format!("/proc/{pid}/maps")).ok()?;
+    // Without the build-id: for it the kernel would read the file, which may be of a file system
+    // that does not answer.
+    let found = query(&file, told.start, &mut []).ok()??;
+    let place = |mapped: &Mapped| (mapped.start, mapped.length, mapped.file_offset);
+    let path = |mapped: &Mapped| mapped.path.trim_end_matches(" (deleted)").to_owned();
+    // By now the process may run another program. Its root directory may be another than ours.
+    let same = place(&found) == place(told) && path(&found).ends_with(&path(told));
+    found.key.filter(|_| same)?.file()
 }
 
 fn of_task(pid: u32) -> io::Result<Vec<Mapped>> {
@@ -80,7 +79,7 @@ fn parse_line(line: &[u8]) -> Option<Mapped> {
     let key = ExecutableKey::of(None, FileId::new(fields.next()?.parse().ok()?, device));
     let path = fields.next().unwrap_or("").trim_start().to_owned();
     let length = end.checked_sub(start)?;
-    Some(Mapped { start, length, file_offset, path, key })
+    Some(Mapped { start, length, file_offset, path, key, is_ambiguous: false })
 }
 
 fn hex(text: &str) -> Option<u64> {
@@ -117,17 +116,18 @@ const COVERING_OR_NEXT_VMA: u64 = 0x10;
 fn query_all(maps: &File) -> io::Result<Vec<Mapped>> {
     let mut found = Vec::new();
     let mut from = 0;
-    while let Some(mapped) = query(maps, from)? {
+    let mut build_id = [0u8; 20];
+    while let Some(mapped) = query(maps, from, &mut build_id)? {
         from = mapped.start + mapped.length;
         found.push(mapped);
     }
     Ok(found)
 }
 
-/// The first executable mapping that ends above `address`.
-fn query(maps: &File, address: u64) -> io::Result<Option<Mapped>> {
+/// The first executable mapping that ends above `address`; by its build-id where there is room for
+/// one.
+fn query(maps: &File, address: u64, build_id: &mut [u8]) -> io::Result<Option<Mapped>> {
     let mut name = [0u8; 4096];
-    let mut build_id = [0u8; 20];
     let mut request = ProcmapQuery {
         size: size_of::<ProcmapQuery>() as u64,
         query_flags: VMA_EXECUTABLE | COVERING_OR_NEXT_VMA,
@@ -135,7 +135,7 @@ fn query(maps: &File, address: u64) -> io::Result<Option<Mapped>> {
         vma_name_size: name.len() as u32,
         build_id_size: build_id.len() as u32,
         vma_name_addr: name.as_mut_ptr() as u64,
-        build_id_addr: build_id.as_mut_ptr() as u64,
+        build_id_addr: if build_id.is_empty() { 0 } else { build_id.as_mut_ptr() as u64 },
         ..ProcmapQuery::default()
     };
     // SAFETY: the request is the struct the ioctl takes, its two buffers have the sizes it states,
@@ -155,6 +155,7 @@ fn query(maps: &File, address: u64) -> io::Result<Option<Mapped>> {
         file_offset: request.vma_offset,
         path: String::from_utf8_lossy(path).into_owned(),
         key: ExecutableKey::of(build_id, file),
+        is_ambiguous: false,
     }))
 }
 
@@ -192,6 +193,25 @@ nonsense\n";
         let vsyscall = |m: &(u64, u64, u64, String)| m.3 != "[vsyscall]";
         let parsed: Vec<_> = spans(&parsed).into_iter().filter(vsyscall).collect();
         assert_eq!(spans(&queried), parsed);
+    }
+
+    #[test]
+    fn a_file_is_told_where_nothing_else_is_mapped_by_now() {
+        let pid = std::process::id();
+        let maps = parse(&std::fs::read("/proc/self/maps").unwrap());
+        let exe = std::fs::read_link("/proc/self/exe").unwrap();
+        let told = maps.into_iter().find(|mapped| exe.ends_with(&mapped.path)).unwrap();
+        // Kernels before 6.11 tell nothing.
+        let knows = query(&File::open("/proc/self/maps").unwrap(), 0, &mut []).is_ok();
+        assert_eq!(file_of(pid, &told), told.key.and_then(ExecutableKey::file).filter(|_| knows));
+        for other in [
+            Mapped { length: told.length + 4096, ..told.clone() },
+            Mapped { file_offset: told.file_offset + 4096, ..told.clone() },
+            Mapped { path: "/bin/other".to_owned(), ..told.clone() },
+            Mapped { start: told.start - 4096, ..told },
+        ] {
+            assert_eq!(file_of(pid, &other), None);
+        }
     }
 
     proptest! {

@@ -12,6 +12,7 @@ mod image;
 pub mod maps;
 pub mod text;
 pub mod user;
+mod wanted;
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -20,9 +21,9 @@ use std::rc::Rc;
 use self::executable::{Executables, Kind};
 pub use self::family::family;
 pub use self::image::{Mapping, Mappings, Process};
+pub use self::wanted::Wanted;
 use crate::clock::now_ns;
 use crate::event::{Change, Event};
-use crate::helpers::broker::Wanted;
 
 /// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten
 /// first.
@@ -464,7 +465,7 @@ mod tests {
     fn map(pid: u32, start: u64, length: u64, file_offset: u64, path: &str) -> Event {
         let path = path.to_owned();
         let key = BuildId::new(&[1; 20]).map(Into::into);
-        let mapped = Mapped { start, length, file_offset, path, key };
+        let mapped = Mapped { start, length, file_offset, path, key, is_ambiguous: false };
         Event { time_ns: 0, pid, change: Change::Map(mapped) }
     }
 

@@ -129,7 +129,7 @@ impl PerfEvent {
         advanced
     }
 
-    /// Becomes readable as soon as the ring holds a record.
+    /// Becomes readable when the ring has [`WAKEUP_BYTES`] of new records.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()

@@ -28,7 +28,7 @@ use super::no_table::NoTable;
 use super::owner::{Owner, SHARES};
 use super::rules::Rules;
 use super::space::Space;
-use crate::helpers::broker::Wanted;
+use crate::process::Wanted;
 use crate::process::executable::Kind;
 
 /// Number of all executables there is no number for: there are too many, of all or of one user.

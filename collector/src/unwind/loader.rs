@@ -24,11 +24,12 @@ use super::disk::Disk;
 use super::known::{Key, Keys, VDSO_KEY};
 use super::no_table::NoTable;
 use super::owner::{Owner, is_everyones};
-use crate::helpers::broker::{Broker, LIMIT, Wanted};
+use crate::helpers::broker::{Broker, LIMIT};
 use crate::helpers::compiler::Compiler;
 use crate::host::growth::size;
 use crate::host::vdso;
 use crate::in_time::later;
+use crate::process::Wanted;
 use crate::process::executable::Kind;
 
 /// Between two looks at what is wanted, of the first thread and of the others: those matter only

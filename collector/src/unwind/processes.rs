@@ -15,7 +15,7 @@ use super::maps::ProcessMaps;
 use super::owner::{Owner, SHARES};
 use super::space::Space;
 use crate::event::Event;
-use crate::helpers::broker::Wanted;
+use crate::process::Wanted;
 use crate::process::executable::Kind;
 use crate::process::{Mapping, Processes, jitdump};
 

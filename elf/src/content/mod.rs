@@ -57,8 +57,9 @@ impl Deref for Elf {
 }
 
 impl Elf {
-    /// Reads headers and notes; all sections lie in the file. The code of object files (kernel modules are such) gets addresses,
-    /// section after section, and what refers to them is adjusted when it is read.
+    /// Reads headers and notes; all sections lie in the file. The code of object files (kernel
+    /// modules are such) gets addresses, section after section, and what refers to them is adjusted
+    /// when it is read.
     ///
     /// # Errors
     /// See [`ElfError`].

@@ -163,6 +163,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     let mut of_kernel = std::collections::HashSet::new();
     for (wire, &id) in epoch.executables.iter().zip(&executables) {
         into.unwind_missing(id, reader.reason(wire.unwind_missing)?);
+        if matches!(into.executable_of(id), Executable::File { key: None, .. }) {
+            into.ambiguous(id);
+        }
         if let Some(symbols) = reader.hash(&wire.symbols)?
             && of_kernel.insert(symbols)
         {

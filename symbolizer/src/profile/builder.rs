@@ -433,6 +433,11 @@ impl Builder {
         }
     }
 
+    /// A file that its collector could not tell from others at its path.
+    pub fn ambiguous(&mut self, executable: ExecutableId) {
+        self.profile.ambiguous.insert(executable);
+    }
+
     /// Says why an executable has no unwind table, or that nothing speaks against one.
     pub fn unwind_missing(&mut self, executable: ExecutableId, why: Option<String>) {
         match why {

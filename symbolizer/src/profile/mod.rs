@@ -265,6 +265,9 @@ pub struct Profile {
     pub unwind_tables: UnwindTables,
     /// Artifacts that name functions of kernels and modules, by the hash of all their symbols.
     pub kernel_symbols: BTreeMap<ArtifactHash, BTreeSet<ArtifactHash>>,
+    /// Files a collector could not tell from others at their paths. Other profilers tell paths
+    /// alone, of whichever file.
+    pub ambiguous: BTreeSet<ExecutableId>,
     /// By executable, why it had no unwind table at last.
     pub unwind_missing: BTreeMap<ExecutableId, String>,
     /// Samples that are not in this part of the profile.

@@ -306,7 +306,10 @@ fn device(metadata: &Metadata) -> Device {
 
 /// GNU build-id of an ELF file.
 fn build_id(file: &File) -> Result<Option<BuildId>, FileError> {
-    Ok(Headers::read(file)?.ids.gnu)
+    let headers = Headers::read(file)?;
+    // A copy that was cut short must not stand for the whole file that may be had elsewhere.
+    headers.check_all()?;
+    Ok(headers.ids.gnu)
 }
 
 #[cfg(test)]

@@ -225,8 +225,8 @@ fn elf_job(
             let executable = Some(file::of_image(image));
             Wanted { build_id: None, executable, code: None, kernel: None }
         }
-        // What lies at its path may be another file. Other profilers say no more than that.
-        Executable::File { key: None, .. } if !profile.origin.collector.is_empty() => {
+        // What lies at its path may be another file.
+        Executable::File { .. } if profile.ambiguous.contains(&id) => {
             return Err(without(&FileError::NoIdentity.to_string()));
         }
         _ => Wanted {

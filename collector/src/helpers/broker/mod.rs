@@ -17,6 +17,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::channel::{Client, NoAnswer};
+use crate::process::Wanted;
 
 /// How long an open may take: what hangs is on a file system that a process of the host made up, or
 /// a server that is gone.
@@ -71,31 +72,6 @@ impl From<Errno> for OpenError {
             other => Self::System(other),
         }
     }
-}
-
-/// What is to be opened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Wanted {
-    /// The file mapped there, which the process calls `path`.
-    Mapped {
-        /// Process.
-        pid: u32,
-        /// First address of the mapping.
-        start: u64,
-        /// First address behind it.
-        end: u64,
-        /// Path as the process has it.
-        path: String,
-    },
-    /// A file of the process's user, by its path in the process's root directory.
-    Own {
-        /// Process.
-        pid: u32,
-        /// Absolute path.
-        path: String,
-        /// Where that root is out of reach, the same path here will do.
-        here: bool,
-    },
 }
 
 /// The way to the broker, or to files without one. Shared between threads.

@@ -11,8 +11,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat, openat2};
 
-use super::{OpenError, Wanted};
-use crate::process::living_task;
+use super::OpenError;
+use crate::process::{Wanted, living_task};
 
 /// Opens what is wanted, with the privileges of the caller.
 ///
