@@ -10,7 +10,7 @@ export STACKWIRE_TEST_CACHE ?= $(HOME)/.cache/stackwire-tests
 GROUP ?= stackwire
 CAPS ?= cap_bpf,cap_perfmon,cap_syslog
 
-.PHONY: build demo test test-kernels lint bench ebpf fuzz install
+.PHONY: build demo test test-kernels lint bench ebpf fuzz install dist
 
 build:
 	$(CARGO) build --release --locked -p stackwire -p stackwire-collector
@@ -54,6 +54,10 @@ ebpf:
 fuzz:
 	fuzz/run.sh
 
+# Tarball, .deb, .rpm, list of parts and checksums, in target/dist.
+dist: build
+	packaging/dist.sh target/dist
+
 # Programs without symbols, and their debug files by build-id (debuggers look there with PREFIX=/usr). On this system the collector is for its group
 # only: who may execute it may profile every process. In a DESTDIR, which needs no root, that is left to the package.
 # Not for cargo: another PATH makes it build anew.
@@ -69,8 +73,9 @@ install: build
 	  install -d $$directory && objcopy --only-keep-debug $(OUT)/$$program $$directory/$${id#??}.debug || exit 1; \
 	  chmod 0644 $$directory/$${id#??}.debug; \
 	done
-	$(CARGO) run --release --locked -q -p stackwire --example manual-symbolizer -- target/manual
-	$(CARGO) run --release --locked -q -p stackwire-collector --example manual-collector -- target/manual
+	$(CARGO) build --release --locked -q -p stackwire -p stackwire-collector --examples
+	$(OUT)/examples/manual-symbolizer target/manual
+	$(OUT)/examples/manual-collector target/manual
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/man/man1 target/manual/*.1
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/bash-completion/completions target/manual/*.bash
 	install -D -m 0644 -t $(DESTDIR)$(PREFIX)/share/zsh/site-functions target/manual/_*

@@ -4,6 +4,8 @@
 //! Prints a table, writes `target/bench.json`, asserts nothing: timings depend on the machine. The
 //! load is a program of three threads and a dd full of system calls, on every CPU.
 
+#![expect(clippy::print_stdout, reason = "it prints what it measures")]
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::BufReader;

@@ -3,6 +3,8 @@
 //!
 //! Prints tables and asserts nothing.
 
+#![expect(clippy::print_stdout, reason = "it prints what it measures")]
+
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};

@@ -7,6 +7,8 @@
 //!
 //! Prints tables and asserts nothing. `cold` compiles the table, `warm` finds it in the cache.
 
+#![expect(clippy::print_stdout, reason = "it prints what it measures")]
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -3,6 +3,7 @@
 //!
 //! Prints a table, asserts nothing.
 
+#![expect(clippy::print_stdout, reason = "it prints what it measures")]
 #![expect(clippy::unwrap_used, reason = "a bench may stop at what is not installed")]
 
 use std::path::{Path, PathBuf};

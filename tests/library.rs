@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use stackwire::{Sources, export, read_capture, resolve};
+use stackwire::{Sources, formats, read_capture, resolve};
 
 use crate::support::{Pprof, Running, binary, build::work, privileged};
 
@@ -20,10 +20,10 @@ fn a_session_of_the_symbolizer_gives_a_profile_in_memory() {
         .start()
         .unwrap();
     std::thread::sleep(std::time::Duration::from_secs(2));
-    let profile = session.stop().unwrap();
+    let (profile, names) = session.stop().unwrap();
     assert!(profile.sample_count() > 100);
     let mut bytes = Vec::new();
-    export::pprof(&profile, &export::PprofOptions::default(), &mut bytes).unwrap();
+    formats::pprof::write(names.of(&profile), &Default::default(), &mut bytes).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), bytes).unwrap();
     assert!(Pprof::read(file.path()).share_of("alpha") > 50.0);
@@ -44,12 +44,12 @@ fn a_session_of_the_collector_writes_a_capture_to_any_writer() {
         .unwrap();
     std::thread::sleep(std::time::Duration::from_secs(2));
     let summary = session.stop().unwrap();
-    let (mut profile, artifacts) = read_capture(file.reopen().unwrap()).unwrap();
-    resolve(&mut profile, &artifacts, &Sources::default());
+    let (profile, artifacts) = read_capture(file.reopen().unwrap()).unwrap();
+    let names = resolve(&profile, &artifacts, &Sources::default());
     assert_eq!(profile.sample_count(), summary.delivered);
     assert_eq!(profile.taken, Some(summary.taken));
     let mut text = Vec::new();
-    export::report(&profile, &export::ReportOptions::default(), &mut text).unwrap();
+    formats::report::write(names.of(&profile), &Default::default(), &mut text).unwrap();
     assert!(String::from_utf8(text).unwrap().contains("alpha [work]"));
 }
 

@@ -3,6 +3,7 @@
 //! Run by `make test`, which installs what they need. Most need root to load eBPF programs; one
 //! that cannot run says `SKIPPED`, and fails where `STACKWIRE_NO_SKIP` is set, as in CI.
 
+#![allow(clippy::print_stderr, clippy::print_stdout, reason = "tests say what they skip")]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 /// Names, files, lines and inlined calls against llvm-symbolizer, in many real binaries.
@@ -51,6 +52,8 @@ mod odd_registers;
 mod oracle;
 /// Descriptors, links and pipes as outputs.
 mod outputs;
+/// What `make dist` makes installs and records on clean Debians.
+mod packages;
 /// perf.data for perf of three ages, hotspot, samply and autofdo.
 mod perf_data;
 /// `go tool pprof` in every view, flame graph and folded stacks.

@@ -10,6 +10,7 @@ declare -A packages=(
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
   [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
   [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs [hotspot]=hotspot [create_llvm_prof]=autofdo [clang-22]=clang-22 [ghc]=ghc
+  [debootstrap]=debootstrap [rpmbuild]=rpm [jq]=jq
 )
 wanted=()
 for command in "${!packages[@]}"; do
@@ -41,6 +42,8 @@ if [ "${1:-}" != ebpf ]; then
       && tests/debian.sh bookworm "$cache/bookworm" nginx-light ruby php-cli \
       && tests/debian.sh sid "$cache/sid" samply golang-go linux-perf; } \
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
+  { tests/clean.sh bookworm "$cache/clean-bookworm.tar" && tests/clean.sh trixie "$cache/clean-trixie.tar"; } \
+    || echo "tests/setup.sh: could not make clean Debians; the test of packages fails" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
 fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then

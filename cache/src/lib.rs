@@ -32,7 +32,6 @@ mod index;
 mod key;
 mod lock;
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests;
 mod verify;
 

@@ -215,7 +215,6 @@ impl Source {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Write;
 

@@ -61,7 +61,6 @@ fn monotonic_offset(text: &str) -> i64 {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::os::unix::fs::symlink;
 

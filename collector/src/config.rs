@@ -205,7 +205,6 @@ fn check_process(pid: u32, proc: &Path) -> Result<(), ConfigError> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

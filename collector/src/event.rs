@@ -65,6 +65,12 @@ pub struct Mapped {
 }
 
 impl Mapped {
+    /// Its path without the kernel's remark that the file has been deleted since.
+    #[must_use]
+    pub fn path_when_mapped(&self) -> &str {
+        self.path.strip_suffix(" (deleted)").unwrap_or(&self.path)
+    }
+
     /// Whether it is of a file that has code, and not of memory.
     #[must_use]
     pub fn is_of_file(&self) -> bool {

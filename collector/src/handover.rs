@@ -157,7 +157,6 @@ impl Content {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::rc::Rc;
 

@@ -73,7 +73,6 @@ pub fn later<T: Send + 'static>(
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

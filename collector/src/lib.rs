@@ -52,8 +52,8 @@ pub use unwind::Stats as TableStats;
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");
 
-/// Entry points for fuzzing: parsers of what other processes or the kernel wrote.
-#[doc(hidden)]
+/// Entry points for fuzzing: parsers of what other processes or the kernel wrote. For `fuzz/`.
+#[cfg(fuzzing)]
 pub mod fuzz {
     /// Decodes a ring record.
     pub fn ring_record(bytes: &[u8]) {

@@ -2,7 +2,8 @@
 
 mod cli;
 
-use std::io::Read;
+use std::fmt::Display;
+use std::io::{Read, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +19,7 @@ fn main() -> ExitCode {
     match capture(run, helpers) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("stackwire-collector: {error}");
+            say(&error);
             match error {
                 SessionError::Config(
                     ConfigError::RateZero
@@ -52,32 +53,37 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
         });
     }
     if run.verbose {
-        eprintln!("stackwire-collector: sampling; capabilities held: {}", session.capabilities());
+        say(format_args!("sampling; capabilities held: {}", session.capabilities()));
     }
     while !stop.load(Ordering::Relaxed) && !session.is_finished() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let summary = session.stop()?;
     if run.verbose {
-        eprintln!(
-            "stackwire-collector: {} samples taken, {} delivered in {} epochs",
+        say(format_args!(
+            "{} samples taken, {} delivered in {} epochs",
             summary.taken, summary.delivered, summary.epochs
-        );
+        ));
         let tables = summary.tables;
-        eprintln!(
-            "stackwire-collector: unwind tables: {} loaded, {} evicted, {} executables have none",
+        say(format_args!(
+            "unwind tables: {} loaded, {} evicted, {} executables have none",
             tables.loaded, tables.evicted, tables.failed
-        );
+        ));
         for (reason, count) in &summary.lost {
-            eprintln!("stackwire-collector: lost: {reason:?} {count}");
+            say(format_args!("lost: {reason:?} {count}"));
         }
         if summary.denied > 0 {
-            eprintln!(
-                "stackwire-collector: mappings that could not be read, permission denied: those of {} process(es); \
+            say(format_args!(
+                "mappings that could not be read, permission denied: those of {} process(es); \
                  give the collector CAP_PERFMON (kernel 6.15+) or CAP_SYS_PTRACE",
                 summary.denied
-            );
+            ));
         }
     }
     Ok(())
+}
+
+/// Says it on standard error. `eprintln!` would panic when nobody listens any more.
+fn say(what: impl Display) {
+    let _ = writeln!(std::io::stderr(), "stackwire-collector: {what}");
 }

@@ -168,7 +168,6 @@ fn kernel_end(end: u8) -> EndReason {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
     use crate::event::{Change, Event, Mapped};

@@ -329,7 +329,6 @@ impl Inner {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Write;
     use std::sync::Arc;

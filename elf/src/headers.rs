@@ -300,7 +300,6 @@ where
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Write as _;
 

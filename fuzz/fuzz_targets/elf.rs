@@ -2,4 +2,4 @@
 
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::elf(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire_symbols::fuzz::elf(bytes));

@@ -6,6 +6,6 @@ const SECTIONS: &[&str] = &[".gopclntab"];
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Some(elf) = stackwire_fuzz::wrap(SECTIONS, bytes) {
-        stackwire::fuzz::elf(&elf);
+        stackwire_symbols::fuzz::elf(&elf);
     }
 });

@@ -2,4 +2,4 @@
 
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire::fuzz::perf_map(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| stackwire_symbols::fuzz::perf_map(bytes));

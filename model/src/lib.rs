@@ -1,14 +1,16 @@
 //! Words both halves of Stackwire share, as types: by what executables are known, what is
-//! sampled and how, why stacks end, why samples are lost.
+//! sampled and how, why stacks end, why samples are lost; and the profile made of them.
 //!
 //! Pure: no I/O, no wire format, no ELF. Every other crate may use it; it uses none of them.
 
 mod build_id;
 mod executable;
+pub mod profile;
 mod reason;
 mod sampling;
 
 pub use build_id::{BadBuildId, BuildId};
 pub use executable::{Device, ExecutableKey, FileId};
+pub use profile::Profile;
 pub use reason::{EndReason, LostReason};
 pub use sampling::{Event, Share, Unwind};

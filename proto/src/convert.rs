@@ -139,7 +139,6 @@ impl From<v1::LostReason> for LostReason {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

@@ -198,7 +198,6 @@ impl<R: Read> FrameReader<R> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use proptest::prelude::*;
 

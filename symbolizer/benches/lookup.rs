@@ -2,6 +2,8 @@
 //! calls: from a compiled table (budget 500), with readable names made of it, and from the answers
 //! of late (budget 50).
 
+#![expect(clippy::print_stdout, reason = "it prints what it measures")]
+
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::time::Instant;

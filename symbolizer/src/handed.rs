@@ -304,7 +304,6 @@ fn check(
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Read;
 

@@ -15,13 +15,13 @@ use stackwire_cache::{Cache, Key, Kind};
 use stackwire_model::{BuildId, ExecutableKey};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
+use stackwire_symbols::table;
 
 use crate::capture::Artifacts;
 use crate::handed::{Taken, key};
 use crate::ingest::{self, IngestError};
 use crate::profile::{ArtifactHash, Builder, Executable};
 use crate::resolve::Pinned;
-use crate::table;
 
 /// A log that cannot go on.
 #[derive(Debug, thiserror::Error)]

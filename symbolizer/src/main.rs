@@ -3,14 +3,17 @@
 mod cli;
 mod command;
 mod memory;
+mod say;
 
 use std::process::ExitCode;
 
 use clap::Parser;
-use stackwire::say;
+
+use self::say::say;
 
 fn main() -> ExitCode {
     memory::give_back_large_blocks();
+    say::listen();
     match command::run(cli::Args::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(command::Failure::Usage(message)) => {

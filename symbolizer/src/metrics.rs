@@ -17,7 +17,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::profile::{Executable, ExecutableId, Profile, Quality, Resolution};
+use crate::profile::{Executable, ExecutableId, Named, Profile, Quality, Resolution};
 
 /// Where the names of an executable are from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ struct Source {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Named {
+struct ByQuality {
     quality: &'static str,
 }
 
@@ -86,7 +86,7 @@ struct Fetch {
 pub struct Metrics {
     registry: Registry,
     executables: Family<Source, Counter>,
-    named: Family<Named, Counter>,
+    named: Family<ByQuality, Counter>,
     missing: Family<Reason, Counter>,
     fetches: Family<Fetch, Histogram, fn() -> Histogram>,
     fetched: Counter,
@@ -190,19 +190,19 @@ impl Metrics {
     }
 
     /// A profile was resolved.
-    pub fn resolved(&self, profile: &Profile) {
+    pub fn resolved(&self, profile: Named<'_>) {
         self.samples.inc_by(profile.sample_count());
         for (reason, (count, _)) in &profile.lost {
             self.lost.get_or_create(&Reason { reason: reason.text() }).inc_by(*count);
         }
-        self.unwound(profile);
+        self.unwound(&profile);
         // Of files the ladder has told already.
         let mut others: BTreeMap<ExecutableId, Rung> = BTreeMap::new();
-        for (location, resolution) in profile.locations.iter().zip(&profile.resolutions) {
+        for (location, resolution) in profile.locations.iter().zip(&profile.names.resolutions) {
             let id = location.executable;
             let rung = match resolution {
                 Resolution::Found { quality, .. } => {
-                    self.named.get_or_create(&Named { quality: quality.text() }).inc();
+                    self.named.get_or_create(&ByQuality { quality: quality.text() }).inc();
                     match quality {
                         Quality::PerfMap | Quality::Jitdump => Some(Rung::Jit),
                         Quality::Kallsyms => Some(Rung::Kallsyms),
@@ -256,8 +256,8 @@ impl Metrics {
 }
 
 /// Why a place has no name, in one of few words; the report has the sentence.
-fn reason(profile: &Profile, executable: usize) -> &'static str {
-    let source = profile.sources.get(executable);
+fn reason(profile: Named<'_>, executable: usize) -> &'static str {
+    let source = profile.names.sources.get(executable);
     match &profile.executables[executable] {
         Executable::Unmapped => "no mapping",
         Executable::Anonymous => "no JIT map",

@@ -15,7 +15,6 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::log::{Answer, LogError};
-use crate::say::say;
 
 /// Keeps one stream. Its methods block: they write and sync files.
 pub trait Keep: Send + 'static {
@@ -102,7 +101,7 @@ impl<A: Accept> Symbolizer for Service<A> {
         let acceptor = Arc::clone(&self.acceptor);
         let keeper =
             blocking(move || acceptor.accept(&hello, &greeting)).await?.map_err(|why| {
-                say(&format!("stackwire: cannot keep a capture: {why}"));
+                tracing::warn!("cannot keep a capture: {why}");
                 match why {
                     NotKept::Refused(text) => Status::failed_precondition(text),
                     NotKept::Failed(text) => Status::internal(text),
@@ -162,7 +161,7 @@ async fn keep(
                 }
             }
             Err(error) => {
-                say(&format!("stackwire: cannot keep a capture: {error}"));
+                tracing::warn!("cannot keep a capture: {error}");
                 let status = match &error {
                     LogError::Write { .. } => Status::unavailable(error.to_string()),
                     LogError::Seal(_) | LogError::Ingest(_) => {

@@ -1,6 +1,8 @@
 //! Prints what an unwind table of a file holds: `cargo run --release -p stackwire-unwind --example
 //! unwind-table FILE…`
 
+#![expect(clippy::print_stdout, reason = "it prints what it finds")]
+
 use std::time::Instant;
 
 fn main() {

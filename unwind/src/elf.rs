@@ -189,7 +189,6 @@ impl<'f> Elf<'f> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Write;
 

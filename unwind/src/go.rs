@@ -2,11 +2,12 @@
 //! `.gopclntab`, of which stripping leaves all; `.eh_frame` has only the C that was linked in, and
 //! not even that where Go's own linker did.
 //!
-//! Layouts are those of Go's `runtime/symtab.go`, Go 1.16 to 1.27 (the magic tells three families
-//! apart). Assembly, and C without call frame information, is followed instruction by instruction
-//! (`code/`); what the runtime does where it changes stacks is `go_stacks.rs`.
+//! The crate `elf` reads the table. Assembly, and C without call frame information, is followed
+//! instruction by instruction (`code/`); what the runtime does where it changes stacks is
+//! `go_stacks.rs`.
 
 use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp, ra};
+use stackwire_elf::{GoFamily, GoFormat, GoFunction, GoTable, is_gopclntab};
 
 use crate::code;
 use crate::elf::Elf;
@@ -19,9 +20,8 @@ const MARKS: [&str; 2] = [".go.buildinfo", ".note.go.buildid"];
 /// linkers of C put that into.
 const SECTIONS: [&str; 3] = [".gopclntab", ".data.rel.ro.gopclntab", ".data.rel.ro"];
 const ALIGNED: usize = 32;
-/// Where the header has the beginning of the text, and where the module's description
-/// (`runtime.moduledata`), in a section of its own from 1.26 on.
-const HEADER_TEXT: u64 = 24;
+/// The module's description (`runtime.moduledata`), in a section of its own from 1.26 on, and where
+/// it has the beginning of the text.
 const MODULE: &str = ".go.module";
 const MODULE_TEXT: u64 = 22 * 8;
 /// `TOPFRAME`, `SPWRITE` and `ASM` of `internal/abi`'s FuncFlag.
@@ -80,71 +80,36 @@ impl Window<'_, '_> {
     }
 }
 
-/// Which releases.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Family {
-    Go116,
-    Go118,
-    Go120,
-}
-
-impl Family {
-    /// By the beginning of a table: magic, zero, instructions of any address, pointers of 8 bytes.
-    fn of(bytes: &[u8]) -> Option<Self> {
-        match *bytes.first_chunk()? {
-            [0xfa, 0xff, 0xff, 0xff, 0, 0, 1, 8] => Some(Self::Go116),
-            [0xf0, 0xff, 0xff, 0xff, 0, 0, 1, 8] => Some(Self::Go118),
-            [0xf1, 0xff, 0xff, 0xff, 0, 0, 1, 8] => Some(Self::Go120),
-            _ => None,
-        }
-    }
-}
-
 /// The table of a Go program.
 #[derive(Debug)]
-pub struct Table {
-    bytes: Vec<u8>,
-    family: Family,
-    functions: u64,
-    /// Offsets of the parts.
-    names: u64,
-    values: u64,
-    entries: u64,
-    /// What entries are relative to.
-    text: u64,
-}
+pub struct Table(GoTable<Vec<u8>>);
 
 impl Table {
     /// `None` when it is no Go program.
     pub fn load(elf: &Elf<'_>) -> Option<Self> {
         MARKS.iter().find_map(|name| elf.section(name))?;
         let sections = SECTIONS.iter().filter_map(|name| elf.section(name));
-        let (address, family, bytes) = sections.into_iter().find_map(|section| {
+        let (address, bytes) = sections.into_iter().find_map(|section| {
             let mut bytes = elf.content(section).ok()?;
-            let at = bytes.chunks(ALIGNED).position(|bytes| Family::of(bytes).is_some())? * ALIGNED;
+            let at = bytes.chunks(ALIGNED).position(is_gopclntab)? * ALIGNED;
             bytes.drain(..at);
-            Some((section.address + at as u64, Family::of(&bytes)?, bytes))
+            Some((section.address + at as u64, bytes))
         })?;
-        let skip = u64::from(family >= Family::Go118);
-        let word = |index: u64| number(&bytes, 8 + index * 8, 8);
-        let (functions, names) = (word(0)?, word(2 + skip)?);
-        let (values, entries) = (word(5 + skip)?, word(6 + skip)?);
-        let text = match family {
-            Family::Go116 => 0,
-            _ => text(elf, address)?,
-        };
-        let field = if family == Family::Go116 { 16 } else { 8 };
-        let end = functions.checked_mul(field)?.checked_add(entries)?;
-        (end <= bytes.len() as u64).then_some(())?;
-        Some(Self { family, functions, names, values, entries, text, bytes })
+        let mut table = GoTable::parse(bytes)?;
+        if table.format() != (GoFormat { little: true, pointer: 8 }) {
+            return None;
+        }
+        if table.family() > GoFamily::Go116 {
+            table.set_text(text(elf, address, table.text_in_header().0)?);
+        }
+        Some(Self(table))
     }
 
     /// Adds the functions. `covered`: offsets that have rules; `kept`: one more register to follow.
     pub fn add(&self, elf: &Elf<'_>, covered: &[(u64, u64)], kept: Option<u32>, spans: &mut Spans) {
         let mut code = Window { elf, start: 0, bytes: Vec::new(), left: MAX_WINDOWS };
-        let functions = || (0..self.functions).filter_map(|index| self.function(index));
         let mut known = Known { keeps_all: None, runtime: None, left: MAX_INSTRUCTIONS };
-        for function in functions() {
+        for function in self.functions() {
             match function.name {
                 KEEPS_ALL => known.keeps_all = Some(function.entry),
                 SYSTEMSTACK => {
@@ -155,7 +120,7 @@ impl Table {
                 _ => {}
             }
         }
-        for function in functions() {
+        for function in self.functions() {
             let mut add = |from: u64, to: u64, rule: Rule| {
                 let Some(offset) = elf.offset(from) else { return };
                 if from < to && elf.offset(to - 1) == Some(offset + (to - 1 - from)) {
@@ -176,103 +141,37 @@ impl Table {
     /// Whether the race detector is linked in, which goes to another stack and keeps the way back
     /// in r12.
     pub fn detects_races(&self) -> bool {
-        (0..self.functions)
-            .filter_map(|index| self.function(index))
-            .any(|function| function.name == b"racecall")
+        self.functions().any(|function| function.name == b"racecall")
     }
 
-    /// Of the `functab`: where a function begins, and where its description is.
-    fn entry(&self, index: u64) -> Option<(u64, u64)> {
-        let bytes = &self.bytes;
-        match self.family {
-            Family::Go116 => {
-                let at = self.entries + index * 16;
-                Some((number(bytes, at, 8)?, number(bytes, at + 8, 8).unwrap_or(0)))
-            }
-            _ => {
-                let at = self.entries + index * 8;
-                let entry = self.text.checked_add(number(bytes, at, 4)?)?;
-                Some((entry, number(bytes, at + 4, 4).unwrap_or(0)))
-            }
-        }
+    fn functions(&self) -> impl Iterator<Item = Function<'_>> {
+        self.0.functions().filter_map(|found| self.function(&found))
     }
 
     /// `None` for one that does not hold together, which costs its own rules alone.
-    fn function(&self, index: u64) -> Option<Function<'_>> {
-        let bytes = &self.bytes;
-        let (entry, at) = self.entry(index)?;
-        let (end, _) = self.entry(index + 1)?;
-        // Of `_func`: the entry, then 4 bytes each.
-        let first = if self.family == Family::Go116 { 8 } else { 4 };
-        let at = self.entries.checked_add(at)?.checked_add(first)?;
-        let name = self.name(number(bytes, at, 4)?)?;
-        // Before it: args, deferreturn. Of C that was linked in the table has names and nothing
-        // else.
-        let moves = match number(bytes, at + 12, 4)? {
-            0 => Vec::new(),
-            at => self.moves(entry, at)?,
+    fn function(&self, found: &GoFunction) -> Option<Function<'_>> {
+        let name = self.0.name(found)?;
+        let moves = match self.0.stack(found) {
+            // C that was linked in.
+            None => Vec::new(),
+            Some(mut values) => {
+                let moves: Vec<_> = values.by_ref().take(MAX_MOVES).collect();
+                values.is_whole().then_some(moves)?
+            }
         };
-        // Before it: pcsp, pcfile, pcln, npcdata, cuOffset, from 1.20 on startLine; funcID.
-        let flags = at + if self.family == Family::Go120 { 37 } else { 33 };
-        let flags = *bytes.get(usize::try_from(flags).ok()?)?;
-        let end = moves.last().map_or(end, |&(_, to, _)| to);
-        (entry < end).then_some(Function { name, entry, end, flags, moves })
+        let end = moves.last().map_or(found.end, |&(_, to, _)| to);
+        Some(Function { name, entry: found.start, end, flags: found.flags, moves })
     }
-
-    fn name(&self, at: u64) -> Option<&[u8]> {
-        let rest = self.bytes.get(usize::try_from(self.names.checked_add(at)?).ok()?..)?;
-        rest.split(|&byte| byte == 0).next()
-    }
-
-    /// How far the stack pointer is below where it was at entry: from, to, bytes. (`runtime.step`)
-    fn moves(&self, entry: u64, at: u64) -> Option<Vec<(u64, u64, i32)>> {
-        let from = usize::try_from(self.values.checked_add(at)?).ok()?;
-        let mut bytes = self.bytes.get(from..)?.iter();
-        let (mut pc, mut value) = (entry, -1i32);
-        let mut moves = Vec::new();
-        loop {
-            let change = varint(&mut bytes)?;
-            if change == 0 && pc != entry {
-                return Some(moves);
-            }
-            let change = (change >> 1) as i32 ^ -((change & 1) as i32);
-            value = value.checked_add(change)?;
-            let next = pc.checked_add(u64::from(varint(&mut bytes)?))?;
-            if moves.len() == MAX_MOVES {
-                return None;
-            }
-            moves.push((pc, next, value));
-            pc = next;
-        }
-    }
-}
-
-fn varint<'a>(bytes: &mut impl Iterator<Item = &'a u8>) -> Option<u32> {
-    let mut value = 0;
-    for shift in (0..32).step_by(7) {
-        let byte = *bytes.next()?;
-        value |= u32::from(byte & 0x7f) << shift;
-        if byte & 0x80 == 0 {
-            return Some(value);
-        }
-    }
-    None
-}
-
-fn number(bytes: &[u8], at: u64, length: usize) -> Option<u64> {
-    let at = usize::try_from(at).ok()?;
-    let bytes = bytes.get(at..at.checked_add(length)?)?;
-    Some(bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
 
 /// Where Go's text begins: in the header up to 1.25, from then on in the module's description
 /// alone.
-fn text(elf: &Elf<'_>, table: u64) -> Option<u64> {
+fn text(elf: &Elf<'_>, table: u64, in_header: u64) -> Option<u64> {
     let module = || {
         let module = elf.section(MODULE)?.address;
         (pointer(elf, module)? == table).then(|| pointer(elf, module + MODULE_TEXT))?
     };
-    pointer(elf, table + HEADER_TEXT).filter(|&text| text != 0).or_else(module)
+    pointer(elf, table + in_header).filter(|&text| text != 0).or_else(module)
 }
 
 /// What is at an address once the program is loaded.

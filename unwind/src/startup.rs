@@ -117,7 +117,6 @@ fn targets(start: u64, bytes: &[u8], found: &[Found]) -> Vec<u64> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::fs::File;
 

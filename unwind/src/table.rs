@@ -168,7 +168,6 @@ pub(crate) fn none() -> Rule {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use proptest::prelude::*;
 

@@ -378,7 +378,6 @@ fn innermost(status: &str) -> Option<u32> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io::Write;
 

@@ -181,7 +181,6 @@ fn fields(line: &str) -> (&str, u64, &str) {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
     use crate::batch::Node;

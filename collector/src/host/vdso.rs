@@ -24,7 +24,6 @@ fn span(maps: &str) -> Option<(usize, usize)> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

@@ -67,7 +67,7 @@ impl Executables {
 
     /// The executable behind a mapping.
     pub fn of_mapping(&mut self, mapped: &Mapped) -> Rc<Executable> {
-        let path = mapped.path.strip_suffix(" (deleted)").unwrap_or(&mapped.path);
+        let path = mapped.path_when_mapped();
         let kind = if path == "[vdso]" {
             Kind::Vdso
         } else if !mapped.is_of_file() {

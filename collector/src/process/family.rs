@@ -47,7 +47,6 @@ fn descend(pids: &[u32], parents: &[(u32, u32)]) -> Vec<u32> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

@@ -35,9 +35,9 @@ pub fn file_of(pid: u32, told: &Mapped) -> Option<FileId> {
     // that does not answer.
     let found = query(&file, told.start, &mut []).ok()??;
     let place = |mapped: &Mapped| (mapped.start, mapped.length, mapped.file_offset);
-    let path = |mapped: &Mapped| mapped.path.trim_end_matches(" (deleted)").to_owned();
     // By now the process may run another program. Its root directory may be another than ours.
-    let same = place(&found) == place(told) && path(&found).ends_with(&path(told));
+    let same =
+        place(&found) == place(told) && found.path_when_mapped().ends_with(told.path_when_mapped());
     found.key.filter(|_| same)?.file()
 }
 
@@ -160,7 +160,6 @@ fn query(maps: &File, address: u64, build_id: &mut [u8]) -> io::Result<Option<Ma
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use proptest::prelude::*;
 

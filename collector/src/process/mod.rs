@@ -453,7 +453,6 @@ pub fn jitdump(pid: u32, mappings: &[Mapping]) -> Option<(&Kind, Wanted)> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use stackwire_model::BuildId;
 

@@ -31,19 +31,48 @@ const KIND_TYPEDEF: u32 = 8;
 
 /// The types of a kernel.
 pub struct Btf<'a> {
-    reader: Reader<'a>,
-    types: Vec<Type>,
+    bytes: &'a [u8],
+    strings_at: usize,
+    /// The byte at which each type begins, by its id. Ids count from 1. There are 160,000: each is
+    /// decoded when it is asked for.
+    places: Vec<usize>,
+    /// The bytes at which structs begin: one type in ten.
+    structs: Vec<usize>,
 }
 
 impl<'a> Btf<'a> {
-    /// Reads it once.
+    /// Finds where the types are, in one pass.
     ///
     /// # Errors
     /// [`BtfError::Malformed`].
     pub fn new(bytes: &'a [u8]) -> Result<Self, BtfError> {
-        let reader = Reader::new(bytes)?;
-        let types = reader.index()?;
-        Ok(Self { reader, types })
+        let magic = bytes.first_chunk::<2>().map(|two| u16::from_ne_bytes(*two));
+        if magic != Some(MAGIC) {
+            return Err(BtfError::Malformed(0));
+        }
+        let mut btf = Self { bytes, strings_at: 0, places: vec![0], structs: Vec::new() };
+        let header = btf.word(4)? as usize;
+        let mut at = header + btf.word(8)? as usize;
+        let end = at + btf.word(12)? as usize;
+        btf.strings_at = header + btf.word(16)? as usize;
+        while at < end {
+            let (kind, count) = btf.kind(at)?;
+            btf.places.push(at);
+            if kind == KIND_STRUCT {
+                btf.structs.push(at);
+            }
+            // Bytes behind the 12 every type has, by kind: int, ptr, array, struct, union, enum, …
+            at += 12
+                + match kind {
+                    1 | 14 | 17 => 4,
+                    3 => 12,
+                    KIND_STRUCT | KIND_UNION | 15 | 19 => count * 12,
+                    6 | 13 => count * 8,
+                    2 | 7..=12 | 16 | 18 => 0,
+                    _ => return Err(BtfError::Malformed(at)),
+                };
+        }
+        Ok(btf)
     }
 
     /// Byte offsets of `members` in `struct name`, members of anonymous structs and unions
@@ -56,83 +85,23 @@ impl<'a> Btf<'a> {
         name: &str,
         members: [&str; N],
     ) -> Result<[u32; N], BtfError> {
-        let root = self.types.iter().find_map(|found| match found {
-            Type::Composite(found)
-                if found.kind == KIND_STRUCT && self.reader.is_name(found.name, name) =>
-            {
-                Some(*found)
-            }
-            _ => None,
-        });
-        let root = root.ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
+        let named = |at: &&usize| self.word(**at).is_ok_and(|found| self.is_name(found, name));
+        let root = self.structs.iter().find(named);
+        let root = *root.ok_or_else(|| BtfError::NoStruct(name.to_owned()))?;
         let mut offsets = [0; N];
         for (slot, member) in offsets.iter_mut().zip(members) {
             let missing =
                 || BtfError::NoMember { name: name.to_owned(), member: member.to_owned() };
             let (mut bits, mut within) = (0, Some(root));
             for part in member.split('.') {
-                let found = self.reader.find(&self.types, within.ok_or_else(missing)?, part, 0)?;
+                let found = self.find(within.ok_or_else(missing)?, part, 0)?;
                 let (more, kind) = found.ok_or_else(missing)?;
                 bits += more;
-                within = composite(&self.types, kind);
+                within = self.composite(kind)?;
             }
             *slot = Some(bits).filter(|bits| bits % 8 == 0).ok_or_else(missing)? / 8;
         }
         Ok(offsets)
-    }
-}
-
-/// A type by its id; ids count from 1.
-#[derive(Clone, Copy)]
-enum Type {
-    Composite(Composite),
-    /// Another name of this one.
-    Typedef(u32),
-    /// Without members.
-    Other,
-}
-
-/// The struct or union of a type, whatever its names.
-fn composite(types: &[Type], mut id: u32) -> Option<Composite> {
-    for _ in 0..8 {
-        match types.get(id as usize)? {
-            Type::Composite(found) => return Some(*found),
-            Type::Typedef(of) => id = *of,
-            Type::Other => return None,
-        }
-    }
-    None
-}
-
-/// A struct or union: where its members are.
-#[derive(Clone, Copy)]
-struct Composite {
-    kind: u32,
-    name: u32,
-    members_at: usize,
-    member_count: usize,
-    /// Member offsets carry a bit-field size in their top byte (`kind_flag`).
-    bit_fields: bool,
-}
-
-struct Reader<'a> {
-    bytes: &'a [u8],
-    types: std::ops::Range<usize>,
-    strings_at: usize,
-}
-
-impl<'a> Reader<'a> {
-    fn new(bytes: &'a [u8]) -> Result<Self, BtfError> {
-        let mut reader = Self { bytes, types: 0..0, strings_at: 0 };
-        let magic = bytes.first_chunk::<2>().map(|two| u16::from_ne_bytes(*two));
-        if magic != Some(MAGIC) {
-            return Err(BtfError::Malformed(0));
-        }
-        let header = reader.word(4)? as usize;
-        let types = header + reader.word(8)? as usize;
-        reader.types = types..types + reader.word(12)? as usize;
-        reader.strings_at = header + reader.word(16)? as usize;
-        Ok(reader)
     }
 
     fn word(&self, at: usize) -> Result<u32, BtfError> {
@@ -143,62 +112,53 @@ impl<'a> Reader<'a> {
             .ok_or(BtfError::Malformed(at))
     }
 
+    /// Kind and number of members of the type at `at`.
+    fn kind(&self, at: usize) -> Result<(u32, usize), BtfError> {
+        let info = self.word(at + 4)?;
+        Ok(((info >> 24) & 0x1f, (info & 0xffff) as usize))
+    }
+
     fn is_name(&self, offset: u32, name: &str) -> bool {
         let at = self.strings_at + offset as usize;
         let end = at + name.len();
         self.bytes.get(at..end) == Some(name.as_bytes()) && self.bytes.get(end) == Some(&0)
     }
 
-    fn index(&self) -> Result<Vec<Type>, BtfError> {
-        let mut found = vec![Type::Other];
-        let mut at = self.types.start;
-        while at < self.types.end {
-            let (name, info) = (self.word(at)?, self.word(at + 4)?);
-            let (kind, count) = ((info >> 24) & 0x1f, (info & 0xffff) as usize);
-            found.push(match kind {
-                KIND_STRUCT | KIND_UNION => Type::Composite(Composite {
-                    kind,
-                    name,
-                    members_at: at + 12,
-                    member_count: count,
-                    bit_fields: info >> 31 == 1,
-                }),
-                KIND_TYPEDEF => Type::Typedef(self.word(at + 8)?),
-                _ => Type::Other,
-            });
-            // Bytes behind the 12 every type has, by kind: int, ptr, array, struct, union, enum, …
-            at += 12
-                + match kind {
-                    1 | 14 | 17 => 4,
-                    3 => 12,
-                    KIND_STRUCT | KIND_UNION | 15 | 19 => count * 12,
-                    6 | 13 => count * 8,
-                    2 | 7..=12 | 16 | 18 => 0,
-                    _ => return Err(BtfError::Malformed(at)),
-                };
+    /// Where the struct or union of a type is, whatever its names; none where it is neither.
+    fn composite(&self, mut id: u32) -> Result<Option<usize>, BtfError> {
+        for _ in 0..8 {
+            // Type 0 is void.
+            let Some(&at) = self.places.get(id as usize).filter(|at| **at > 0) else { break };
+            match self.kind(at)?.0 {
+                KIND_STRUCT | KIND_UNION => return Ok(Some(at)),
+                KIND_TYPEDEF => id = self.word(at + 8)?,
+                _ => break,
+            }
         }
-        Ok(found)
+        Ok(None)
     }
 
-    /// Bit offset and type of `member` in `within`; nested anonymous structs are searched, to a
-    /// depth of 8.
+    /// Bit offset and type of `member` in the struct or union at `within`; nested anonymous
+    /// structs are searched, to a depth of 8.
     fn find(
         &self,
-        types: &[Type],
-        within: Composite,
+        within: usize,
         member: &str,
         depth: usize,
     ) -> Result<Option<(u32, u32)>, BtfError> {
-        for index in 0..within.member_count {
-            let at = within.members_at + index * 12;
+        // The top byte of member offsets is then the size of a bit-field (`kind_flag`).
+        let bit_fields = self.word(within + 4)? >> 31 == 1;
+        for index in 0..self.kind(within)?.1 {
+            let at = within + 12 + index * 12;
             let (name, kind, raw) = (self.word(at)?, self.word(at + 4)?, self.word(at + 8)?);
-            let offset = if within.bit_fields { raw & 0x00ff_ffff } else { raw };
+            let offset = if bit_fields { raw & 0x00ff_ffff } else { raw };
             if name != 0 && self.is_name(name, member) {
                 return Ok(Some((offset, kind)));
             }
-            let inner = composite(types, kind);
-            if let (0, Some(inner), true) = (name, inner, depth < 8)
-                && let Some((found, kind)) = self.find(types, inner, member, depth + 1)?
+            if name == 0
+                && depth < 8
+                && let Some(inner) = self.composite(kind)?
+                && let Some((found, kind)) = self.find(inner, member, depth + 1)?
             {
                 return Ok(Some((offset + found, kind)));
             }
@@ -208,7 +168,6 @@ impl<'a> Reader<'a> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use proptest::prelude::*;
 

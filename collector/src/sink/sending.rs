@@ -175,7 +175,6 @@ fn read(
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::os::unix::fs::FileExt;
 

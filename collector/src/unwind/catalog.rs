@@ -551,7 +551,6 @@ impl Inner {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use stackwire_collector_ebpf::tables::row;
     use stackwire_collector_ebpf::unwind::{Rule, cfa};

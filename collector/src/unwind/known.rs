@@ -203,7 +203,6 @@ impl KnownFiles {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
     use crate::unwind::maps::Descriptors;

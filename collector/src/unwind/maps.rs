@@ -37,7 +37,6 @@ pub struct Descriptors {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 impl Descriptors {
     /// Without a kernel side: files in memory.
     pub fn in_memory() -> Self {

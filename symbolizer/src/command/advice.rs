@@ -8,13 +8,13 @@ use std::io::BufRead;
 use std::path::Path;
 
 use stackwire::Profile;
-use stackwire::profile::{EndReason, Executable, ExecutableId, ProcessId, Share, ThreadId};
+use stackwire::profile::{EndReason, Executable, ExecutableId, Named, ProcessId, Share, ThreadId};
 
 /// Below this much there is something to say, in percent.
 const ENOUGH: f64 = 90.0;
 
 /// The sentences.
-pub fn advice(profile: &Profile, unsymbolized: bool) -> Vec<String> {
+pub fn advice(profile: Named<'_>, unsymbolized: bool) -> Vec<String> {
     let enough = |share: Share| share.of == 0 || share.percent() >= ENOUGH;
     let names = (!unsymbolized && !enough(profile.named())).then(|| unnamed(profile)).flatten();
     let stacks = (!enough(profile.whole())).then(|| cut(profile)).flatten();
@@ -35,10 +35,10 @@ fn process_of(profile: &Profile, thread: ThreadId, executable: ExecutableId) -> 
 }
 
 /// Where most frames without a name are, and how they get names.
-fn unnamed(profile: &Profile) -> Option<String> {
+fn unnamed(profile: Named<'_>) -> Option<String> {
     let mut counts: HashMap<(ExecutableId, Option<ProcessId>), u64> = HashMap::new();
     for frames in profile.unnamed() {
-        let process = process_of(profile, frames.thread, frames.executable);
+        let process = process_of(&profile, frames.thread, frames.executable);
         *counts.entry((frames.executable, process)).or_default() += frames.count;
     }
     let ((id, process), share) = heaviest(&counts)?;
@@ -49,14 +49,14 @@ fn unnamed(profile: &Profile) -> Option<String> {
     let name = executable.name();
     let what = match executable {
         Executable::Anonymous => {
-            let how = match runtime(profile, process).map(Runtime::names) {
+            let how = match runtime(&profile, process).map(Runtime::names) {
                 Some(how) => how.replace("PID", &pid.to_string()),
                 None => "let its run-time write a perf-map or a jitdump".to_owned(),
             };
             format!("code that {comm} (pid {pid}) made at run time: {how}")
         }
         Executable::Kernel { .. } => {
-            let why = profile.sources.get(id.index()).map(|source| source.notes.join("; "));
+            let why = profile.names.sources.get(id.index()).map(|source| source.notes.join("; "));
             format!("the kernel: {}", why.unwrap_or_default())
         }
         Executable::Unmapped | Executable::Names { .. } => {
@@ -75,11 +75,11 @@ fn unnamed(profile: &Profile) -> Option<String> {
 }
 
 /// Why most stacks that are not whole end, and what helps.
-fn cut(profile: &Profile) -> Option<String> {
+fn cut(profile: Named<'_>) -> Option<String> {
     type Key = (EndReason, Option<ExecutableId>, Option<ProcessId>);
     let mut counts: HashMap<Key, u64> = HashMap::new();
     for stacks in profile.cut() {
-        let process = stacks.executable.and_then(|id| process_of(profile, stacks.thread, id));
+        let process = stacks.executable.and_then(|id| process_of(&profile, stacks.thread, id));
         *counts.entry((stacks.end, stacks.executable, process)).or_default() += stacks.count;
     }
     let ((end, executable, process), share) = heaviest(&counts)?;
@@ -93,7 +93,7 @@ fn cut(profile: &Profile) -> Option<String> {
             "run the collector with CAP_PERFMON (kernel 6.15 or later) or as root"
         }
         (_, Some(Executable::Anonymous)) => {
-            match process.and_then(|process| runtime(profile, process)) {
+            match process.and_then(|process| runtime(&profile, process)) {
                 Some(Runtime::Java) => "start java with -XX:+PreserveFramePointer",
                 _ => {
                     "this code has no unwind table; let its compiler keep frame pointers, or describe it in a jitdump"

@@ -24,7 +24,6 @@ pub fn whole<T: Display + Clone>(typed: &str, known: &BTreeSet<T>) -> Result<Opt
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use stackwire::cache::Id;
 

@@ -1,6 +1,7 @@
 //! `stackwire doctor`: what works on this host, and what to do about what does not.
 
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
@@ -29,15 +30,16 @@ pub fn run(arguments: &Doctor) -> Result<(), Failure> {
     let mut findings = vec![kernel(), btf(), lockdown(), kptr_restrict(), rate_limit(), paranoid()];
     findings.extend(rights());
     findings.extend(collector(arguments.collector.as_deref()));
+    let mut out = std::io::stdout().lock();
     for finding in &findings {
         let mark = match finding.level {
             Level::Works => "ok  ",
             Level::Limits => "warn",
             Level::Prevents => "FAIL",
         };
-        println!("{mark}  {}", finding.what);
+        writeln!(out, "{mark}  {}", finding.what)?;
         if !finding.advice.is_empty() {
-            println!("      {}", finding.advice);
+            writeln!(out, "      {}", finding.advice)?;
         }
     }
     let prevented = findings.iter().filter(|finding| finding.level == Level::Prevents).count();

@@ -8,10 +8,10 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use anyhow::Context;
-use stackwire::say;
 
 use super::Failure;
 use crate::cli::Launch;
+use crate::say::say;
 
 /// Exit code of a command that could not be run, as shells have it.
 const CANNOT_RUN: i32 = 127;

@@ -5,14 +5,16 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use stackwire::export::{self, PerfDataOptions, PprofOptions};
-use stackwire::{Profile, say};
+use stackwire::formats::{flamegraph, folded, perf_data, pprof};
+use stackwire::profile::Named;
+use stackwire::{Profile, VERSION};
 
 use super::Failure;
 use super::advice::advice;
 use super::place::Placer;
 use super::target::{Target, is_stdout};
 use crate::cli;
+use crate::say::say;
 
 /// A file that will hold an output.
 #[derive(Debug)]
@@ -90,34 +92,35 @@ impl Outputs {
     /// Writes all, then tells what was written, and what is beside it (`kept`).
     pub fn write(
         self,
-        profile: &Profile,
+        profile: Named<'_>,
         by: Option<&str>,
         kept: Option<String>,
     ) -> anyhow::Result<()> {
-        let options = PprofOptions { tags: self.tags, unsymbolized: self.unsymbolized };
+        let options = pprof::Options { tags: self.tags, unsymbolized: self.unsymbolized };
         let mut written = summary(profile, self.unsymbolized, &self.pprof.path);
         if let Some(kept) = kept {
             written.push('\n');
             written.push_str(&kept);
         }
-        self.pprof.finish(|out| export::pprof(profile, &options, out))?;
+        self.pprof.finish(|out| pprof::write(profile, &options, out))?;
         if let Some(flamegraph) = self.flamegraph {
-            let title = title(profile);
+            let title = title(&profile);
             written.push_str(&format!("\nflame graph: {}", flamegraph.path.display()));
             let flames = self.flames.of(by, &title);
-            flamegraph.finish(|out| export::flamegraph(profile, &flames, out))?;
+            flamegraph.finish(|out| flamegraph::write(profile, &flames, out))?;
         }
         if let Some(folded) = self.folded {
             written.push_str(&format!("\nfolded stacks: {}", folded.path.display()));
-            folded.finish(|out| export::folded(profile, by, out))?;
+            folded.finish(|out| folded::write(profile, by, out))?;
         }
         if let Some(perf_data) = self.perf_data {
             written.push_str(&format!("\nperf.data: {}", perf_data.path.display()));
             let arguments = std::env::args_os().map(|it| it.to_string_lossy().into_owned());
             let command_line = arguments.collect();
-            let options = PerfDataOptions { command_line, jitted: self.jitted };
+            let program = format!("stackwire {VERSION}");
+            let options = perf_data::Options { program, command_line, jitted: self.jitted };
             perf_data.finish_seek(|file| {
-                export::perf_data(profile, &options, BufWriter::with_capacity(1 << 18, file))
+                perf_data::write(&profile, &options, BufWriter::with_capacity(1 << 18, file))
             })?;
         }
         for line in advice(profile, self.unsymbolized) {
@@ -131,9 +134,9 @@ impl Outputs {
 
 impl cli::Flames {
     /// Of stacks that begin with this label, under this title.
-    pub fn of<'a>(self, by: Option<&'a str>, title: &'a str) -> export::Flames<'a> {
+    pub fn of<'a>(self, by: Option<&'a str>, title: &'a str) -> flamegraph::Flames<'a> {
         let Self { icicle, no_inlines } = self;
-        export::Flames { by, title, icicle, inlined: !no_inlines }
+        flamegraph::Flames { by, title, icicle, inlined: !no_inlines }
     }
 }
 
@@ -171,7 +174,7 @@ fn is_plain(path: &Path) -> bool {
 
 /// One line a run: how much there is, how well it is named, how whole the stacks are, and how much
 /// is missing.
-fn summary(profile: &Profile, unsymbolized: bool, path: &Path) -> String {
+fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
     let amount = match profile.types {
         None => format!("{} samples", profile.sample_count()),
         Some(_) => profile.amount(),

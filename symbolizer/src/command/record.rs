@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use stackwire::{
-    Builder, Event, Kept, Profile, Session, SessionError, Share, Sources, Unwind, say,
+    Builder, Event, Kept, Names, Profile, Session, SessionError, Share, Sources, Unwind,
 };
 
 use super::Failure;
@@ -19,6 +19,7 @@ use super::output::{Outputs, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
 use crate::cli::{self, Record, ShareExecutables};
+use crate::say::say;
 
 /// Without `--duration`, as perf-agent has it.
 const DEFAULT_DURATION: Duration = Duration::from_secs(10);
@@ -76,7 +77,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         }
     };
     let launched = launched.map(Launched::release).transpose()?;
-    let Waited { profile, took, status, did_not_run } =
+    let Waited { profile, names, took, status, did_not_run } =
         wait(session, &arguments, &sources, &stop, launched)?;
     // One that was asked for by name stays, whatever is in it.
     let unasked = promise.filter(|_| beside.is_some());
@@ -96,8 +97,9 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         };
     }
     let kept = beside.map(|path| format!("capture: {}", path.display()));
-    outputs.write(&profile, None, kept)?;
-    arguments.symbols.check(&profile)?;
+    let named = names.of(&profile);
+    outputs.write(named, None, kept)?;
+    arguments.symbols.check(named)?;
     if profile.taken.is_none() {
         return Err(anyhow!("the capture was cut; what came until then is written").into());
     }
@@ -234,6 +236,7 @@ fn duration(arguments: &Record) -> Option<Duration> {
 /// What came of it.
 struct Waited {
     profile: Profile,
+    names: Names,
     /// How long was sampled.
     took: Duration,
     /// How the command ended, if it did.
@@ -274,9 +277,9 @@ fn wait(
     if terminal {
         let _ = write!(std::io::stderr(), "\r");
     }
-    let profile = session.stop_with(sources)?;
+    let (profile, names) = session.stop_with(sources)?;
     let Some((mut child, mut stream)) = command else {
-        return Ok(Waited { profile, took, status: None, did_not_run: false });
+        return Ok(Waited { profile, names, took, status: None, did_not_run: false });
     };
     let status = child.try_wait().context("cannot wait for the command")?;
     if status.is_none() && !stop.load(Ordering::Relaxed) {
@@ -285,7 +288,7 @@ fn wait(
     }
     // A word, or the end of the stream when it became the command.
     let did_not_run = status.is_some() && stream.read(&mut [0]).is_ok_and(|read| read > 0);
-    Ok(Waited { profile, took, status, did_not_run })
+    Ok(Waited { profile, names, took, status, did_not_run })
 }
 
 /// A command that waits for a word before it starts.

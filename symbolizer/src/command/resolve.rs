@@ -5,9 +5,12 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
+use regex::Regex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use stackwire::export::{self, ReportOptions, Window};
-use stackwire::{Artifacts, Inputs, Profile, Sources, lay_out, resolve};
+use stackwire::formats::report::{self, Window};
+use stackwire::formats::{compare, flamegraph, folded};
+use stackwire::profile::{Names, Profile, unite};
+use stackwire::{Artifacts, Inputs, Sources, lay_out, resolve};
 use stackwire_rights::capabilities;
 
 use super::Failure;
@@ -27,13 +30,14 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let captures = Captures::open(&arguments.captures, &arguments.slice, timeline)?;
     placer.confine()?;
     let sources = arguments.symbols.sources()?;
-    let (profile, artifacts) = captures.load(&sources, &arguments.slice)?;
-    outputs.write(&profile, arguments.slice.by.as_deref(), None)?;
+    let Loaded { profile, names, artifacts } = captures.load(&sources, &arguments.slice)?;
+    let named = names.of(&profile);
+    outputs.write(named, arguments.slice.by.as_deref(), None)?;
     if let Some(directory) = &wanted.perf_buildid_dir {
-        let laid = lay_out(&profile, &artifacts, &sources, directory);
+        let laid = lay_out(named, &artifacts, &sources, directory);
         laid.with_context(|| format!("cannot write {}", directory.display()))?;
     }
-    arguments.symbols.check(&profile)
+    arguments.symbols.check(named)
 }
 
 pub fn report(arguments: &Report) -> Result<(), Failure> {
@@ -59,9 +63,10 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let sides = sides.collect::<Result<Vec<_>, _>>()?;
     placer.confine()?;
     let sources = arguments.symbols.sources()?;
-    let profiles = sides.into_iter().map(|side| side.load(&sources, slice).map(|it| it.0));
-    let profiles = profiles.collect::<Result<Vec<_>, _>>()?;
-    let printed = match profiles.as_slice() {
+    let loaded = sides.into_iter().map(|side| side.load(&sources, slice));
+    let loaded = loaded.collect::<Result<Vec<_>, _>>()?;
+    let profiles: Vec<_> = loaded.iter().map(|side| side.names.of(&side.profile)).collect();
+    let printed = match *profiles.as_slice() {
         [before, after] => {
             let [one, two] = [before.shown_kind(), after.shown_kind()];
             if one != two {
@@ -75,32 +80,32 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
                 return Err(message.into());
             }
             if let Some(flamegraph) = flamegraph {
-                let title = format!("{} against {}", title(after), title(before));
-                flamegraph.finish(|out| export::flamegraph_diff(before, after, by, &title, out))?;
+                let title = format!("{} against {}", title(&after), title(&before));
+                flamegraph.finish(|out| flamegraph::diff(before, after, by, &title, out))?;
             }
             if let Some(folded) = folded {
-                folded.finish(|out| export::folded_diff(before, after, by, out))?;
+                folded.finish(|out| compare::folded(before, after, by, out))?;
             }
-            if asked_for { Ok(()) } else { print(|out, _| export::diff(before, after, by, out)) }
+            if asked_for { Ok(()) } else { print(|out, _| compare::write(before, after, by, out)) }
         }
-        profiles => {
-            let profile = &profiles[0];
+        ref profiles => {
+            let profile = profiles[0];
             if let Some(flamegraph) = flamegraph {
-                let title = title(profile);
+                let title = title(&profile);
                 let flames = arguments.flames.of(by, &title);
-                flamegraph.finish(|out| export::flamegraph(profile, &flames, out))?;
+                flamegraph.finish(|out| flamegraph::write(profile, &flames, out))?;
             }
             if let Some(folded) = folded {
-                folded.finish(|out| export::folded(profile, by, out))?;
+                folded.finish(|out| folded::write(profile, by, out))?;
             }
             let shown = |out: &mut dyn Write, window| {
                 let window = if arguments.full { None } else { window };
                 let sort = match arguments.sort {
-                    Sort::Own => export::Sort::Own,
-                    Sort::Total => export::Sort::Total,
+                    Sort::Own => report::Sort::Own,
+                    Sort::Total => report::Sort::Total,
                 };
-                let options = ReportOptions { by, top: arguments.top, sort, window };
-                export::report(profile, &options, out)
+                let options = report::Options { by, top: arguments.top, sort, window };
+                report::write(profile, &options, out)
             };
             if asked_for { Ok(()) } else { print(shown) }
         }
@@ -121,7 +126,7 @@ fn print(
     match rustix::termios::tcgetwinsize(&out) {
         Ok(size) if size.ws_col > 0 && out.is_terminal() => {
             let (rows, columns) = (size.ws_row.into(), size.ws_col.into());
-            write(&mut export::Terminal::new(out, columns, !plain), Some(Window { rows, columns }))
+            write(&mut report::Terminal::new(out, columns, !plain), Some(Window { rows, columns }))
         }
         _ => write(&mut out, None),
     }
@@ -138,6 +143,13 @@ fn check_inputs<'a>(
         check_distinct(&paths)?;
     }
     Ok(())
+}
+
+/// A profile with its names, and what came with it.
+struct Loaded {
+    profile: Profile,
+    names: Names,
+    artifacts: Artifacts,
 }
 
 /// Files that become one profile.
@@ -165,7 +177,7 @@ impl Captures {
     }
 
     /// Reads them, takes the part that is asked for, and finds its names.
-    fn load(self, sources: &Sources, slice: &Slice) -> anyhow::Result<(Profile, Artifacts)> {
+    fn load(self, sources: &Sources, slice: &Slice) -> anyhow::Result<Loaded> {
         let Self { files, mut inputs } = self;
         let wanted: Vec<_> = slice.wanted.iter().flat_map(|labels| &labels.0).cloned().collect();
         let labels = wanted.iter().map(|(key, _)| key.as_str());
@@ -198,15 +210,25 @@ impl Captures {
             }
             profile.keep_labels(&wanted);
         }
+        let mut names = Names::default();
         if !profile.samples.is_empty() {
-            resolve(&mut profile, &artifacts, sources);
+            names = resolve(&profile, &artifacts, sources);
+            unite(&mut profile, &names);
             if slice.focus.is_some() || slice.ignore.is_some() {
-                profile.keep_functions(slice.focus.as_ref(), slice.ignore.as_ref());
+                let matches = |regex: &Option<Regex>| {
+                    regex.clone().map(|regex| move |name: &str| regex.is_match(name))
+                };
+                let (focus, ignore) = (matches(&slice.focus), matches(&slice.ignore));
+                profile.keep_functions(
+                    &names,
+                    focus.as_ref().map(|it| it as _),
+                    ignore.as_ref().map(|it| it as _),
+                );
             }
         }
         match profile.samples.is_empty() {
             true => Err(no_samples(&profile)),
-            false => Ok((profile, artifacts)),
+            false => Ok(Loaded { profile, names, artifacts }),
         }
     }
 }

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use anyhow::Context;
-use stackwire::{ServeConfig, say, serve};
+use stackwire::{ServeConfig, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
 use super::place::confine;
 use crate::cli::Serve;
+use crate::say::say;
 
 pub fn run(arguments: Serve) -> Result<(), Failure> {
     if arguments.window.is_zero() {

@@ -5,12 +5,13 @@ use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
+use stackwire::Symbols;
 use stackwire::profile::BuildId;
-use stackwire::{Symbols, say};
 
 use super::Failure;
 use super::beginning::whole;
 use crate::cli::Symbolize;
+use crate::say::say;
 
 pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
     let sources = arguments.symbols.sources()?;

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::anyhow;
-use stackwire::{Debuginfod, Profile, Scratch, Sources, cache::Cache, say};
+use stackwire::profile::Named;
+use stackwire::{Debuginfod, Scratch, Sources, cache::Cache};
 
 use super::Failure;
 use crate::cli::{CacheOptions, MetricsOption, SymbolOptions};
+use crate::say::say;
 
 impl CacheOptions {
     /// The cache; `None`, with a word about it, where none can be had.
@@ -91,8 +93,9 @@ impl SymbolOptions {
     }
 
     /// With `--symbol-fail-closed`, whether everything came that servers were asked for.
-    pub fn check(&self, profile: &Profile) -> Result<(), Failure> {
+    pub fn check(&self, profile: Named<'_>) -> Result<(), Failure> {
         let failed = profile
+            .names
             .sources
             .iter()
             .zip(&profile.executables)

@@ -339,7 +339,6 @@ pub fn end(end: &v1::End, said: &[v1::Lost], into: &mut Builder) {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

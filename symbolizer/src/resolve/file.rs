@@ -313,7 +313,6 @@ fn build_id(file: &File) -> Result<Option<BuildId>, FileError> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use stackwire_model::FileId;
 

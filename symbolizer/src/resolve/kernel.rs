@@ -8,14 +8,16 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use super::kallsyms::Symbols;
+use stackwire_symbols::kallsyms::Symbols;
+use stackwire_symbols::table::Table;
+
 use super::kernel_files::Kernel;
 use super::ladder::{self, Wanted};
 use super::{Snapshots, Sources, resolution, source, without};
 use crate::profile::{
-    Executable, ExecutableId, LocationId, Missing, Profile, Quality, Resolution, Source,
+    Executable, ExecutableId, LocationId, Missing, MissingReason, Profile, Quality, Resolution,
+    Source,
 };
-use crate::table::Table;
 
 /// Names in the kernel or a module of it.
 pub(super) fn job(
@@ -64,18 +66,12 @@ pub(super) fn job(
             let resolutions: Option<Vec<_>> = offsets().map(by_kallsyms).collect();
             let Some(resolutions) = resolutions else {
                 let reason = match kallsyms {
-                    Some(_) => "its symbols were not sent",
-                    None if !profile.origin.collector.is_empty() => {
-                        "the collector could not read kallsyms (kernel.kptr_restrict, or no CAP_SYSLOG)"
-                    }
-                    None if build_id.is_none() => {
-                        "the profile does not say which kernel it was: its build-id is not in it"
-                    }
-                    None => {
-                        "its symbols are not in the profile, and no debug information has its build-id"
-                    }
+                    Some(_) => MissingReason::KallsymsNotSent,
+                    None if !profile.origin.collector.is_empty() => MissingReason::KallsymsHidden,
+                    None if build_id.is_none() => MissingReason::UnknownKernel,
+                    None => MissingReason::NoKernelSymbols,
                 };
-                return Err(without(reason));
+                return Err(without(&reason.to_string()));
             };
             Ok((Source { notes, fetch_failed, ..Source::default() }, resolutions))
         }
@@ -86,7 +82,7 @@ pub(super) fn job(
 fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
     match symbols.find(module, offset) {
         Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Kallsyms },
-        None => Resolution::Missing(Missing::because("not in kallsyms")),
+        None => Resolution::Missing(Missing::because(MissingReason::NotInKallsyms)),
     }
 }
 

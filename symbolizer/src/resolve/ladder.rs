@@ -12,15 +12,15 @@ use std::time::Instant;
 use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
 use stackwire_elf::{Bytes, Elf, ElfError};
 use stackwire_model::BuildId;
+use stackwire_symbols::compile::{self, Files, SymbolTable};
+use stackwire_symbols::table::{self, Kind, Table};
 
 use super::Sources;
 use super::debuginfod::{Artifact, FetchError};
 use super::file::{self, FileError, Opened};
 use super::kernel_files::Kernel;
 use super::local::{At, Local, open};
-use crate::compile::{self, Files, SymbolTable};
 use crate::metrics::Rung;
-use crate::table::{self, Kind, Table};
 
 /// What is asked for.
 #[derive(Debug)]

@@ -10,14 +10,15 @@ use std::io::{self, Read, Write};
 use std::path::{Component, Path, PathBuf};
 
 use stackwire_cache::{Key, Kind};
+use stackwire_formats::kernel_places;
+use stackwire_formats::perf_data::{jitted_images, stand_in};
 use stackwire_model::BuildId;
 use tempfile::NamedTempFile;
 
 use super::local::Local;
 use super::{Sources, file, running_in};
 use crate::capture::Artifacts;
-use crate::export::{jitted_images, kernel_places, stand_in};
-use crate::profile::{Executable, ExecutableId, Profile};
+use crate::profile::{Executable, ExecutableId, Named, Profile};
 
 /// Puts executables, debug files, kernel symbols and files for code made at run time below a
 /// directory; what is there already stays.
@@ -26,12 +27,13 @@ use crate::profile::{Executable, ExecutableId, Profile};
 /// When the directory cannot be written. What cannot be found is left out: the report says what has
 /// no names.
 pub fn lay_out(
-    profile: &Profile,
+    named: Named<'_>,
     artifacts: &Artifacts,
     sources: &Sources,
     directory: &Path,
 ) -> io::Result<()> {
-    for (name, id, image) in jitted_images(profile) {
+    let profile = named.profile;
+    for (name, id, image) in jitted_images(named) {
         if let Some(place) = place(directory, &name, BuildId::new(&id))? {
             put(&place, "elf", &mut &*image)?;
         }
@@ -65,7 +67,7 @@ pub fn lay_out(
                     }
                 }
                 // Names that were known from before.
-                if let Some(image) = is_gone.then(|| stand_in(profile, index)).flatten() {
+                if let Some(image) = is_gone.then(|| stand_in(named, index)).flatten() {
                     put(&place, "elf", &mut &*image)?;
                 }
             }

@@ -1,15 +1,13 @@
 //! The resolve ladder: for each executable, the first source that knows it gives the names.
 //!
-//! Reads files and artifacts, never the network; later rungs have their own files. Whatever fails
-//! ends in `Missing` with the reason, never in an error: a profile without some names is still a
-//! profile.
+//! Facts in, names out: the profile does not change. Reads files and artifacts; `debuginfod.rs`
+//! alone asks the network. Whatever fails ends in `Missing` with the reason, never in an error: a
+//! profile without some names is still a profile.
 
 mod add;
+mod anonymous;
 mod debuginfod;
-mod demangle;
 mod file;
-mod jit;
-mod kallsyms;
 mod kernel;
 mod kernel_files;
 mod ladder;
@@ -25,12 +23,13 @@ use std::time::{Duration, Instant};
 
 use stackwire_cache::{Cache, Key};
 use stackwire_elf::Scratch;
+use stackwire_symbols::kallsyms;
+use stackwire_symbols::table::{Kind, Table};
 
 pub use self::add::{AddError, add as add_to_cache};
 pub use self::debuginfod::{Debuginfod, DebuginfodError, FetchError};
 pub(crate) use self::file::open_regular;
 pub use self::file::{FileError, Pinned};
-pub(crate) use self::jit::{parse_jitdump, parse_perf_map};
 use self::ladder::Wanted;
 pub use self::lay_out::lay_out;
 pub use self::one::{Answer, Symbols, SymbolsError, build_ids};
@@ -38,10 +37,9 @@ use self::recent::Recent;
 use crate::capture::Artifacts;
 use crate::metrics::Metrics;
 use crate::profile::{
-    ArtifactHash, Executable, ExecutableId, LocationId, Missing, Profile, Quality, Resolution,
-    Source, unite,
+    ArtifactHash, Executable, ExecutableId, LocationId, Missing, MissingReason, Names, Profile,
+    Quality, Resolution, Source,
 };
-use crate::table::{Kind, Table};
 
 /// Where names may be looked for.
 #[derive(Debug)]
@@ -108,12 +106,14 @@ const MAX_WORKERS: usize = 4;
 /// Threads that climb when servers may be asked: most of them wait.
 const MAX_FETCHES: usize = 8;
 
-/// Names every location of the profile, or says why not.
-pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) {
-    let unresolved = Resolution::Missing(Missing::because("not looked up"));
-    profile.resolutions = vec![unresolved; profile.locations.len()];
-    profile.sources = vec![Source::default(); profile.executables.len()];
-
+/// Names every location of a profile, or says why not.
+#[must_use]
+pub fn resolve(profile: &Profile, artifacts: &Artifacts, sources: &Sources) -> Names {
+    let unresolved = Resolution::Missing(Missing::because(MissingReason::NotLookedUp));
+    let mut names = Names {
+        resolutions: vec![unresolved; profile.locations.len()],
+        sources: vec![Source::default(); profile.executables.len()],
+    };
     let mut by_executable: BTreeMap<ExecutableId, Vec<LocationId>> = BTreeMap::new();
     for (index, location) in profile.locations.iter().enumerate() {
         by_executable.entry(location.executable).or_default().push(LocationId(index as u32));
@@ -123,7 +123,9 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     for (id, locations) in by_executable {
         match &profile.executables[id.index()] {
             Executable::File { .. } | Executable::Vdso { .. } => jobs.push((id, locations)),
-            Executable::Anonymous => jit::name(profile, artifacts, id, &locations),
+            Executable::Anonymous => {
+                anonymous::name(profile, artifacts, id, &locations, &mut names);
+            }
             Executable::Kernel { kallsyms, .. } => {
                 if let Some(hash) = kallsyms
                     && let Some(text) = artifacts.kernel_symbols(profile, hash)
@@ -133,7 +135,7 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
                 jobs.push((id, locations));
             }
             Executable::Unmapped | Executable::Names { .. } => {
-                miss(profile, id, &locations, "no mapping known at this address");
+                miss(&mut names, id, &locations, MissingReason::Unmapped);
             }
         }
     }
@@ -141,24 +143,25 @@ pub fn resolve(profile: &mut Profile, artifacts: &Artifacts, sources: &Sources) 
     let snapshots: Snapshots<'_> = parsed.collect();
     // The heaviest first, so that no thread is left alone with one at the end.
     jobs.sort_by_key(|(_, locations)| locations.len());
-    run_jobs(profile, (artifacts, &snapshots), sources, jobs);
+    run_jobs(profile, (artifacts, &snapshots), sources, jobs, &mut names);
     // What the input knew stays: it was there.
     for (location, lines) in &profile.given {
-        profile.resolutions[location.index()] =
+        names.resolutions[location.index()] =
             Resolution::Found { lines: Arc::clone(lines), quality: Quality::Given };
     }
-    sources.metrics.resolved(profile);
-    unite(profile);
+    sources.metrics.resolved(names.of(profile));
+    names
 }
 
 /// Kernel symbols by the hash of their snapshot.
 type Snapshots<'a> = HashMap<ArtifactHash, kallsyms::Symbols<'a>>;
 
 fn run_jobs(
-    profile: &mut Profile,
+    profile: &Profile,
     (artifacts, snapshots): (&Artifacts, &Snapshots<'_>),
     sources: &Sources,
     jobs: Vec<(ExecutableId, Vec<LocationId>)>,
+    names: &mut Names,
 ) {
     let (workers, timeout) = match &sources.debuginfod {
         Some(debuginfod) => (MAX_FETCHES, debuginfod.timeout()),
@@ -171,18 +174,17 @@ fn run_jobs(
     let deadline = Instant::now() + timeout;
     let jobs = Mutex::new(jobs);
     let done = Mutex::new(Vec::new());
-    let reader: &Profile = profile;
     std::thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
                 loop {
                     let job = jobs.lock().ok().and_then(|mut jobs| jobs.pop());
                     let Some((id, locations)) = job else { break };
-                    let result = match reader.executables[id.index()] {
+                    let result = match profile.executables[id.index()] {
                         Executable::Kernel { .. } => {
-                            kernel::job(reader, snapshots, sources, id, &locations, deadline)
+                            kernel::job(profile, snapshots, sources, id, &locations, deadline)
                         }
-                        _ => elf_job(reader, artifacts, sources, id, &locations, deadline),
+                        _ => elf_job(profile, artifacts, sources, id, &locations, deadline),
                     };
                     if let Ok(mut done) = done.lock() {
                         done.push((id, locations, result));
@@ -194,14 +196,15 @@ fn run_jobs(
     for (id, locations, result) in done.into_inner().unwrap_or_default() {
         match result {
             Ok((source, resolutions)) => {
-                profile.sources[id.index()] = source;
+                names.sources[id.index()] = source;
                 for (location, resolution) in locations.into_iter().zip(resolutions) {
-                    profile.resolutions[location.index()] = resolution;
+                    names.resolutions[location.index()] = resolution;
                 }
             }
             Err(source) => {
-                miss(profile, id, &locations, &source.notes.join("; "));
-                profile.sources[id.index()] = source;
+                let reason = MissingReason::NoSource(source.notes.join("; "));
+                miss(names, id, &locations, reason);
+                names.sources[id.index()] = source;
             }
         }
     }
@@ -291,7 +294,7 @@ fn resolution(
         address_of(offset).map(|address| sources.recent.named(table, address, sources.demangle))
     };
     let Some(mut named) = at(offset) else {
-        return Resolution::Missing(Missing::because("not in a loaded segment of the file"));
+        return Resolution::Missing(Missing::because(MissingReason::NotLoaded));
     };
     if named.is_none() {
         // A signal handler returns to the first byte of a function nobody called. Less one, as
@@ -303,13 +306,13 @@ fn resolution(
         Some((lines, quality)) => Resolution::Found { lines, quality },
         None => {
             let reason = match table.best() {
-                Some(_) => "no symbol covers it",
-                None => "no symbol covers it, and the file is stripped",
+                Some(_) => MissingReason::NoSymbol,
+                None => MissingReason::Stripped,
             };
             let begins = address_of(offset)
                 .and_then(|address| Some(address - table.bounds(address)?.start))
                 .and_then(|inside| offset.checked_sub(inside));
-            Resolution::Missing(Missing { start: begins, ..Missing::because(reason) })
+            Resolution::Missing(Missing { reason, start: begins })
         }
     }
 }
@@ -366,17 +369,10 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
     pids
 }
 
-fn miss(profile: &mut Profile, id: ExecutableId, locations: &[LocationId], reason: &str) {
+fn miss(names: &mut Names, id: ExecutableId, locations: &[LocationId], reason: MissingReason) {
+    names.sources[id.index()] = without(&reason.to_string());
+    let missing = Resolution::Missing(Missing::because(reason));
     for location in locations {
-        profile.resolutions[location.index()] = Resolution::Missing(Missing::because(reason));
-    }
-    profile.sources[id.index()] = without(reason);
-}
-
-/// Parses what JITs write and looks around in it.
-pub(crate) fn fuzz_jit(parse: fn(&[u8]) -> jit::Functions, bytes: &[u8]) {
-    let functions = parse(bytes);
-    for address in [0, 0x1000, u64::MAX] {
-        let _ = functions.line(address);
+        names.resolutions[location.index()] = missing.clone();
     }
 }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stackwire_model::BuildId;
+use stackwire_symbols::table::Table;
 
 use super::file::FileError;
 use super::ladder::{self, Found, Nothing, Wanted};
 use super::recent::Recent;
 use super::{Sources, file};
 use crate::profile::{Line, Quality};
-use crate::table::Table;
 
 /// Symbols of one executable, whichever rung of the ladder had them.
 #[derive(Debug)]

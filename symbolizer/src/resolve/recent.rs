@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lru::LruCache;
 use rustc_hash::FxBuildHasher;
+use stackwire_symbols::demangle;
+use stackwire_symbols::table::Table;
 
-use super::demangle;
 use crate::profile::{Line, Quality};
-use crate::table::Table;
 
 /// Answers kept: some 10 MB with names as they usually are.
 const ANSWERS: NonZeroUsize = NonZeroUsize::new(1 << 14).expect("not zero");

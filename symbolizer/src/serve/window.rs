@@ -6,25 +6,26 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use stackwire_formats::pprof;
+
 use super::Config;
 use crate::capture;
-use crate::export::{self, PprofOptions};
+use crate::profile::unite;
 use crate::resolve::{Pinned, resolve};
-use crate::say::say;
 
 /// Resolves a window, writes its profile, and keeps its log as a capture like any other.
 pub(super) fn finish(config: &Config, path: &Path, pinned: Pinned) {
     match write_profile(config, path, pinned) {
-        Ok(Some(written)) => say(&format!("stackwire: wrote {}", written.display())),
+        Ok(Some(written)) => tracing::info!("wrote {}", written.display()),
         Ok(None) => {}
         Err(error) => {
-            say(&format!("stackwire: cannot write the profile of {}: {error}", path.display()));
+            tracing::warn!("cannot write the profile of {}: {error}", path.display());
         }
     }
     let kept = path.with_extension("stackwire");
     if let Err(error) = fs::rename(path, &kept) {
         let (from, to) = (path.display(), kept.display());
-        say(&format!("stackwire: cannot keep {from} as {to}: {error}"));
+        tracing::warn!("cannot keep {from} as {to}: {error}");
     }
     prune(&config.log_dir, config.log_max);
 }
@@ -37,10 +38,10 @@ pub(super) fn give_up(path: &Path) {
     let kept = path.with_extension("stackwire");
     let (from, to) = (path.display(), kept.display());
     match fs::rename(path, &kept) {
-        Ok(()) => say(&format!(
-            "stackwire: the server ended twice while it resolved a window: kept as {to}, without a profile"
-        )),
-        Err(error) => say(&format!("stackwire: cannot keep {from} as {to}: {error}")),
+        Ok(()) => tracing::warn!(
+            "the server ended twice while it resolved a window: kept as {to}, without a profile"
+        ),
+        Err(error) => tracing::warn!("cannot keep {from} as {to}: {error}"),
     }
 }
 
@@ -49,15 +50,12 @@ fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result
     let (mut profile, artifacts) = capture::read(io::BufReader::new(file))?;
     if profile.samples.is_empty() {
         for (reason, (count, _)) in &profile.lost {
-            say(&format!(
-                "stackwire: {}: no samples, lost {count} {}",
-                path.display(),
-                reason.text()
-            ));
+            tracing::warn!("{}: no samples, lost {count} {}", path.display(), reason.text());
         }
         return Ok(None);
     }
-    resolve(&mut profile, &artifacts, &config.sources.with_pinned(pinned));
+    let names = resolve(&profile, &artifacts, &config.sources.with_pinned(pinned));
+    unite(&mut profile, &names);
     let start = jiff::Timestamp::from_nanosecond(i128::from(profile.start_ns))?;
     let host: String = profile
         .origin
@@ -74,9 +72,9 @@ fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result
     let name = format!("{host}-{}-{id}-on-cpu.pb.gz", start.strftime("%Y%m%d%H%M%S%3f"));
     let written = config.output_dir.join(name);
     let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;
-    export::pprof(
-        &profile,
-        &PprofOptions { tags: config.tags.clone(), unsymbolized: false },
+    pprof::write(
+        names.of(&profile),
+        &pprof::Options { tags: config.tags.clone(), unsymbolized: false },
         io::BufWriter::new(&out),
     )?;
     out.persist(&written)?;

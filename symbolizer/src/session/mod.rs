@@ -23,7 +23,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 pub use self::builder::Builder;
 use crate::capture::{self, Assembler, CaptureError};
 use crate::log::{Answer, Files, Log, LogError};
-use crate::profile::Profile;
+use crate::profile::{Names, Profile, unite};
 use crate::resolve::{Pinned, Sources, lay_out, resolve};
 use crate::server::{Accept, Keep, NotKept, service};
 
@@ -258,7 +258,7 @@ impl Session {
     /// # Errors
     /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is
     /// cut.
-    pub fn stop(self) -> Result<Profile, SessionError> {
+    pub fn stop(self) -> Result<(Profile, Names), SessionError> {
         self.stop_with(&Sources::default())
     }
 
@@ -267,7 +267,7 @@ impl Session {
     /// # Errors
     /// See [`SessionError`]. A collector that died leaves what it had sent: the profile says it is
     /// cut.
-    pub fn stop_with(mut self, sources: &Sources) -> Result<Profile, SessionError> {
+    pub fn stop_with(mut self, sources: &Sources) -> Result<(Profile, Names), SessionError> {
         drop(self.stdin.take());
         let finished = self.finish.recv_timeout(STOP);
         let status = self.reap();
@@ -282,13 +282,14 @@ impl Session {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
         let sources = sources.with_pinned(pinned);
-        resolve(&mut profile, &artifacts, &sources);
+        let names = resolve(&profile, &artifacts, &sources);
+        unite(&mut profile, &names);
         if let Some(directory) = &self.buildid_dir {
-            lay_out(&profile, &artifacts, &sources, directory).map_err(|error| {
+            lay_out(names.of(&profile), &artifacts, &sources, directory).map_err(|error| {
                 SessionError::Setup(format!("cannot write {}: {error}", directory.display()))
             })?;
         }
-        Ok(profile)
+        Ok((profile, names))
     }
 
     fn wait_for_greeting(

@@ -198,7 +198,6 @@ fn decode_error(message: &[u8]) -> Option<OpenError> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

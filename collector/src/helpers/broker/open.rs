@@ -105,7 +105,6 @@ fn user(pid: u32) -> Option<u32> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

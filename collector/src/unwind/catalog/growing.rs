@@ -124,7 +124,6 @@ impl Inner {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use stackwire_collector_ebpf::tables::EXECUTABLES;
 

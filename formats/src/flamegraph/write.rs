@@ -1,0 +1,111 @@
+//! An interactive SVG flame graph, drawn by inferno.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
+use stackwire_model::profile::Named;
+
+use super::tooltip::Tooltips;
+use crate::plain;
+use crate::{compare, folded};
+
+/// What a flame graph shows, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Flames<'a> {
+    /// The label stacks begin with; the command unless told.
+    pub by: Option<&'a str>,
+    /// Above it.
+    pub title: &'a str,
+    /// The root on top.
+    pub icicle: bool,
+    /// Inlined functions are frames of their own.
+    pub inlined: bool,
+}
+
+/// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue, made at run
+/// time green, C++ and Rust yellow, other native code red.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io::Result<()> {
+    let marks = folded::Marks { all: true, inlined: flames.inlined };
+    let lines: Vec<String> = folded::lines(profile, flames.by, marks)
+        .into_iter()
+        .map(|(stack, count)| format!("{stack} {count}"))
+        .collect();
+    let mut options = options(flames.title);
+    if flames.icicle {
+        options.direction = Direction::Inverted;
+    }
+    if profile.types.is_some() {
+        options.count_name = profile.shown_kind().1.to_owned();
+    }
+    options.colors =
+        inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
+    out.write_all(Tooltips::of(profile).add_to(&drawn(&mut options, &lines)?).as_bytes())
+}
+
+/// Draws what has changed: red what takes more of the time than before, blue what takes less, grey
+/// what may be as it was.
+///
+/// # Errors
+/// Those of the writer.
+pub fn diff(
+    before: Named<'_>,
+    after: Named<'_>,
+    by: Option<&str>,
+    title: &str,
+    mut out: impl Write,
+) -> io::Result<()> {
+    let lines = compare::lines(before, after, by);
+    // Bytes were not sampled one by one.
+    let counted = before.types.is_none() && after.types.is_none();
+    let totals = (before.sample_count(), after.sample_count());
+    let factor = totals.1.max(1) as f64 / totals.0.max(1) as f64;
+    let mut own: HashMap<&str, (u64, u64)> = HashMap::new();
+    for (stack, (one, two)) in &lines {
+        let counts = own.entry(leaf(stack)).or_default();
+        *counts = (counts.0 + one, counts.1 + two);
+    }
+    let scaled = lines.iter().map(|(stack, &(one, two))| {
+        // A function may have changed though none of its stacks has for sure.
+        let noise = |counts| compare::is_noise(counts, totals);
+        let is_noise = counted && noise((one, two)) && noise(own[leaf(stack)]);
+        // Captures are rarely equally long: shares are compared.
+        let one = if is_noise { two } else { (one as f64 * factor).round() as u64 };
+        format!("{stack} {one} {two}")
+    });
+    let lines: Vec<String> = scaled.collect();
+    let mut options = options(title);
+    options.subtitle = Some("red: more than before, blue: less, grey: within noise".to_owned());
+    let svg = Tooltips::of(after).add_to(&drawn(&mut options, &lines)?);
+    // inferno draws what has not changed in white, nearly that of the background.
+    out.write_all(svg.replace(UNCHANGED, GREY).as_bytes())
+}
+
+fn drawn(options: &mut Options<'_>, lines: &[String]) -> io::Result<String> {
+    let mut svg = Vec::new();
+    from_lines(options, lines.iter().map(String::as_str), &mut svg)?;
+    String::from_utf8(svg).map_err(io::Error::other)
+}
+
+const UNCHANGED: &str = "fill=\"rgb(250,250,250)\"";
+const GREY: &str = "fill=\"rgb(205,205,205)\"";
+
+/// The innermost function of a stack.
+fn leaf(stack: &str) -> &str {
+    stack.rsplit(';').next().unwrap_or(stack)
+}
+
+fn options(title: &str) -> Options<'static> {
+    let mut options = Options::default();
+    options.title = plain(title);
+    options.count_name = "samples".to_owned();
+    // Narrower than a pixel: nobody sees it, and it makes files of megabytes.
+    options.min_width = 0.05;
+    options.text_truncate_direction = TextTruncateDirection::Right;
+    // Equal profiles give equal pictures.
+    options.deterministic = true;
+    options
+}

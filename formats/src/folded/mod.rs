@@ -1,0 +1,8 @@
+//! Folded stacks, a line a stack, as flame graph tools read and write them.
+
+mod read;
+mod write;
+
+pub use self::read::read;
+pub use self::write::write;
+pub(crate) use self::write::{Marks, clean, lines};

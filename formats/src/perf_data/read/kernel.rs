@@ -1,0 +1,163 @@
+//! The kernel in a foreign profile: where it and its modules lay, and whose they are.
+//!
+//! Offsets count from `_text` and from the begin of a module, as everywhere. Names are looked up
+//! later; of the kernel that runs here the host's list is taken along, since that is where perf has
+//! them from.
+
+use stackwire_model::BuildId;
+use stackwire_model::profile::{
+    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, Stack,
+    StackId, lookup_offset,
+};
+
+use crate::{Host, Module};
+
+/// Kernel and modules taken note of.
+const MAX_MAPS: usize = 4096;
+
+/// Room an image of a kernel has (`KERNEL_IMAGE_SIZE` of x86-64).
+const KERNEL_SPAN: u64 = 1 << 30;
+
+#[derive(Clone, Debug)]
+struct Part {
+    start: u64,
+    end: u64,
+    /// What offsets count from.
+    base: u64,
+    /// Empty: the kernel itself.
+    module: String,
+    /// What that is, once a stack was asked for.
+    executable: Option<ExecutableId>,
+}
+
+/// What lies where.
+#[derive(Debug, Default)]
+pub struct Kernel {
+    /// By address.
+    parts: Vec<Part>,
+    /// It is known what they are.
+    known: bool,
+}
+
+impl Kernel {
+    /// A record says where the kernel or a module is: address, bytes, and for the kernel where its
+    /// reference symbol is.
+    pub fn map(&mut self, path: &str, (start, length, reference): (u64, u64, u64)) {
+        let is_kernel =
+            path.starts_with("[kernel.kallsyms]") || path.starts_with("[kernel.vmlinux]");
+        let name = path.rsplit('/').next().unwrap_or(path);
+        let stem = name.split(".ko").next().unwrap_or(name);
+        let module = stem.trim_matches(['[', ']']).replace('-', "_");
+        let end = start.saturating_add(length);
+        if self.parts.len() >= MAX_MAPS || end <= start {
+            return;
+        }
+        let base = if is_kernel && reference != 0 { reference } else { start };
+        let module = if is_kernel { String::new() } else { module };
+        let at = self.parts.partition_point(|part| part.start <= start);
+        self.parts.insert(at, Part { start, end, base, module, executable: None });
+        self.known = false;
+    }
+
+    /// Finds out what the parts are, if that is not known; `build_id` knows their build-ids.
+    pub fn prepare(
+        &mut self,
+        into: &mut Builder,
+        host: &mut dyn Host,
+        build_id: impl Fn(&str) -> Option<BuildId>,
+    ) -> Result<(), Full> {
+        if self.known {
+            return Ok(());
+        }
+        let kallsyms: Option<ArtifactHash> =
+            self.parts.iter().find(|part| part.module.is_empty()).and_then(|kernel| {
+                host.kernel_symbols(build_id("")?, kernel.base, &self.modules())
+            });
+        for part in &mut self.parts {
+            let build_id = build_id(&part.module);
+            let executable = Executable::Kernel { module: part.module.clone(), build_id, kallsyms };
+            part.executable = Some(into.executable(executable)?);
+        }
+        self.known = true;
+        Ok(())
+    }
+
+    fn modules(&self) -> Vec<Module<'_>> {
+        let modules = self.parts.iter().filter(|part| !part.module.is_empty());
+        modules
+            .map(|part| Module { start: part.start, end: part.end, name: &part.module })
+            .collect()
+    }
+
+    /// The stack of these addresses, leaf first.
+    pub fn stack(
+        &self,
+        into: &mut Builder,
+        addresses: &[(u64, FrameKind)],
+    ) -> Result<Option<StackId>, Full> {
+        let mut locations = Vec::with_capacity(addresses.len());
+        for &(address, kind) in addresses {
+            let address = lookup_offset(address, kind);
+            let after = self.parts.partition_point(|part| part.start <= address);
+            // A kernel's range may be told as all that is above it, modules included.
+            let mut before = self.parts[..after].iter().rev();
+            let part = before.find(|part| address < part.end && address >= part.base);
+            // Code for the start alone lies behind what is mapped as the kernel's, and its callers
+            // stay on the stacks of idle.
+            let part = part.or_else(|| {
+                let kernel = self.parts.iter().find(|part| part.module.is_empty())?;
+                (kernel.base..kernel.base.saturating_add(KERNEL_SPAN))
+                    .contains(&address)
+                    .then_some(kernel)
+            });
+            let known = part.and_then(|part| Some((part.executable?, address - part.base)));
+            let (executable, offset) = match known {
+                Some(known) => known,
+                // Where it lies is not for others to know.
+                None => (into.executable(Executable::Unmapped)?, 0),
+            };
+            locations.push(into.location(Location {
+                executable,
+                process: None,
+                offset,
+                seen_ns: 0,
+            })?);
+        }
+        into.stack(Stack { locations, end: EndReason::NotSaid }).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_come_before_a_kernel_that_claims_everything() {
+        let (mut kernel, mut into) = (Kernel::default(), Builder::new());
+        kernel.map(
+            "[kernel.kallsyms]_text",
+            (0xffff_ffff_8100_0000, 0x3f00_0000, 0xffff_ffff_8100_0000),
+        );
+        kernel
+            .map("/lib/modules/6.1/kernel/fs/ext4/ext-4.ko.xz", (0xffff_ffff_c000_0000, 0x1000, 0));
+        kernel
+            .prepare(&mut into, &mut crate::Elsewhere, |module| {
+                BuildId::new(&[7; 20]).filter(|_| module == "ext_4")
+            })
+            .unwrap();
+        let addresses = [
+            (0xffff_ffff_c000_0010, FrameKind::Exact),
+            (0xffff_ffff_8100_0011, FrameKind::Caller),
+            (0xffff_ffff_0000_0000, FrameKind::Caller),
+        ];
+        assert!(kernel.stack(&mut into, &addresses).is_ok());
+        let profile = into.build();
+        let found: Vec<_> = profile
+            .locations
+            .iter()
+            .map(|at| (profile.executables[at.executable.index()].name(), at.offset))
+            .collect();
+        let expected = [("[ext_4]", 0x10), ("[kernel]", 0x10), ("[unmapped]", 0)];
+        assert_eq!(found, expected.map(|(name, offset)| (name.to_owned(), offset)));
+    }
+}

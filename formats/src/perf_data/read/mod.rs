@@ -1,0 +1,493 @@
+//! perf.data of perf itself: file or pipe, chains by frame pointers or copies of stacks, which are
+//! walked here.
+//!
+//! The crate that reads the records trusts sizes in them: `guard.rs` looks at those first. Of
+//! several events the one that has the first sample is read, and the others are said to be left
+//! out.
+
+mod guard;
+mod kernel;
+mod stack_copy;
+
+use std::fs::File;
+use std::io::{BufReader, Read, Seek};
+
+use linux_perf_data::linux_perf_event_reader::{
+    AttrFlags, CpuMode, EventRecord, Mmap2FileId, PerfEventAttr, RawData, SampleFormat,
+    SampleRecord, SamplingPolicy,
+};
+use linux_perf_data::{
+    AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
+    PerfRecordIter,
+};
+use rustc_hash::FxHashMap;
+use stackwire_model::profile::{
+    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey, StackId,
+};
+use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
+
+use self::kernel::Kernel;
+use self::stack_copy::{Copied, Walker};
+use crate::tasks::{Map, Tasks};
+use crate::{Host, ReadError};
+
+/// Above this, entries of a call chain say in what mode those after them are: `PERF_CONTEXT_MAX`
+/// and below.
+const CONTEXT_MAX: u64 = -4095i64 as u64;
+const CONTEXT_KERNEL: u64 = -128i64 as u64;
+const CONTEXT_USER: u64 = -512i64 as u64;
+
+/// Reads a file, which may be one that was written to a pipe.
+///
+/// # Errors
+/// What cannot be a perf.data, or is none of x86-64 or arm64, little-endian. A file that is cut is
+/// read as far as it goes.
+pub fn read(
+    mut file: File,
+    into: &mut Builder,
+    number: usize,
+    host: &mut dyn Host,
+) -> Result<(), ReadError> {
+    let pipe = guard::check(&mut file)?;
+    let modified = file.metadata().and_then(|metadata| metadata.modified()).ok();
+    file.rewind()?;
+    let input = BufReader::with_capacity(1 << 18, file);
+    let error = |error: linux_perf_data::Error| ReadError::PerfData(error.to_string());
+    if pipe {
+        let PerfFileReader { perf_file, record_iter } =
+            PerfFileReader::parse_pipe(input).map_err(error)?;
+        Reader::new(perf_file, modified, into, host)?.run(record_iter, number)
+    } else {
+        let PerfFileReader { perf_file, record_iter } =
+            PerfFileReader::parse_file(input).map_err(error)?;
+        Reader::new(perf_file, modified, into, host)?.run(record_iter, number)
+    }
+}
+
+/// Of a stack, leaf first, each with how it is to be read.
+type Addresses = Vec<(u64, FrameKind)>;
+
+struct Reader<'a> {
+    file: PerfFile,
+    into: &'a mut Builder,
+    host: &'a mut dyn Host,
+    tasks: Tasks,
+    kernel: Kernel,
+    walker: Walker,
+    build_ids: FxHashMap<DsoKey, BuildId>,
+    /// Index of the event that is read, once one had a sample.
+    event: Option<usize>,
+    others: FxHashMap<usize, u64>,
+    undecoded: u64,
+    taken: u64,
+    lost: u64,
+    span: Option<(u64, u64)>,
+    modified: Option<std::time::SystemTime>,
+    /// The vDSO, once it was looked for.
+    vdso: Option<Option<ArtifactHash>>,
+    /// Processes that ran code they made themselves, once they were looked at.
+    jits: rustc_hash::FxHashSet<u32>,
+    /// Copied stacks are walked by rules for this processor.
+    x86_64: bool,
+}
+
+impl<'a> Reader<'a> {
+    fn new(
+        file: PerfFile,
+        modified: Option<std::time::SystemTime>,
+        into: &'a mut Builder,
+        host: &'a mut dyn Host,
+    ) -> Result<Self, ReadError> {
+        if file.endian() != Endianness::LittleEndian {
+            return Err(ReadError::PerfData("it is of a big-endian host".to_owned()));
+        }
+        let arch = file.arch().ok().flatten().unwrap_or("x86_64");
+        if !matches!(arch, "x86_64" | "aarch64") {
+            let message = format!("it is of {arch}: only x86_64 and aarch64 are read");
+            return Err(ReadError::PerfData(message));
+        }
+        if file
+            .event_attributes()
+            .iter()
+            .any(|attr| attr.attr.sample_format.contains(SampleFormat::READ))
+        {
+            let message =
+                "its samples hold counter values (perf record of a group with :S): not read";
+            return Err(ReadError::PerfData(message.to_owned()));
+        }
+        let x86_64 = arch == "x86_64";
+        let copies = |attr: &AttributeDescription| {
+            attr.attr.sample_format.contains(SampleFormat::STACK_USER)
+        };
+        if !x86_64 && file.event_attributes().iter().any(copies) {
+            into.note(format!(
+                "copies of stacks of {arch} are not walked: user stacks are one frame"
+            ));
+        }
+        let build_ids = file.build_ids().unwrap_or_default();
+        let build_ids = build_ids.into_iter();
+        let build_ids = build_ids.filter_map(|(key, info)| Some((key, trimmed(&info.build_id)?)));
+        Ok(Self {
+            build_ids: build_ids.collect(),
+            file,
+            into,
+            host,
+            tasks: Tasks::default(),
+            kernel: Kernel::default(),
+            walker: Walker::default(),
+            event: None,
+            others: FxHashMap::default(),
+            undecoded: 0,
+            taken: 0,
+            lost: 0,
+            span: None,
+            modified,
+            vdso: None,
+            jits: rustc_hash::FxHashSet::default(),
+            x86_64,
+        })
+    }
+
+    fn run<R: Read>(
+        mut self,
+        mut records: PerfRecordIter<R>,
+        number: usize,
+    ) -> Result<(), ReadError> {
+        // Numbers of processes are those of this file.
+        self.into.capture(number, self.origin(), 0);
+        loop {
+            match records.next_record(&mut self.file) {
+                Ok(Some(PerfFileRecord::EventRecord { attr_index, record })) => {
+                    let time = record.timestamp();
+                    let misc = record.misc;
+                    let kind = record.record_type;
+                    match guard::decodes(&record).then(|| record.parse()) {
+                        Some(Ok(EventRecord::Raw(raw))) => self.raw(kind.0, raw.data),
+                        Some(Ok(parsed)) => self.record(parsed, (attr_index, misc, time))?,
+                        Some(Err(_)) | None => self.undecoded += 1,
+                    }
+                }
+                Ok(Some(PerfFileRecord::UserRecord(_))) => {}
+                Ok(None) => break,
+                Err(error) => {
+                    self.into.note(format!("the perf.data is cut or damaged: {error}"));
+                    break;
+                }
+            }
+        }
+        self.finish();
+        Ok(())
+    }
+
+    /// The event that is read.
+    fn attribute(&self) -> &PerfEventAttr {
+        &self.file.event_attributes()[self.event.unwrap_or(0)].attr
+    }
+
+    fn origin(&self) -> Origin {
+        let text = |found: Result<Option<&str>, linux_perf_data::Error>| {
+            found.ok().flatten().unwrap_or_default().to_owned()
+        };
+        let attribute = &self.file.event_attributes()[self.event.unwrap_or(0)];
+        let frequency = match attribute.attr.sampling_policy {
+            SamplingPolicy::Frequency(frequency) => u32::try_from(frequency).unwrap_or(0),
+            _ => 0,
+        };
+        let cpus = self.file.nr_cpus().ok().flatten();
+        Origin {
+            hostname: text(self.file.hostname()),
+            kernel_release: text(self.file.os_release()),
+            machine: text(self.file.arch()),
+            event: String::new(),
+            frequency,
+            kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
+            collector: String::new(),
+            cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
+            cpu_id: text(self.file.cpu_id()),
+            cpu_description: text(self.file.cpu_desc()),
+        }
+    }
+
+    fn record(
+        &mut self,
+        record: EventRecord<'_>,
+        (attr_index, misc, time): (usize, u16, Option<u64>),
+    ) -> Result<(), ReadError> {
+        /// `PERF_RECORD_MISC_MMAP_DATA`: not of code.
+        const MMAP_DATA: u16 = 1 << 13;
+        match record {
+            EventRecord::Sample(sample) => self.sample(&sample, attr_index, time)?,
+            EventRecord::Comm(comm) => {
+                let name = text(comm.name);
+                self.tasks.comm(
+                    self.into,
+                    (comm.pid as u32, comm.tid as u32),
+                    name,
+                    comm.is_execve,
+                )?;
+            }
+            EventRecord::Fork(fork) => self.tasks.fork(
+                self.into,
+                (fork.pid as u32, fork.tid as u32),
+                (fork.ppid as u32, fork.ptid as u32),
+            )?,
+            EventRecord::Mmap(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
+                let path = text(map.path);
+                self.kernel.map(&path, (map.address, map.length, map.page_offset));
+            }
+            EventRecord::Mmap2(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
+                let path = text(map.path);
+                if let Mmap2FileId::BuildId(id) = map.file_id {
+                    let key = DsoKey::detect(path.as_bytes(), CpuMode::Kernel);
+                    self.build_ids.extend(key.zip(trimmed(&id)));
+                }
+                self.kernel.map(&path, (map.address, map.length, map.page_offset));
+            }
+            EventRecord::Mmap(map) if misc & MMAP_DATA == 0 => {
+                let range = (map.address, map.length, map.page_offset);
+                self.map(map.pid as u32, range, &text(map.path), None, time)?;
+            }
+            EventRecord::Mmap2(map) if misc & MMAP_DATA == 0 => {
+                let range = (map.address, map.length, map.page_offset);
+                self.map(map.pid as u32, range, &text(map.path), Some(map.file_id), time)?;
+            }
+            EventRecord::Lost(lost) => self.lost = self.lost.saturating_add(lost.count),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Records the crate has no type for.
+    fn raw(&mut self, kind: u32, mut data: RawData<'_>) {
+        /// `PERF_RECORD_LOST_SAMPLES`: how many.
+        const LOST_SAMPLES: u32 = 13;
+        if kind == LOST_SAMPLES
+            && let Ok(count) = data.read_u64::<byteorder::LittleEndian>()
+        {
+            self.lost = self.lost.saturating_add(count);
+        }
+    }
+
+    fn map(
+        &mut self,
+        pid: u32,
+        (start, length, file_offset): (u64, u64, u64),
+        path: &str,
+        id: Option<Mmap2FileId>,
+        time: Option<u64>,
+    ) -> Result<(), ReadError> {
+        let since = time.unwrap_or(0);
+        let Some(end) = start.checked_add(length).filter(|end| *end > start) else { return Ok(()) };
+        let executable = self.executable(path, id);
+        let private = matches!(executable, Executable::Anonymous);
+        let executable = self.into.executable(executable)?;
+        self.tasks.map(
+            self.into,
+            pid,
+            Map { start, end, file_offset, executable, private, since },
+        )?;
+        Ok(())
+    }
+
+    fn executable(&mut self, path: &str, id: Option<Mmap2FileId>) -> Executable {
+        if path == "[vdso]" {
+            let kernel = self.host_kernel();
+            let host = &mut self.host;
+            let image = *self.vdso.get_or_insert_with(|| host.vdso(kernel?));
+            return Executable::Vdso { image };
+        }
+        // Code that was made at run time; as perf, which looks for a perf-map then.
+        if path.starts_with("//anon")
+            || path.starts_with('[')
+            || path.is_empty()
+            || path.starts_with("anon_inode:")
+        {
+            return Executable::Anonymous;
+        }
+        let (build_id, file) = match id {
+            Some(Mmap2FileId::BuildId(id)) => (trimmed(&id), None),
+            Some(Mmap2FileId::InodeAndVersion(id)) => {
+                let device = Device { major: id.major, minor: id.minor };
+                (None, FileId::new(id.inode, device))
+            }
+            None => (None, None),
+        };
+        let listed = || self.build_ids.get(&DsoKey::detect(path.as_bytes(), CpuMode::User)?);
+        let build_id = build_id.or_else(|| listed().copied());
+        Executable::File { path: path.to_owned(), key: ExecutableKey::of(build_id, file) }
+    }
+
+    /// Build-id of the kernel the file is of, if known.
+    fn host_kernel(&self) -> Option<BuildId> {
+        self.build_ids.get(&DsoKey::Kernel).copied()
+    }
+
+    fn sample(
+        &mut self,
+        sample: &SampleRecord<'_>,
+        attr_index: usize,
+        time: Option<u64>,
+    ) -> Result<(), ReadError> {
+        let event = *self.event.get_or_insert(attr_index);
+        if attr_index != event {
+            *self.others.entry(attr_index).or_default() += 1;
+            return Ok(());
+        }
+        let pid = sample.pid.unwrap_or(0) as u32;
+        let tid = sample.tid.unwrap_or(0) as u32;
+        let (thread, process) = self.tasks.thread(self.into, (pid, tid))?;
+        let (kernel, user, end) = self.chains(sample, pid);
+        let kernel = self.kernel_stack(&kernel)?;
+        let user = self.tasks.stack(self.into, pid, &user, end)?;
+        if let Some(user) = user {
+            self.look_for_perf_map(pid, process, user)?;
+        }
+        if let Some(time) = time {
+            let (first, last) = self.span.unwrap_or((time, time));
+            self.span = Some((first.min(time), last.max(time)));
+        }
+        let key = SampleKey { thread, user, kernel, labels: 0 };
+        let period = sample.period.unwrap_or(match self.attribute().sampling_policy {
+            SamplingPolicy::Period(period) => period.get(),
+            _ => 1,
+        });
+        self.into.sample(key, period, (time, sample.cpu))?;
+        self.taken += 1;
+        Ok(())
+    }
+
+    /// Kernel and user addresses of a sample, leaf first, and why the user stack ends.
+    fn chains(&mut self, sample: &SampleRecord<'_>, pid: u32) -> (Addresses, Addresses, EndReason) {
+        let mut stacks = [Vec::new(), Vec::new()];
+        let mut mode = usize::from(sample.cpu_mode != CpuMode::Kernel);
+        let chain = sample.callchain;
+        for index in 0..chain.map_or(0, |chain| chain.len()) {
+            let Some(address) = chain.and_then(|chain| chain.get(index)) else { break };
+            match address {
+                CONTEXT_KERNEL => mode = 0,
+                CONTEXT_USER => mode = 1,
+                // A guest, a hypervisor: not of this host's code.
+                CONTEXT_MAX.. => mode = 2,
+                _ => {
+                    if let Some(stack) = stacks.get_mut(mode) {
+                        let kind =
+                            if stack.is_empty() { FrameKind::Exact } else { FrameKind::Caller };
+                        stack.push((address, kind));
+                    }
+                }
+            }
+        }
+        let [mut kernel, mut user] = stacks;
+        if chain.is_none_or(|chain| chain.is_empty())
+            && let Some(ip) = sample.ip
+        {
+            let stack = if sample.cpu_mode == CpuMode::Kernel { &mut kernel } else { &mut user };
+            stack.push((ip, FrameKind::Exact));
+        }
+        let mut end = EndReason::NotSaid;
+        if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack)
+            && self.x86_64
+        {
+            let stack = stack.as_slice();
+            let size = usize::try_from(*size).unwrap_or(0).min(stack.len());
+            let copied = Copied { registers, stack: &stack[..size] };
+            let (walked, why) = self.walker.walk(&copied, pid, &self.tasks, self.into, self.host);
+            // Never fewer than the kernel found by frame pointers.
+            if walked.len() >= user.len() {
+                (user, end) = (walked, why);
+            }
+        }
+        (kernel, user, end)
+    }
+
+    fn kernel_stack(
+        &mut self,
+        addresses: &[(u64, FrameKind)],
+    ) -> Result<Option<StackId>, ReadError> {
+        if addresses.is_empty() {
+            return Ok(None);
+        }
+        let build_ids = &self.build_ids;
+        self.kernel.prepare(self.into, self.host, |module| {
+            let key = match module {
+                "" => DsoKey::Kernel,
+                module => DsoKey::detect(format!("[{module}]").as_bytes(), CpuMode::Kernel)?,
+            };
+            build_ids.get(&key).copied()
+        })?;
+        Ok(self.kernel.stack(self.into, addresses)?)
+    }
+
+    /// As perf, which finds names of code made at run time where the process wrote them, if they
+    /// are still there.
+    fn look_for_perf_map(
+        &mut self,
+        pid: u32,
+        process: stackwire_model::profile::ProcessId,
+        user: StackId,
+    ) -> Result<(), ReadError> {
+        if self.jits.contains(&pid) || !self.into.runs_anonymous(user) {
+            return Ok(());
+        }
+        self.jits.insert(pid);
+        if let Some(hash) = self.host.perf_map(pid) {
+            self.into.add_perf_map(process, hash);
+        }
+        Ok(())
+    }
+
+    fn finish(self) {
+        if self.undecoded > 0 {
+            let note = format!("{} records of the perf.data do not decode", self.undecoded);
+            self.into.note(note);
+        }
+        let mut others: Vec<_> = self.others.iter().collect();
+        others.sort_unstable();
+        for (&index, count) in others {
+            let name = self.file.event_attributes().get(index).map(event_name).unwrap_or_default();
+            self.into.note(format!("{count} samples of another event, {name}, are left out"));
+        }
+        if self.lost > 0 {
+            self.into.lost(LostReason::RingFull, self.lost, true);
+        }
+        self.into.taken(Some(self.taken.saturating_add(self.lost)));
+        let (first, last) = self.span.unwrap_or_default();
+        let zero = match self.file.clock_data() {
+            Ok(Some(clock)) => clock.wall_clock_ns.saturating_sub(clock.clockid_time_ns),
+            // perf says "captured on" of the file's time, too.
+            _ => self
+                .modified
+                .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
+                .map_or(0, |time| (time.as_nanos() as u64).saturating_sub(last)),
+        };
+        self.into.shift_times(zero);
+        let end = zero.saturating_add(last).saturating_add(1);
+        self.into.span(zero.saturating_add(first), end);
+        let event = event_name(&self.file.event_attributes()[self.event.unwrap_or(0)]);
+        self.into.origin(Origin { event, ..self.origin() });
+    }
+}
+
+/// Its name without modifiers: `cycles` of `cycles:P`, and all of `sched:sched_switch`.
+fn event_name(attribute: &AttributeDescription) -> String {
+    let name = attribute.name().unwrap_or("samples");
+    let plain = name.rsplit_once(':').filter(|(_, modifiers)| {
+        !modifiers.is_empty() && modifiers.chars().all(|letter| "ukhGHpPSDWeb".contains(letter))
+    });
+    plain.map_or(name, |(name, _)| name).to_owned()
+}
+
+/// A build-id of 20 bytes whose end is padding.
+fn trimmed(mut id: &[u8]) -> Option<BuildId> {
+    // perf before 5.10 did not say how long it is.
+    while id.len().is_multiple_of(4) && id.len() > 8 && id.ends_with(&[0; 4]) {
+        id = &id[..id.len() - 4];
+    }
+    BuildId::new(id).filter(|_| id.iter().any(|&byte| byte != 0))
+}
+
+fn text(raw: RawData<'_>) -> String {
+    let bytes = raw.as_slice();
+    let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}

@@ -1,0 +1,241 @@
+//! Stacks from copies of memory (`perf record --call-graph dwarf`): registers and the top of the
+//! stack, walked by the same tables and the same code as on the collector's kernel side.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use linux_perf_data::linux_perf_event_reader::Regs;
+use rustc_hash::FxHashMap;
+use stackwire_collector_ebpf::UserEnd;
+use stackwire_collector_ebpf::unwind::{
+    self, Cursor, GO_ON, Memory, RBP, REGISTERS, RSP, Rule, SignalFrame, cfa,
+};
+use stackwire_model::profile::{Builder, EndReason, ExecutableId, FrameKind};
+use stackwire_unwind::Table;
+
+use crate::Host;
+use crate::tasks::{Map, Tasks};
+
+/// Frames of one stack, as the collector's.
+const DEPTH: usize = 1024;
+
+/// Executables kept open with their tables; a process may open 1,024 files.
+const MAX_MODULES: usize = 512;
+/// Bytes of tables kept; libLLVM's has 4.5 MB.
+const MAX_TABLES: usize = 256 << 20;
+
+/// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8
+/// to r15.
+const PERF_REGISTER: [u64; REGISTERS] = [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
+/// Below the stack pointer, and still the function's (System V ABI).
+const RED_ZONE: u64 = 128;
+/// `PERF_REG_X86_IP`.
+const PERF_IP: u64 = 8;
+
+/// What a sample has of its thread.
+#[derive(Clone, Copy, Debug)]
+pub struct Copied<'a> {
+    /// Registers.
+    pub registers: &'a Regs<'a>,
+    /// Memory from the stack pointer on.
+    pub stack: &'a [u8],
+}
+
+/// Walks them; keeps the tables of executables.
+#[derive(Debug, Default)]
+pub struct Walker {
+    modules: FxHashMap<ExecutableId, Option<Module>>,
+    /// Bytes of their tables.
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Module {
+    table: Table,
+    file: File,
+}
+
+impl Walker {
+    /// The frames of a stack, leaf first, and why it ends.
+    pub fn walk(
+        &mut self,
+        copied: &Copied<'_>,
+        pid: u32,
+        tasks: &Tasks,
+        into: &Builder,
+        host: &mut dyn Host,
+    ) -> (Vec<(u64, FrameKind)>, EndReason) {
+        let mut frames = Vec::new();
+        let end = self.frames(copied, pid, tasks, into, host, &mut frames);
+        (frames, end)
+    }
+
+    fn frames(
+        &mut self,
+        copied: &Copied<'_>,
+        pid: u32,
+        tasks: &Tasks,
+        into: &Builder,
+        host: &mut dyn Host,
+        frames: &mut Vec<(u64, FrameKind)>,
+    ) -> EndReason {
+        let mut cursor = Cursor { exact: 1, ..Cursor::default() };
+        for (number, register) in PERF_REGISTER.into_iter().enumerate() {
+            if let Some(value) = copied.registers.get(register) {
+                cursor.registers[number] = value;
+                cursor.known |= 1 << number;
+            }
+        }
+        let Some(ip) = copied.registers.get(PERF_IP) else { return EndReason::Failed };
+        cursor.ip = ip;
+        let stack_start = cursor.registers[RSP as usize];
+        let mut signal = SignalFrame::default();
+        loop {
+            let kind = if cursor.exact != 0 { FrameKind::Exact } else { FrameKind::Caller };
+            frames.push((cursor.ip, kind));
+            if frames.len() == DEPTH {
+                return EndReason::DepthLimit;
+            }
+            let address = cursor.lookup_ip();
+            let Some(map) = tasks.find(pid, address).copied() else {
+                // A return address into nothing is none.
+                if cursor.exact == 0 {
+                    frames.pop();
+                }
+                return EndReason::NotCode;
+            };
+            let rule = if map.private {
+                Rule { cfa: cfa::FRAME_POINTER, ..Rule::default() }
+            } else {
+                self.load(map.executable, into, host);
+                let modules = &self.modules;
+                let mut code = Copy { stack: &[], stack_start, popped: None, pid, tasks, modules };
+                let module = modules.get(&map.executable).and_then(Option::as_ref);
+                let rule = |address| module?.table.rule(offset(&map, address)).copied();
+                let found = rule(address);
+                if !unwind::may_be_called(&mut code, &cursor, found.as_ref()) {
+                    frames.pop();
+                    return EndReason::NoFramePointer;
+                }
+                if module.is_none() {
+                    return EndReason::NoTable;
+                }
+                if found.is_none()
+                    && cursor.exact == 0
+                    && !unwind::follows_call(&mut code, cursor.ip, false)
+                {
+                    // A stack made up to return to the beginning of a function.
+                    cursor.exact = 1;
+                }
+                match found.or_else(|| rule(cursor.lookup_ip())) {
+                    Some(rule) => rule,
+                    None => return EndReason::NoUnwindRule,
+                }
+            };
+            let modules = &self.modules;
+            // A slot below the stack pointer has just been popped, and rules say for a moment
+            // longer that rbp is there. Live it can still be read; here it is in its register.
+            let popped = (cursor.exact != 0 && rule.kept == 0)
+                .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
+            let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };
+            let end = unwind::step(&mut memory, &mut signal, &mut cursor, &rule);
+            if map.private {
+                cursor.guessed <<= 1;
+            }
+            match end {
+                GO_ON => {}
+                end => return end_reason(end),
+            }
+        }
+    }
+
+    fn load(&mut self, id: ExecutableId, into: &Builder, host: &mut dyn Host) {
+        if self.modules.contains_key(&id) {
+            return;
+        }
+        // Begun anew: more are not in use together.
+        if self.modules.len() >= MAX_MODULES || self.bytes > MAX_TABLES {
+            self.modules.clear();
+            self.bytes = 0;
+        }
+        let module = host.open(into.executable_of(id)).and_then(|file| {
+            let table = stackwire_unwind::compile(&file).ok()?;
+            Some(Module { table, file })
+        });
+        let table = module.as_ref().map(|module| &module.table);
+        self.bytes +=
+            table.map_or(0, |table| size_of_val(&*table.rows) + size_of_val(&*table.rules));
+        self.modules.insert(id, module);
+    }
+}
+
+fn offset(map: &Map, address: u64) -> u64 {
+    (address - map.start).wrapping_add(map.file_offset)
+}
+
+/// The copied piece of the stack, and code as it is in files.
+struct Copy<'a> {
+    stack: &'a [u8],
+    stack_start: u64,
+    /// Stack pointer, and what was in the slot below it.
+    popped: Option<(u64, u64)>,
+    pid: u32,
+    tasks: &'a Tasks,
+    modules: &'a FxHashMap<ExecutableId, Option<Module>>,
+}
+
+impl Copy<'_> {
+    fn on_stack(&self, address: u64, size: usize) -> Option<&[u8]> {
+        let at = usize::try_from(address.checked_sub(self.stack_start)?).ok()?;
+        self.stack.get(at..at.checked_add(size)?)
+    }
+}
+
+impl Memory for Copy<'_> {
+    fn word(&mut self, address: u64) -> Option<u64> {
+        if let Some((sp, rbp)) = self.popped
+            && sp.checked_sub(address).is_some_and(|below| (1..=RED_ZONE).contains(&below))
+        {
+            return Some(rbp);
+        }
+        let mut bytes = [0; 8];
+        if let Some(found) = self.on_stack(address, 8) {
+            bytes.copy_from_slice(found);
+            return Some(u64::from_le_bytes(bytes));
+        }
+        let map = self.tasks.find(self.pid, address).filter(|map| !map.private)?;
+        let module = self.modules.get(&map.executable)?.as_ref()?;
+        module.file.read_exact_at(&mut bytes, offset(map, address)).ok()?;
+        Some(u64::from_le_bytes(bytes))
+    }
+
+    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool {
+        let Some(bytes) = self.on_stack(address, size_of::<SignalFrame>()) else { return false };
+        for (word, bytes) in to.iter_mut().zip(bytes.chunks_exact(8)) {
+            let mut word_bytes = [0; 8];
+            word_bytes.copy_from_slice(bytes);
+            *word = u64::from_le_bytes(word_bytes);
+        }
+        true
+    }
+}
+
+fn end_reason(end: u64) -> EndReason {
+    const ROOT: u64 = UserEnd::Root as u64;
+    const UNREADABLE: u64 = UserEnd::Unreadable as u64;
+    const NO_FRAME_POINTER: u64 = UserEnd::NoFramePointer as u64;
+    const NO_RULE: u64 = UserEnd::NoRule as u64;
+    const REGISTER_LOST: u64 = UserEnd::RegisterLost as u64;
+    const BAD_STACK: u64 = UserEnd::BadStack as u64;
+    const UNKNOWN_SWITCH: u64 = UserEnd::UnknownSwitch as u64;
+    match end {
+        ROOT => EndReason::Root,
+        UNREADABLE => EndReason::Unreadable,
+        NO_FRAME_POINTER => EndReason::NoFramePointer,
+        NO_RULE => EndReason::NoUnwindRule,
+        REGISTER_LOST => EndReason::RegisterLost,
+        BAD_STACK => EndReason::BadStack,
+        UNKNOWN_SWITCH => EndReason::UnknownSwitch,
+        _ => EndReason::Failed,
+    }
+}

@@ -1,0 +1,78 @@
+//! perf.data: the samples one by one, with what perf needs to name them itself. Classic records
+//! only, in time order, as perf of any age, hotspot, samply and autofdo read them.
+//!
+//! Addresses of callers are those of the call, as everywhere in a profile, where the kernel writes
+//! return addresses: perf looks call chains up as they are, and who subtracts one more still finds
+//! the call.
+
+mod header;
+pub mod jitted;
+mod play;
+mod record;
+
+use std::io::{self, Seek, SeekFrom, Write};
+
+use stackwire_model::profile::{Executable, Profile};
+
+use self::play::Player;
+use self::record::Mode;
+
+/// What is written besides the profile.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The program that writes the file, with its version, for `perf report --header`.
+    pub program: String,
+    /// Its command line, likewise.
+    pub command_line: Vec<String>,
+    /// Code made at run time is said to be in files that [`jitted_images`](super::jitted_images) are; otherwise perf
+    /// looks for a perf-map.
+    pub jitted: bool,
+}
+
+/// Writes a profile that was read with its timeline.
+///
+/// # Errors
+/// Those of the writer; `InvalidInput` when the samples have no times.
+pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -> io::Result<()> {
+    let samples: u64 = profile.sample_count();
+    if profile.timeline.len() as u64 != samples {
+        let message = "its samples have no times, which perf.data is made of";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+    }
+    // What the head says of the rest is known at the end.
+    out.write_all(&[0; header::DATA as usize])?;
+    let mut player = Player::new(profile, options.jitted, &mut out);
+    player.play()?;
+    let (data, times, used) = (player.bytes(), player.times(), player.into_used());
+    let mut build_ids = Vec::new();
+    for (index, executable) in profile.executables.iter().enumerate() {
+        let (mode, name) = match executable {
+            Executable::Kernel { module, .. } => (Mode::Kernel, kernel_name(module)),
+            _ if !used[index] => continue,
+            _ => (Mode::User, executable.name()),
+        };
+        build_ids.extend(executable.build_id().map(|id| (id, mode, name)));
+    }
+    let cpus = profile.origin.cpus;
+    let highest =
+        profile.timeline.iter().map(|moment| moment.cpu.saturating_add(1)).max().unwrap_or(1);
+    let head = header::Head {
+        origin: &profile.origin,
+        program: &options.program,
+        command_line: &options.command_line,
+        times,
+        clock_zero_ns: profile.clock_zero_ns,
+        cpus: (cpus.0.max(highest), cpus.1.max(1).min(cpus.0.max(highest))),
+        build_ids,
+    };
+    let features = header::features(&head, header::DATA + data);
+    out.write_all(&features)?;
+    out.seek(SeekFrom::Start(0))?;
+    out.write_all(&header::head(&profile.origin, data))?;
+    out.flush()
+}
+
+/// What perf calls the kernel, and a module.
+fn kernel_name(module: &str) -> String {
+    if module.is_empty() { "[kernel.kallsyms]".to_owned() } else { format!("[{module}]") }
+}

@@ -1,0 +1,8 @@
+//! pprof: `profile.proto`, as every agent writes and `go tool pprof` reads it.
+
+mod proto;
+mod read;
+mod write;
+
+pub use self::read::read;
+pub use self::write::{Options, write};

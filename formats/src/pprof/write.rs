@@ -1,0 +1,405 @@
+//! pprof: gzip of `profile.proto`, leaf first, all inlined functions in one Location, addresses
+//! inside their mappings. Equal profiles give equal bytes.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Write};
+
+use flate2::{Compression, GzBuilder};
+use prost::Message;
+use rustc_hash::FxHashMap;
+use stackwire_model::profile::labels::LabelValue;
+use stackwire_model::profile::{Executable, Line, LocationId, Missing, Named, Profile, Resolution};
+
+use super::proto;
+use crate::kernel_place;
+use crate::plain;
+
+/// What is written besides the profile.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// `key=value` comments.
+    pub tags: Vec<String>,
+    /// Without names: addresses and build-ids alone.
+    pub unsymbolized: bool,
+}
+
+/// Writes the profile.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: Named<'_>, options: &Options, out: impl Write) -> io::Result<()> {
+    let message = build(profile, options).encode_to_vec();
+    // No name and no time in the header: nothing that is not in the stream.
+    let mut out = GzBuilder::new().mtime(0).write(out, Compression::fast());
+    out.write_all(&message)?;
+    out.finish()?.flush()
+}
+
+fn build(profile: Named<'_>, options: &Options) -> proto::Profile {
+    let mut writer = Writer::new(profile, options.unsymbolized);
+    let (cpu_kind, cpu_unit) = profile.origin.value_kind();
+    let count_type = writer.value_type("samples", "count");
+    let cpu_type = writer.value_type(cpu_kind, cpu_unit);
+    let period = match (profile.origin.frequency, cpu_unit) {
+        (frequency @ 1.., "nanoseconds") => 1_000_000_000 / i64::from(frequency),
+        _ => 1,
+    };
+    let samples = profile.samples.iter().enumerate();
+    let samples = samples.map(|(index, sample)| writer.sample(index, sample)).collect();
+    let mut sample_type = vec![count_type, cpu_type];
+    let (mut period_type, mut period) = (cpu_type, period);
+    let mut default_sample_type = cpu_type.r#type;
+    if let Some(types) = &profile.types {
+        sample_type =
+            types.kinds.iter().map(|(kind, unit)| writer.value_type(kind, unit)).collect();
+        default_sample_type = sample_type.get(types.default).map_or(0, |kind| kind.r#type);
+        period_type = writer.value_type(&types.period_type.0, &types.period_type.1);
+        period = types.period;
+    }
+    let comments = comments(profile, options);
+    let comment = comments.iter().map(|comment| writer.strings.index(comment)).collect();
+    proto::Profile {
+        sample_type,
+        sample: samples,
+        mapping: writer.mappings.list,
+        location: writer.locations,
+        function: writer.functions,
+        time_nanos: profile.start_ns as i64,
+        duration_nanos: profile.duration_ns as i64,
+        period_type: Some(period_type),
+        period,
+        comment,
+        default_sample_type,
+        string_table: writer.strings.table,
+        ..proto::Profile::default()
+    }
+}
+
+/// For each executable, how good its names are and where they are from, or why there are none.
+fn coverage(profile: Named<'_>) -> Vec<String> {
+    // By locations and not by samples, which a reader can weigh himself.
+    let mut found: Vec<BTreeMap<Cow<'_, str>, usize>> =
+        vec![BTreeMap::new(); profile.executables.len()];
+    for (location, resolution) in profile.locations.iter().zip(&profile.names.resolutions) {
+        let what = match resolution {
+            Resolution::Found { quality, .. } => Cow::Borrowed(quality.text()),
+            Resolution::Missing(missing) => Cow::Owned(missing.reason.to_string()),
+        };
+        *found[location.executable.index()].entry(what).or_default() += 1;
+    }
+    let used = found.into_iter().enumerate().filter(|(_, found)| !found.is_empty());
+    used.map(|(index, found)| {
+        let found: Vec<_> = found.iter().map(|(what, count)| format!("{what} {count}")).collect();
+        let mut parts =
+            vec![format!("{}: {}", profile.executables[index].name(), found.join(", "))];
+        parts.extend(crate::report::sources(profile, index));
+        plain(&format!("symbols of {}", parts.join("; ")))
+    })
+    .collect()
+}
+
+/// Tags, then what a reader must know to believe the numbers.
+fn comments(profile: Named<'_>, options: &Options) -> Vec<String> {
+    let origin = &profile.origin;
+    let mut comments = options.tags.clone();
+    if !origin.hostname.is_empty() {
+        comments.push(format!(
+            "host {}, kernel {} {}",
+            origin.hostname, origin.kernel_release, origin.machine
+        ));
+    }
+    if profile.types.is_none() {
+        comments.push(match profile.taken {
+            Some(taken) => format!(
+                "samples taken {taken}, in this profile {}, {}lost {}",
+                profile.sample_count(),
+                match profile.left_out {
+                    0 => String::new(),
+                    count => format!("left out {count}, "),
+                },
+                profile.lost_samples()
+            ),
+            None => format!(
+                "samples in this profile {}, lost {} and those of the missing parts",
+                profile.sample_count(),
+                profile.lost_samples()
+            ),
+        });
+    }
+    let lost = profile.lost.iter();
+    comments.extend(lost.map(|(reason, (count, _))| format!("lost {count} {}", reason.text())));
+    comments.extend(profile.notes.iter().cloned());
+    comments.extend(profile.comments.iter().cloned());
+    if !options.unsymbolized {
+        comments.extend(coverage(profile));
+    }
+    comments
+}
+
+struct Writer<'a> {
+    profile: Named<'a>,
+    unsymbolized: bool,
+    strings: Strings,
+    mappings: Mappings,
+    locations: Vec<proto::Location>,
+    location_ids: FxHashMap<LocationId, u64>,
+    functions: Vec<proto::Function>,
+    function_ids: HashMap<(u64, String, String), u64>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(profile: Named<'a>, unsymbolized: bool) -> Self {
+        let mut strings = Strings::default();
+        strings.index("");
+        let mappings = Mappings::plan(&profile, &mut strings);
+        Self {
+            profile,
+            unsymbolized,
+            strings,
+            mappings,
+            locations: Vec::new(),
+            location_ids: FxHashMap::default(),
+            functions: Vec::new(),
+            function_ids: HashMap::new(),
+        }
+    }
+
+    fn value_type(&mut self, kind: &str, unit: &str) -> proto::ValueType {
+        proto::ValueType { r#type: self.strings.index(kind), unit: self.strings.index(unit) }
+    }
+
+    fn sample(&mut self, index: usize, sample: &stackwire_model::profile::Sample) -> proto::Sample {
+        let profile = self.profile;
+        let location_id =
+            profile.frames(sample.key).map(|location| self.location(location)).collect();
+        let thread = &profile.threads[sample.key.thread.index()];
+        let process = &profile.processes[thread.process.index()];
+        let mut label = Vec::with_capacity(4 + process.labels.len());
+        // What came from elsewhere may have no process.
+        if process.pid != 0 || !process.comm.is_empty() {
+            label.push(self.text_label("comm", &process.comm));
+        }
+        if profile.types.is_none() || process.pid != 0 {
+            label.push(self.number_label("pid", process.pid));
+            label.push(self.text_label("thread", &thread.comm));
+            label.push(self.number_label("tid", thread.tid));
+        }
+        label.extend(process.labels.iter().map(|(key, value)| self.text_label(key, value)));
+        let given = sample.key.labels.checked_sub(1).map(|at| &profile.label_sets[at as usize]);
+        for found in given.into_iter().flatten() {
+            label.push(match &found.value {
+                LabelValue::Text(text) => self.text_label(&found.key, text),
+                LabelValue::Number(num, unit) => proto::Label {
+                    key: self.strings.index(&found.key),
+                    str: 0,
+                    num: *num,
+                    num_unit: self.strings.index(unit),
+                },
+            });
+        }
+        let value = match profile.types {
+            Some(_) => profile.values.get(index).cloned().unwrap_or_default(),
+            None => vec![sample.count as i64, sample.value as i64],
+        };
+        proto::Sample { location_id, value, label }
+    }
+
+    fn text_label(&mut self, key: &str, text: &str) -> proto::Label {
+        // An empty string would read as a number of 0.
+        let text = if text.is_empty() { "?".to_owned() } else { plain(text) };
+        let (key, str) = (self.strings.index(key), self.strings.index(&text));
+        proto::Label { key, str, ..proto::Label::default() }
+    }
+
+    fn number_label(&mut self, key: &str, number: u32) -> proto::Label {
+        let key = self.strings.index(key);
+        proto::Label { key, num: number.into(), ..proto::Label::default() }
+    }
+
+    fn location(&mut self, id: LocationId) -> u64 {
+        if let Some(&known) = self.location_ids.get(&id) {
+            return known;
+        }
+        let (mapping, address) = self.mappings.place(&self.profile, id);
+        let resolution = self.profile.names.resolutions.get(id.index());
+        let unnamed;
+        let (lines, named) = match resolution {
+            _ if self.unsymbolized => (&[][..], false),
+            Some(Resolution::Found { lines, .. }) => (&lines[..], true),
+            // One row a function, though nobody knows what it is called.
+            Some(Resolution::Missing(Missing { start: Some(_), .. })) => {
+                unnamed = self.profile.lines(id);
+                (&unnamed[..], false)
+            }
+            _ => (&[][..], false),
+        };
+        if let Some(mapping) = mapping.filter(|_| named) {
+            let mapping = &mut self.mappings.list[mapping as usize - 1];
+            mapping.has_functions |= !lines.is_empty();
+            mapping.has_filenames |= lines.iter().any(|line| !line.file.is_empty());
+            mapping.has_line_numbers |= lines.iter().any(|line| line.line != 0);
+            mapping.has_inline_frames |= lines.len() > 1;
+        }
+        let mapping_id = mapping.unwrap_or(0);
+        let line = lines.iter().map(|line| self.line(mapping_id, line)).collect();
+        let new = self.locations.len() as u64 + 1;
+        self.locations.push(proto::Location {
+            id: new,
+            mapping_id,
+            address,
+            line,
+            is_folded: false,
+        });
+        self.location_ids.insert(id, new);
+        new
+    }
+
+    fn line(&mut self, mapping: u64, line: &Line) -> proto::Line {
+        let key = (mapping, line.function.clone(), line.file.clone());
+        let next = self.functions.len() as u64 + 1;
+        let function_id = *self.function_ids.entry(key).or_insert(next);
+        if function_id == next {
+            let name = self.strings.index(&line.function);
+            let filename = self.strings.index(&line.file);
+            // Without a name of the system's, readers take this one as it is: of what they take for
+            // mangled they cut off all that is in brackets, `<Apple as Eat>` of `<Apple as
+            // Eat>::eat`.
+            let function = proto::Function { id: next, name, filename, ..Default::default() };
+            self.functions.push(function);
+        }
+        proto::Line { function_id, line: line.line.into() }
+    }
+}
+
+/// pprof has one address space where a profile of a whole host has many: each distinct mapping of
+/// an executable is written once, where the first process had it. Mappings may overlap; pprof goes
+/// by id.
+struct Mappings {
+    list: Vec<proto::Mapping>,
+    /// By executable, and process where that matters: (file offset, length, id).
+    by_owner: HashMap<Owner, Vec<Part>>,
+}
+
+/// An executable, and the process where that matters.
+type Owner = (u32, Option<u32>);
+/// First offset, length, mapping id.
+type Part = (u64, u64, u64);
+
+impl Mappings {
+    fn plan(profile: &Profile, strings: &mut Strings) -> Self {
+        let mut planned = Self { list: Vec::new(), by_owner: HashMap::new() };
+        let mut mappings: Vec<_> = profile.mappings.iter().collect();
+        // The first mapping stands for the main binary: of the first process, the file lowest in
+        // memory, which is where the kernel puts the program.
+        let is_file = |m: &&&stackwire_model::profile::Mapping| {
+            matches!(profile.executables[m.executable.index()], Executable::File { .. })
+        };
+        let first_process = mappings.first().map(|mapping| mapping.process);
+        let main = mappings
+            .iter()
+            .filter(|mapping| Some(mapping.process) == first_process)
+            .filter(is_file)
+            .min_by_key(|mapping| mapping.start)
+            .map(|mapping| mapping.executable);
+        mappings.sort_by_key(|mapping| Some(mapping.executable) != main);
+        for mapping in mappings {
+            let executable = &profile.executables[mapping.executable.index()];
+            let private = matches!(executable, Executable::Anonymous);
+            let owner = (mapping.executable.0, private.then_some(mapping.process.0));
+            // Anonymous memory has no file to be an offset into: its addresses are what is looked
+            // up.
+            let first = match executable {
+                Executable::Anonymous => mapping.start,
+                Executable::Vdso { .. } => 0,
+                _ => mapping.file_offset,
+            };
+            let file_offset = if private { 0 } else { first };
+            planned.add(
+                owner,
+                first,
+                mapping.start,
+                mapping.length,
+                file_offset,
+                executable,
+                strings,
+            );
+        }
+        let places = kernel_place::places(profile);
+        for (index, executable) in profile.executables.iter().enumerate() {
+            if let Some(&(start, length)) = places.get(&(index as u32)) {
+                planned.add((index as u32, None), 0, start, length, 0, executable, strings);
+            }
+        }
+        planned
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the fields of a mapping, at its two call sites")]
+    fn add(
+        &mut self,
+        owner: Owner,
+        first: u64,
+        start: u64,
+        length: u64,
+        file_offset: u64,
+        executable: &Executable,
+        strings: &mut Strings,
+    ) {
+        let known = self.by_owner.entry(owner).or_default();
+        if known.iter().any(|&(offset, size, _)| offset == first && size == length) {
+            return;
+        }
+        let id = self.list.len() as u64 + 1;
+        known.push((first, length, id));
+        self.list.push(proto::Mapping {
+            id,
+            memory_start: start,
+            memory_limit: start.saturating_add(length),
+            file_offset,
+            filename: strings.index(&executable.name()),
+            build_id: strings
+                .index(&executable.build_id().map_or(String::new(), |id| id.to_string())),
+            ..proto::Mapping::default()
+        });
+    }
+
+    /// The mapping of a location and its address there.
+    fn place(&self, profile: &Profile, id: LocationId) -> (Option<u64>, u64) {
+        let location = &profile.locations[id.index()];
+        if let Executable::Names { .. } = profile.executables[location.executable.index()] {
+            return (None, 0);
+        }
+        let owner = (location.executable.0, location.process.map(|process| process.0));
+        let found = self.by_owner.get(&owner).and_then(|known| {
+            known.iter().find(|&&(first, length, _)| {
+                first <= location.offset && location.offset - first < length
+            })
+        });
+        match found {
+            Some(&(first, _, id)) => {
+                let mapping = &self.list[id as usize - 1];
+                let address = mapping.memory_start.saturating_add(location.offset - first);
+                (Some(id), address.min(mapping.memory_limit - 1))
+            }
+            None => (None, location.offset),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Strings {
+    table: Vec<String>,
+    index: HashMap<String, i64>,
+}
+
+impl Strings {
+    fn index(&mut self, text: &str) -> i64 {
+        if let Some(&index) = self.index.get(text) {
+            return index;
+        }
+        let index = self.table.len() as i64;
+        self.table.push(text.to_owned());
+        self.index.insert(text.to_owned(), index);
+        index
+    }
+}

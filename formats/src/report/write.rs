@@ -1,0 +1,318 @@
+//! The text report: what was hot, how well it is named, how stacks ended, what was lost.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Write as _;
+use std::io::{self, Write};
+
+use stackwire_model::profile::{
+    LocationId, MissingReason, Named, Process, Profile, Quality, Resolution, ThreadId,
+};
+
+use super::short::short;
+use super::{problems, unwinding};
+use crate::percent::share;
+use crate::plain;
+
+/// What a report shows.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options<'a> {
+    /// The label whose values get their shares.
+    pub by: Option<&'a str>,
+    /// Functions listed; 20 unless told, and no more than the window has room for.
+    pub top: Option<usize>,
+    /// Which functions come first.
+    pub sort: Sort,
+    /// To fit into a window: no more functions than it has room for, and of all else what is wrong.
+    pub window: Option<Window>,
+}
+
+/// Which functions come first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sort {
+    /// Those that take most themselves.
+    #[default]
+    Own,
+    /// Those that take most with all they call.
+    Total,
+}
+
+/// The size of a terminal, in characters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Lines.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
+}
+
+/// Functions listed.
+const TOP: usize = 20;
+/// Lines of a window that are not for functions: what was captured, the heads of columns, what is
+/// wrong.
+const OTHER_ROWS: usize = 12;
+
+/// Writes the report.
+///
+/// # Errors
+/// Those of the writer.
+pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> io::Result<()> {
+    head(&profile, &mut out)?;
+    if let Some(key) = options.by {
+        values(&profile, key, &mut out)?;
+    }
+    top(profile, options, &mut out)?;
+    match options.window {
+        Some(_) => problems::write(profile, &mut out)?,
+        None => {
+            coverage(profile, &mut out)?;
+            unwinding::write(profile, &mut out)?;
+            losses(&profile, &mut out)?;
+        }
+    }
+    out.flush()
+}
+
+fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let origin = &profile.origin;
+    // Folded stacks have names of processes and no more.
+    let who = |process: &Process| (process.pid, (process.pid == 0).then(|| process.comm.clone()));
+    let threads: HashSet<_> = profile.samples.iter().map(|sample| sample.key.thread).collect();
+    let process = |thread: ThreadId| profile.threads[thread.index()].process.index();
+    let processes = threads.into_iter().map(|thread| who(&profile.processes[process(thread)]));
+    let processes: HashSet<_> = processes.collect();
+    let mut head = profile.amount();
+    // What others do not say is left out. Writing to a String cannot fail.
+    if origin.frequency > 0 {
+        let _ = write!(head, " at {} Hz", origin.frequency);
+    }
+    if profile.duration_ns > 0 {
+        let _ = write!(head, " over {:.1} s", profile.duration_ns as f64 / 1e9);
+    }
+    let _ = write!(head, ", {}", count(processes.len(), "process", "processes"));
+    if !origin.hostname.is_empty() {
+        let kernel = format!("{} {}", origin.kernel_release, origin.machine);
+        let _ = write!(head, " on {} ({})", origin.hostname, kernel.trim());
+    }
+    writeln!(out, "{}", plain(&head))?;
+    for note in &profile.notes {
+        writeln!(out, "note: {}", plain(note))?;
+    }
+    Ok(())
+}
+
+fn count(number: usize, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
+}
+
+/// Samples by the values of a label.
+pub(crate) fn by_value(profile: &Profile, key: &str) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for sample in &profile.samples {
+        let value = profile.label(sample.key, key).unwrap_or("without".into());
+        *counts.entry(value.into_owned()).or_default() += sample.count;
+    }
+    counts
+}
+
+fn values(profile: &Profile, key: &str, out: &mut impl Write) -> io::Result<()> {
+    let total = profile.sample_count();
+    let mut rows: Vec<_> = by_value(profile, key).into_iter().collect();
+    rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    writeln!(out, "\n   share samples  {key}")?;
+    for (value, samples) in rows {
+        writeln!(out, "{:>6.2} % {samples:>7}  {}", share(samples, total), plain(&value))?;
+    }
+    Ok(())
+}
+
+/// Samples of a function.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts {
+    /// In it.
+    pub own: u64,
+    /// In it or in what it called.
+    pub all: u64,
+}
+
+/// Functions, by name and file name of what they lie in.
+pub(crate) fn functions(profile: Named<'_>) -> BTreeMap<(String, String), Counts> {
+    // Names are compared once a location, not once a frame of each sample.
+    let mut numbers: HashMap<(String, String), usize> = HashMap::new();
+    let mut number_of = |function, module: &str| {
+        let next = numbers.len();
+        *numbers.entry((function, module.to_owned())).or_insert(next)
+    };
+    let of_location = profile.locations.iter().enumerate().map(|(index, location)| {
+        let name = profile.executables[location.executable.index()].name();
+        let module = name.rsplit('/').next().unwrap_or_default();
+        let lines = profile.lines(LocationId(index as u32)).into_iter();
+        lines.map(|line| number_of(line.function, module)).collect()
+    });
+    let of_location: Vec<Vec<usize>> = of_location.collect();
+    let mut counts = vec![Counts::default(); numbers.len()];
+    // The sample each was last counted for: a function that calls itself counts once.
+    let mut counted = vec![usize::MAX; numbers.len()];
+    for (index, sample) in profile.samples.iter().enumerate() {
+        let mut frames =
+            profile.frames(sample.key).flat_map(|at| &of_location[at.index()]).peekable();
+        if let Some(&&leaf) = frames.peek() {
+            counts[leaf].own += sample.count;
+        }
+        for &function in frames {
+            if counted[function] != index {
+                counted[function] = index;
+                counts[function].all += sample.count;
+            }
+        }
+    }
+    numbers.into_iter().map(|(name, number)| (name, counts[number])).collect()
+}
+
+/// Columns before the name of a function.
+const BEFORE_NAMES: usize = 37;
+
+fn top(profile: Named<'_>, options: &Options<'_>, out: &mut impl Write) -> io::Result<()> {
+    let total = profile.sample_count();
+    let room =
+        options.window.map_or(TOP, |window| window.rows.saturating_sub(OTHER_ROWS).clamp(5, TOP));
+    let most = options.top.unwrap_or(room);
+    let weight = |counts: &Counts| match options.sort {
+        Sort::Own => counts.own,
+        Sort::Total => counts.all,
+    };
+    let mut rows: Vec<_> =
+        functions(profile).into_iter().filter(|(_, counts)| weight(counts) > 0).collect();
+    rows.sort_by(|a, b| weight(&b.1).cmp(&weight(&a.1)).then_with(|| a.0.cmp(&b.0)));
+    writeln!(out, "\n    self           total          function")?;
+    for ((function, module), Counts { own, all }) in rows.iter().take(most) {
+        let (function, module) = (plain(function), plain(module.trim_matches(['[', ']'])));
+        let function = match options.window {
+            Some(Window { columns, .. }) => {
+                let taken = BEFORE_NAMES + module.chars().count() + " []".len();
+                short(&function, columns.saturating_sub(taken).max(12))
+            }
+            None => function,
+        };
+        writeln!(
+            out,
+            "{:>6.2} % {own:>7} {:>6.2} % {all:>7}  {function} [{module}]",
+            share(*own, total),
+            share(*all, total),
+        )?;
+    }
+    if let Some(more) = rows.len().checked_sub(most).filter(|&more| more > 0) {
+        let rest: u64 = rows[most..].iter().map(|(_, counts)| counts.own).sum();
+        writeln!(out, "{:>6.2} % {rest:>7}                   {more} more", share(rest, total),)?;
+    }
+    Ok(())
+}
+
+/// A frame of a sample counts once a sample: what is hot weighs most.
+fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
+    #[derive(Default)]
+    struct Row<'a> {
+        frames: u64,
+        named: u64,
+        qualities: BTreeMap<&'static str, u64>,
+        missing: BTreeMap<&'a MissingReason, u64>,
+    }
+    let mut rows: HashMap<usize, Row<'_>> = HashMap::new();
+    for sample in &profile.samples {
+        for location in profile.frames(sample.key) {
+            let executable = profile.locations[location.index()].executable;
+            let row = rows.entry(executable.index()).or_default();
+            row.frames += sample.count;
+            match profile.names.resolutions.get(location.index()) {
+                Some(Resolution::Found { quality, .. }) => {
+                    row.named += sample.count;
+                    *row.qualities.entry(quality.text()).or_default() += sample.count;
+                }
+                Some(Resolution::Missing(missing)) => {
+                    *row.missing.entry(&missing.reason).or_default() += sample.count;
+                }
+                None => {}
+            }
+        }
+    }
+    let mut rows: Vec<_> = rows.into_iter().collect();
+    rows.sort_by(|a, b| b.1.frames.cmp(&a.1.frames).then(a.0.cmp(&b.0)));
+    writeln!(out, "\n  frames   named  executable")?;
+    for (index, row) in rows {
+        let executable = &profile.executables[index];
+        let qualities: Vec<_> = row
+            .qualities
+            .iter()
+            .map(|(quality, frames)| format!("{quality} {:.1} %", share(*frames, row.frames)))
+            .collect();
+        let id = executable.build_id().map_or(String::new(), |id| format!(" {id:.12}"));
+        writeln!(
+            out,
+            "{:>8} {:>5.1} %  {}{id}  {}",
+            row.frames,
+            share(row.named, row.frames),
+            plain(&executable.name()),
+            qualities.join(", ")
+        )?;
+        for line in sources(profile, index) {
+            writeln!(out, "                    {}", plain(&line))?;
+        }
+        let missing = row.missing.into_iter();
+        let mut missing: Vec<_> =
+            missing.map(|(why, frames)| (plain(&why.to_string()), frames)).collect();
+        missing.sort();
+        for (reason, frames) in missing {
+            let share = share(frames, row.frames);
+            writeln!(out, "                    {share:.1} % missing: {reason}")?;
+        }
+    }
+    Ok(())
+}
+
+/// Where an executable's names are from, and what was looked for in vain.
+pub(crate) fn sources(profile: Named<'_>, executable: usize) -> Vec<String> {
+    let Some(source) = profile.names.sources.get(executable) else { return Vec::new() };
+    let mut lines = Vec::new();
+    // Of a file that is its own source there is nothing to say.
+    if !source.origin.is_empty() && source.origin != profile.executables[executable].name() {
+        lines.push(format!("from {}", source.origin));
+    }
+    if let Some(before) = source.upgraded_from {
+        lines.push(format!(
+            "better than before: the symbol cache had {}",
+            before.map_or("none", Quality::text)
+        ));
+    }
+    if !source.origin.is_empty() {
+        lines.extend(source.notes.iter().cloned());
+    }
+    lines
+}
+
+fn losses(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
+    let (delivered, lost) = (profile.sample_count(), profile.lost_samples());
+    let others = match profile.left_out {
+        0 => String::new(),
+        others => format!(" + {others} left out of this part"),
+    };
+    match profile.taken {
+        Some(taken) => {
+            writeln!(
+                out,
+                "\nsamples taken {taken} = {delivered} in the profile{others} + {lost} lost"
+            )?;
+            let known = delivered + profile.left_out + lost;
+            if taken != known {
+                let difference = taken.abs_diff(known);
+                writeln!(out, "{difference} samples are unaccounted for: a bug, please report it")?;
+            }
+        }
+        None => writeln!(
+            out,
+            "\nsamples taken: unknown, see the notes above; {delivered} in the profile, {lost} lost"
+        )?,
+    }
+    for (reason, (count, _)) in &profile.lost {
+        writeln!(out, "lost {count} {}", reason.text())?;
+    }
+    Ok(())
+}

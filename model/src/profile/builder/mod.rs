@@ -1,0 +1,260 @@
+//! Interning: epochs come in with ids of their own and leave as one set of tables.
+
+mod samples;
+mod whole;
+
+use std::collections::hash_map::Entry;
+use std::hash::Hash;
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+
+pub use self::samples::ValueError;
+use super::labels::Label;
+use super::{
+    ArtifactHash, Executable, ExecutableId, JitFile, Line, Location, LocationId, Mapping, Process,
+    ProcessId, Profile, SampleKey, Stack, StackId, Thread, ThreadId,
+};
+
+/// Most entries any table of a profile takes; more is a hostile stream.
+const MAX_ENTRIES: usize = 16 << 20;
+/// A profile in the making.
+#[derive(Debug, Default)]
+pub struct Builder {
+    profile: Profile,
+    capture: usize,
+    /// Samples, and what they weigh.
+    total: (u64, u64),
+    /// The one whose origin stands for all.
+    first: usize,
+    /// Each sample is kept with its time and CPU.
+    timeline: bool,
+    /// Each sample has its CPU as a label.
+    by_cpu: bool,
+    /// Where that of this capture begins.
+    timeline_start: usize,
+    mapping_start: usize,
+    mixed: bool,
+    /// Values of a pprof are samples and CPU time.
+    of_cpu_time: bool,
+    variants: FxHashMap<(LocationId, Arc<[Line]>), LocationId>,
+    names: FxHashMap<(ExecutableId, Arc<[Line]>), u64>,
+    label_sets: FxHashMap<Vec<Label>, u32>,
+    executables: FxHashMap<Executable, u32>,
+    /// Generations count within a capture, so its number is part of the key.
+    processes: FxHashMap<(usize, u32, u64, u32), u32>,
+    /// Size and time.
+    quiet_since: FxHashMap<ProcessId, (u64, u64)>,
+    threads: FxHashMap<Thread, u32>,
+    mappings: FxHashMap<Mapping, u32>,
+    locations: FxHashMap<Location, u32>,
+    stacks: FxHashMap<Stack, u32>,
+    samples: FxHashMap<SampleKey, u32>,
+}
+
+/// A table is full.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("the capture has more {0} than a profile holds")]
+pub struct Full(pub &'static str);
+
+impl Builder {
+    /// An empty profile that took nothing yet.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut builder = Self::default();
+        builder.profile.taken = Some(0);
+        builder
+    }
+
+    /// The profile.
+    #[must_use]
+    pub fn build(self) -> Profile {
+        self.profile
+    }
+
+    /// The id of an executable.
+    pub fn executable(&mut self, executable: Executable) -> Result<ExecutableId, Full> {
+        let table = &mut self.profile.executables;
+        intern(&mut self.executables, table, executable, Clone::clone, "executables")
+            .map(ExecutableId)
+    }
+
+    /// The id of a process; what is newly learnt of it replaces what was known.
+    pub fn process(&mut self, process: Process) -> Result<ProcessId, Full> {
+        let key = (self.capture, process.pid, process.start_ns, process.generation);
+        if let Some(&id) = self.processes.get(&key) {
+            let known = &mut self.profile.processes[id as usize];
+            known.comm = process.comm;
+            known.perf_map.add(process.perf_map);
+            known.jitdump.add(process.jitdump);
+            // Of the last epoch: what was missing before may have come since.
+            known.jit_missing = process.jit_missing;
+            known.end_ns = known.end_ns.max(process.end_ns);
+            // What a process is read in may be its parent's until it was asked itself.
+            known.labels = process.labels;
+            return Ok(ProcessId(id));
+        }
+        let table = &mut self.profile.processes;
+        intern(&mut self.processes, table, key, |_| process.clone(), "processes").map(ProcessId)
+    }
+
+    /// The id of a thread.
+    pub fn thread(&mut self, thread: Thread) -> Result<ThreadId, Full> {
+        let table = &mut self.profile.threads;
+        intern(&mut self.threads, table, thread, Clone::clone, "threads").map(ThreadId)
+    }
+
+    /// What is known of an executable.
+    #[must_use]
+    pub fn executable_of(&self, id: ExecutableId) -> &Executable {
+        &self.profile.executables[id.index()]
+    }
+
+    /// Whether a stack leads through code made at run time.
+    #[must_use]
+    pub fn runs_anonymous(&self, stack: StackId) -> bool {
+        let locations = &self.profile.stacks[stack.index()].locations;
+        locations.iter().any(|location| {
+            let executable = self.profile.locations[location.index()].executable;
+            matches!(self.profile.executables[executable.index()], Executable::Anonymous)
+        })
+    }
+
+    /// A process has a perf-map.
+    pub fn add_perf_map(&mut self, process: ProcessId, hash: ArtifactHash) {
+        let map = JitFile::of(vec![hash], 0, Vec::new());
+        self.profile.processes[process.index()].perf_map.add(map);
+    }
+
+    /// Whether places may have times: of a process that writes code for days there would be more
+    /// than a profile holds.
+    #[must_use]
+    pub fn has_room_for_times(&self) -> bool {
+        self.profile.locations.len() < MAX_ENTRIES / 8
+    }
+
+    /// Since when a process has written no code, of which it has so many bytes; asked for at the
+    /// end of an epoch in which it wrote none.
+    pub fn quiet_since(&mut self, process: ProcessId, size: u64, end_ns: u64) -> u64 {
+        let known = self.quiet_since.entry(process).or_insert((size, end_ns));
+        if known.0 != size {
+            *known = (size, end_ns);
+        }
+        known.1
+    }
+
+    /// Records a mapping.
+    pub fn mapping(&mut self, mapping: Mapping) -> Result<(), Full> {
+        let table = &mut self.profile.mappings;
+        intern(&mut self.mappings, table, mapping, Clone::clone, "mappings").map(|_| ())
+    }
+
+    /// The id of a location.
+    pub fn location(&mut self, location: Location) -> Result<LocationId, Full> {
+        let table = &mut self.profile.locations;
+        intern(&mut self.locations, table, location, Clone::clone, "locations").map(LocationId)
+    }
+
+    /// The id of a location the input has names for. Where another input had others, it is a
+    /// location of its own: two builds of a program without build-ids are not told apart otherwise.
+    pub fn location_named(
+        &mut self,
+        location: Location,
+        lines: Arc<[Line]>,
+    ) -> Result<LocationId, Full> {
+        let id = self.location(location)?;
+        match self.profile.given.get(&id) {
+            None => {
+                self.profile.given.insert(id, lines);
+                Ok(id)
+            }
+            Some(known) if *known == lines => Ok(id),
+            Some(_) => {
+                if let Some(&known) = self.variants.get(&(id, Arc::clone(&lines))) {
+                    return Ok(known);
+                }
+                let table = &mut self.profile.locations;
+                let new = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
+                let new = LocationId(new.ok_or(Full("locations"))?);
+                table.push(location);
+                self.variants.insert((id, Arc::clone(&lines)), new);
+                self.profile.given.insert(new, lines);
+                Ok(new)
+            }
+        }
+    }
+
+    /// The location of names that have no address.
+    pub fn named(
+        &mut self,
+        executable: ExecutableId,
+        lines: Arc<[Line]>,
+    ) -> Result<LocationId, Full> {
+        let next = self.names.len() as u64;
+        let offset = *self.names.entry((executable, Arc::clone(&lines))).or_insert(next);
+        let id = self.location(Location { executable, process: None, offset, seen_ns: 0 })?;
+        self.profile.given.insert(id, lines);
+        Ok(id)
+    }
+
+    /// The id of labels; 0: there are none.
+    pub fn labels(&mut self, labels: Vec<Label>) -> Result<u32, Full> {
+        if labels.is_empty() {
+            return Ok(0);
+        }
+        let table = &mut self.profile.label_sets;
+        intern(&mut self.label_sets, table, labels, Clone::clone, "labels").map(|id| id + 1)
+    }
+
+    /// The id of a stack.
+    pub fn stack(&mut self, stack: Stack) -> Result<StackId, Full> {
+        let table = &mut self.profile.stacks;
+        intern(&mut self.stacks, table, stack, Clone::clone, "stacks").map(StackId)
+    }
+
+    /// Artifacts the profile refers to.
+    #[must_use]
+    pub fn artifacts(&self) -> Vec<ArtifactHash> {
+        artifacts(&self.profile)
+    }
+}
+
+/// Artifacts a profile refers to, without duplicates.
+pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
+    let of_executables = profile.executables.iter().filter_map(|executable| match executable {
+        Executable::Vdso { image } => *image,
+        Executable::Kernel { kallsyms, .. } => {
+            kallsyms.filter(|hash| !profile.kernel_symbols.contains_key(hash))
+        }
+        _ => None,
+    });
+    let of_kernels = profile.kernel_symbols.values().flatten().copied();
+    let of_processes = profile
+        .processes
+        .iter()
+        .flat_map(|process| process.perf_map.snapshots().iter().chain(process.jitdump.snapshots()))
+        .flat_map(|snapshot| snapshot.pieces.iter().copied());
+    let mut hashes: Vec<_> = of_executables.chain(of_kernels).chain(of_processes).collect();
+    hashes.sort_unstable();
+    hashes.dedup();
+    hashes
+}
+
+fn intern<K: Hash + Eq, V>(
+    index: &mut FxHashMap<K, u32>,
+    table: &mut Vec<V>,
+    key: K,
+    value: impl FnOnce(&K) -> V,
+    what: &'static str,
+) -> Result<u32, Full> {
+    match index.entry(key) {
+        Entry::Occupied(entry) => Ok(*entry.get()),
+        Entry::Vacant(entry) => {
+            let id = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
+            let id = id.ok_or(Full(what))?;
+            table.push(value(entry.key()));
+            entry.insert(id);
+            Ok(id)
+        }
+    }
+}

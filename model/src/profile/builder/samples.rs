@@ -1,0 +1,163 @@
+//! Samples and their values, added up by what they share.
+
+use super::{Builder, Full, MAX_ENTRIES, intern};
+use crate::profile::labels::{Label, LabelValue};
+use crate::profile::{Moment, Sample, SampleKey, Types};
+
+/// Most samples and most weight of all of them: sums of them are not checked again. 2^62 ns are 146
+/// years.
+const MAX_TOTAL: u64 = 1 << 62;
+
+/// Values that cannot be taken.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum ValueError {
+    /// There are none.
+    #[error("its samples have no values")]
+    None,
+    /// They are of other kinds.
+    #[error("its values ({new}) cannot be added to those before ({known})")]
+    Others {
+        /// What they are.
+        new: String,
+        /// What those before are.
+        known: String,
+    },
+    /// A profile has no negative ones.
+    #[error("a value is negative: it is the difference of two profiles")]
+    Negative,
+    /// A sample has too few, or too many.
+    #[error("a sample has {values} values of {kinds} kinds")]
+    Ragged {
+        /// It has so many.
+        values: usize,
+        /// It should have so many.
+        kinds: usize,
+    },
+    /// No sample fits any more.
+    #[error(transparent)]
+    Full(#[from] Full),
+}
+
+impl Builder {
+    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU, as far as they
+    /// are known.
+    pub fn sample(
+        &mut self,
+        key: SampleKey,
+        value: u64,
+        (time_ns, cpu): (Option<u64>, Option<u32>),
+    ) -> Result<(), Full> {
+        let mut key = key;
+        if let Some(cpu) = cpu.filter(|_| self.by_cpu) {
+            let value = LabelValue::Number(cpu.into(), String::new());
+            key.labels = self.labels(vec![Label { key: "cpu".to_owned(), value }])?;
+        }
+        let id = self.add(key, 1, value)?;
+        if let Some(time_ns) = time_ns.filter(|_| self.timeline) {
+            let cpu = cpu.unwrap_or(0);
+            if self.profile.timeline.len() >= MAX_ENTRIES {
+                return Err(Full("samples"));
+            }
+            self.profile.timeline.push(Moment { time_ns, value, sample: id, cpu });
+        }
+        Ok(())
+    }
+
+    /// Adds samples of which no time is known, with their weight.
+    pub fn weighted(&mut self, key: SampleKey, count: u64, value: u64) -> Result<(), Full> {
+        self.add(key, count, value).map(|_| ())
+    }
+
+    fn add(&mut self, key: SampleKey, count: u64, value: u64) -> Result<u32, Full> {
+        let table = &mut self.profile.samples;
+        let new = |key: &SampleKey| Sample { key: *key, count: 0, value: 0 };
+        let id = intern(&mut self.samples, table, key, new, "samples")?;
+        let total = (self.total.0.saturating_add(count), self.total.1.saturating_add(value));
+        if total.0.max(total.1) > MAX_TOTAL {
+            return Err(Full("samples, or time of them,"));
+        }
+        self.total = total;
+        let sample = &mut self.profile.samples[id as usize];
+        sample.count += count;
+        sample.value += value;
+        Ok(id)
+    }
+
+    /// Says what the values of the next samples are. Samples of CPU time are what all profiles
+    /// have.
+    pub fn types(&mut self, types: Types) -> Result<(), ValueError> {
+        let shown = |types: &Types| {
+            let kinds = types.kinds.iter().map(|(kind, unit)| format!("{kind}/{unit}"));
+            kinds.collect::<Vec<_>>().join(", ")
+        };
+        if types.kinds.is_empty() {
+            return Err(ValueError::None);
+        }
+        let is_cpu_time = types.kinds.len() == 2
+            && types.kinds[0] == ("samples".to_owned(), "count".to_owned())
+            && [("cpu", "nanoseconds"), ("cycles", "cycles")]
+                .contains(&(types.kinds[1].0.as_str(), types.kinds[1].1.as_str()));
+        self.of_cpu_time = is_cpu_time;
+        match (&self.profile.types, is_cpu_time) {
+            (None, true) => Ok(()),
+            (Some(known), false) if known.kinds == types.kinds => Ok(()),
+            (None, false) if self.profile.samples.is_empty() => {
+                self.profile.types = Some(types);
+                Ok(())
+            }
+            (known, _) => {
+                let known =
+                    known.as_ref().map_or("samples/count, cpu/nanoseconds".to_owned(), shown);
+                Err(ValueError::Others { new: shown(&types), known })
+            }
+        }
+    }
+
+    /// Adds a sample with values as the last [`Builder::types`] said, and tells what it counts for.
+    pub fn values(&mut self, key: SampleKey, values: &[i64]) -> Result<u64, ValueError> {
+        if values.iter().any(|value| *value < 0) {
+            return Err(ValueError::Negative);
+        }
+        let positive = |index: usize| values.get(index).map_or(0, |value| *value as u64);
+        let types = self.profile.types.as_ref().filter(|_| !self.of_cpu_time);
+        let (kinds, default) = types.map_or((2, 0), |types| (types.kinds.len(), types.default));
+        if values.len() != kinds {
+            return Err(ValueError::Ragged { values: values.len(), kinds });
+        }
+        if self.of_cpu_time {
+            self.add(key, positive(0), positive(1))?;
+            return Ok(positive(0));
+        }
+        let id = self.add(key, positive(default), 0)? as usize;
+        let all = &mut self.profile.values;
+        if all.len() <= id {
+            all.resize(id + 1, vec![0; kinds]);
+        }
+        for (sum, value) in all[id].iter_mut().zip(values) {
+            *sum = sum.saturating_add(*value);
+        }
+        Ok(positive(default))
+    }
+
+    /// Whether weights of another unit than those before have been added.
+    #[must_use]
+    pub fn is_mixed(&self) -> bool {
+        self.mixed
+    }
+
+    /// Whether values are no samples of CPU time.
+    #[must_use]
+    pub fn has_other_values(&self) -> bool {
+        self.profile.types.is_some()
+    }
+
+    /// Keeps each sample with its time and CPU, 24 bytes each.
+    pub fn keep_timeline(&mut self) {
+        self.timeline = true;
+    }
+
+    /// Gives each sample its CPU as a label.
+    pub fn label_cpus(&mut self) {
+        self.by_cpu = true;
+    }
+}

@@ -1,0 +1,130 @@
+//! What holds for a whole capture or profile: where it is from, its times, what was lost.
+
+use super::Builder;
+use crate::profile::{ArtifactHash, ExecutableId, LostReason, Origin, UnwindTables};
+
+impl Builder {
+    /// Begins capture number `capture` of several; how and where the first was taken stands for
+    /// all. `clock_zero_ns`: the wall clock when the clock of its times was zero.
+    pub fn capture(&mut self, capture: usize, origin: Origin, clock_zero_ns: u64) {
+        self.capture = capture;
+        self.timeline_start = self.profile.timeline.len();
+        self.mapping_start = self.profile.mappings.len();
+        let first = &mut self.profile.origin;
+        if *first == Origin::default() {
+            *first = origin;
+            self.first = capture;
+            self.profile.clock_zero_ns = clock_zero_ns;
+        } else if !origin.event.is_empty() {
+            self.add_up(&origin);
+        }
+    }
+
+    /// Another origin's values are added to those of the first.
+    fn add_up(&mut self, origin: &Origin) {
+        let first = &self.profile.origin;
+        // What folded stacks weigh nobody knows.
+        let unknown = first.event == "samples" || origin.event == "samples";
+        if !unknown && first.value_kind() != origin.value_kind() {
+            self.mixed = true;
+        } else if first.event != origin.event {
+            let note = format!("captures of {} and of {} are added up", first.event, origin.event);
+            self.note(note);
+        }
+    }
+
+    /// Says where this capture is from, whose event was not known when it began.
+    pub fn origin(&mut self, origin: Origin) {
+        if self.capture == self.first {
+            self.profile.origin = origin;
+        } else {
+            self.add_up(&origin);
+        }
+    }
+
+    /// Widens the span to include `start..end`, nanoseconds since the Unix epoch.
+    pub fn span(&mut self, start: u64, end: u64) {
+        let profile = &mut self.profile;
+        let old_end = profile.start_ns + profile.duration_ns;
+        if profile.start_ns == 0 || start < profile.start_ns {
+            profile.start_ns = start;
+        }
+        profile.duration_ns = end.max(old_end).saturating_sub(profile.start_ns);
+    }
+
+    /// Times of this capture's samples were told on a clock that was zero then, nanoseconds since
+    /// the Unix epoch.
+    pub fn shift_times(&mut self, zero_ns: u64) {
+        if self.capture == self.first {
+            self.profile.clock_zero_ns = zero_ns;
+        }
+        for moment in &mut self.profile.timeline[self.timeline_start..] {
+            moment.time_ns = moment.time_ns.saturating_add(zero_ns);
+        }
+        for mapping in &mut self.profile.mappings[self.mapping_start..] {
+            if mapping.since_ns != 0 {
+                mapping.since_ns = mapping.since_ns.saturating_add(zero_ns);
+            }
+        }
+    }
+
+    /// Adds to what the kernel took; a capture without an end makes the total unknown.
+    pub fn taken(&mut self, taken: Option<u64>) {
+        self.profile.taken = match (self.profile.taken, taken) {
+            (Some(before), Some(taken)) => Some(before.saturating_add(taken)),
+            _ => None,
+        };
+    }
+
+    /// Adds to what was lost.
+    pub fn lost(&mut self, reason: LostReason, count: u64, samples: bool) {
+        let entry = self.profile.lost.entry(reason).or_insert((0, samples));
+        entry.0 = entry.0.saturating_add(count);
+    }
+
+    /// Adds to what became of unwind tables.
+    pub fn unwind_tables(&mut self, more: UnwindTables) {
+        let all = &mut self.profile.unwind_tables;
+        for (all, more) in [
+            (&mut all.loaded, more.loaded),
+            (&mut all.compiled, more.compiled),
+            (&mut all.compile_ns, more.compile_ns),
+            (&mut all.failed, more.failed),
+            (&mut all.evicted, more.evicted),
+        ] {
+            *all = all.saturating_add(more);
+        }
+    }
+
+    /// Says why an executable has no unwind table, or that nothing speaks against one.
+    pub fn unwind_missing(&mut self, executable: ExecutableId, why: Option<String>) {
+        match why {
+            Some(why) => self.profile.unwind_missing.insert(executable, why),
+            None => self.profile.unwind_missing.remove(&executable),
+        };
+    }
+
+    /// A file that its collector could not tell from others at its path.
+    pub fn ambiguous(&mut self, executable: ExecutableId) {
+        self.profile.ambiguous.insert(executable);
+    }
+
+    /// Notes artifacts that name functions of a kernel or module.
+    pub fn kernel_symbols(&mut self, of: ArtifactHash, pieces: &[ArtifactHash]) {
+        if !pieces.is_empty() {
+            self.profile.kernel_symbols.entry(of).or_default().extend(pieces);
+        }
+    }
+
+    /// What another profiler had to say.
+    pub fn comment(&mut self, comment: String) {
+        if !self.profile.comments.contains(&comment) {
+            self.profile.comments.push(comment);
+        }
+    }
+
+    /// Says something in the report.
+    pub fn note(&mut self, note: String) {
+        self.profile.notes.push(note);
+    }
+}

@@ -1,0 +1,325 @@
+//! The profile: interned tables with `Copy` handles, aggregated samples, and what was lost.
+//!
+//! Built by readers of captures and of other profilers' files. It is what was captured, and has no
+//! names: those are [`Names`], found by the symbolizer, and writers take both. Holds no bytes of
+//! files and does no I/O. Everything keeps the order of the stream, so equal streams give equal
+//! profiles.
+
+mod builder;
+mod executable;
+mod jit_file;
+pub mod labels;
+mod location;
+mod missing;
+mod names;
+mod shares;
+mod slice;
+mod unite;
+mod unwind_tables;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+pub use crate::{BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
+use rustc_hash::FxHashMap;
+
+pub use self::builder::{Builder, Full, ValueError};
+pub use self::executable::{ArtifactHash, Executable, hex};
+pub use self::jit_file::{JitFile, Mark, Snapshot};
+pub use self::location::{FrameKind, Location, lookup_offset};
+pub use self::missing::{Missing, MissingReason};
+pub use self::names::{Line, Named, Names, Quality, Resolution, Source, is_place, place};
+pub use self::shares::{Cut, Share, Unnamed};
+pub use self::unite::unite;
+pub use self::unwind_tables::UnwindTables;
+
+/// A handle into a table of a [`Profile`].
+macro_rules! handle {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub u32);
+
+        impl $name {
+            /// Position in its table.
+            #[must_use]
+            pub fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+    };
+}
+
+handle!(
+    /// Into [`Profile::executables`].
+    ExecutableId
+);
+handle!(
+    /// Into [`Profile::processes`].
+    ProcessId
+);
+handle!(
+    /// Into [`Profile::threads`].
+    ThreadId
+);
+handle!(
+    /// Into [`Profile::locations`].
+    LocationId
+);
+handle!(
+    /// Into [`Profile::stacks`].
+    StackId
+);
+
+/// One program image of a process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Process id.
+    pub pid: u32,
+    /// Start in boottime nanoseconds.
+    pub start_ns: u64,
+    /// Counts images.
+    pub generation: u32,
+    /// Name of its main thread.
+    pub comm: String,
+    /// Labels of its samples: where it ran.
+    pub labels: Vec<(&'static str, String)>,
+    /// The process that made it; 0: unknown.
+    pub parent: u32,
+    /// When it became this, nanoseconds since the Unix epoch; 0: before the capture.
+    pub since_ns: u64,
+    /// When it ended; 0: not in the capture.
+    pub end_ns: u64,
+    /// The wall clock when the clock of its host was zero, nanoseconds since the Unix epoch.
+    pub clock_zero_ns: u64,
+    /// Its perf-map.
+    pub perf_map: JitFile,
+    /// Its jitdump.
+    pub jitdump: JitFile,
+    /// Why there is neither, though it ran anonymous code.
+    pub jit_missing: Option<String>,
+}
+
+/// A thread.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Thread {
+    /// The process.
+    pub process: ProcessId,
+    /// Thread id.
+    pub tid: u32,
+    /// Its name.
+    pub comm: String,
+}
+
+/// A mapping of an executable in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Mapping {
+    /// The process.
+    pub process: ProcessId,
+    /// What is mapped.
+    pub executable: ExecutableId,
+    /// First address.
+    pub start: u64,
+    /// Bytes.
+    pub length: u64,
+    /// File offset of the first address.
+    pub file_offset: u64,
+    /// Since when, nanoseconds since the Unix epoch; 0: as long as the process.
+    pub since_ns: u64,
+}
+
+/// A stack, leaf first.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Stack {
+    /// Frames.
+    pub locations: Vec<LocationId>,
+    /// Why it ends.
+    pub end: EndReason,
+}
+
+/// What samples share: thread and stacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SampleKey {
+    /// The thread.
+    pub thread: ThreadId,
+    /// User stack.
+    pub user: Option<StackId>,
+    /// Kernel stack.
+    pub kernel: Option<StackId>,
+    /// 1 + index into [`Profile::label_sets`]; 0: none.
+    pub labels: u32,
+}
+
+/// Samples with one key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// What they share.
+    pub key: SampleKey,
+    /// How many.
+    pub count: u64,
+    /// Sum of their weights, in the event's unit.
+    pub value: u64,
+}
+
+/// One sample of those with a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// When, nanoseconds since the Unix epoch.
+    pub time_ns: u64,
+    /// Its weight.
+    pub value: u64,
+    /// Index into [`Profile::samples`].
+    pub sample: u32,
+    /// On which CPU.
+    pub cpu: u32,
+}
+
+/// How and where a profile was taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// Host name.
+    pub hostname: String,
+    /// `uname -r`.
+    pub kernel_release: String,
+    /// `uname -m`.
+    pub machine: String,
+    /// "cpu-clock" or "cycles".
+    pub event: String,
+    /// Samples a second and CPU.
+    pub frequency: u32,
+    /// Kernel stacks were recorded.
+    pub kernel_stacks: bool,
+    /// Version of the collector; empty: another program took the profile.
+    pub collector: String,
+    /// CPUs of the host, and those of them that were online; 0: unknown.
+    pub cpus: (u32, u32),
+    /// What CPU it is, as perf tells it: vendor, family, model, stepping; empty: unknown.
+    pub cpu_id: String,
+    /// Likewise, for people.
+    pub cpu_description: String,
+}
+
+/// What the values of samples are, where they are no samples of CPU time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Types {
+    /// Kind and unit of each value.
+    pub kinds: Vec<(String, String)>,
+    /// Which of them is shown unless told otherwise.
+    pub default: usize,
+    /// Kind and unit of the period.
+    pub period_type: (String, String),
+    /// Between two events of that kind.
+    pub period: i64,
+}
+
+impl Origin {
+    /// Kind and unit of what samples weigh.
+    #[must_use]
+    pub fn value_kind(&self) -> (&str, &str) {
+        match self.event.as_str() {
+            "" | "cpu" | "samples" => ("cpu", "nanoseconds"),
+            clock if clock.ends_with("-clock") => ("cpu", "nanoseconds"),
+            "cycles" => ("cycles", "cycles"),
+            event => (event, "count"),
+        }
+    }
+}
+
+/// A profile.
+#[derive(Clone, Debug, Default)]
+pub struct Profile {
+    /// How and where it was taken.
+    pub origin: Origin,
+    /// Start, nanoseconds since the Unix epoch.
+    pub start_ns: u64,
+    /// Length, nanoseconds.
+    pub duration_ns: u64,
+    /// Executables.
+    pub executables: Vec<Executable>,
+    /// Processes.
+    pub processes: Vec<Process>,
+    /// Threads.
+    pub threads: Vec<Thread>,
+    /// Mappings, first seen first.
+    pub mappings: Vec<Mapping>,
+    /// Distinct places in code.
+    pub locations: Vec<Location>,
+    /// Stacks.
+    pub stacks: Vec<Stack>,
+    /// Samples, first seen first.
+    pub samples: Vec<Sample>,
+    /// Each of them, in the order they came; empty unless asked for.
+    pub timeline: Vec<Moment>,
+    /// The wall clock when the clock of sample times was zero, nanoseconds since the Unix epoch.
+    pub clock_zero_ns: u64,
+    /// Labels other profilers gave samples.
+    pub label_sets: Vec<Vec<labels::Label>>,
+    /// What [`Profile::values`] are; `None`: there are none, and samples are of CPU time.
+    pub types: Option<Types>,
+    /// By sample. Its count is then the value of the default kind.
+    pub values: Vec<Vec<i64>>,
+    /// Names the input had.
+    pub given: FxHashMap<LocationId, Arc<[Line]>>,
+    /// What another profiler had to say.
+    pub comments: Vec<String>,
+    /// What was lost, with whether it counts samples.
+    pub lost: BTreeMap<LostReason, (u64, bool)>,
+    /// What became of unwind tables.
+    pub unwind_tables: UnwindTables,
+    /// Artifacts that name functions of kernels and modules, by the hash of all their symbols.
+    pub kernel_symbols: BTreeMap<ArtifactHash, BTreeSet<ArtifactHash>>,
+    /// Files a collector could not tell from others at their paths. Other profilers tell paths
+    /// alone, of whichever file.
+    pub ambiguous: BTreeSet<ExecutableId>,
+    /// By executable, why it had no unwind table at last.
+    pub unwind_missing: BTreeMap<ExecutableId, String>,
+    /// Samples that are not in this part of the profile.
+    pub left_out: u64,
+    /// Samples the kernel took; unknown when the capture was cut.
+    pub taken: Option<u64>,
+    /// What is wrong with the capture, for the report.
+    pub notes: Vec<String>,
+}
+
+impl Profile {
+    /// Samples in the profile.
+    #[must_use]
+    pub fn sample_count(&self) -> u64 {
+        self.samples.iter().map(|sample| sample.count).sum()
+    }
+
+    /// Kind and unit of the values that are shown.
+    #[must_use]
+    pub fn shown_kind(&self) -> (&str, &str) {
+        let given = self.types.as_ref().and_then(|types| types.kinds.get(types.default));
+        given.map_or(self.origin.value_kind(), |(kind, unit)| (kind, unit))
+    }
+
+    /// How much of what there is: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3
+    /// contentions".
+    #[must_use]
+    pub fn amount(&self) -> String {
+        let count = self.sample_count();
+        let event = &self.origin.event;
+        match (&self.types, self.shown_kind()) {
+            (None, _) if event == "samples" => format!("{count} samples"),
+            (None, _) => format!("{count} samples of {event}"),
+            (Some(_), (kind, "count")) => format!("{count} {kind}"),
+            (Some(_), (kind, unit)) => format!("{count} {unit} of {kind}"),
+        }
+    }
+
+    /// Samples lost.
+    #[must_use]
+    pub fn lost_samples(&self) -> u64 {
+        self.lost.values().filter(|(_, samples)| *samples).map(|(count, _)| count).sum()
+    }
+
+    /// The frames of a sample, leaf first: kernel, then user.
+    pub fn frames(&self, key: SampleKey) -> impl DoubleEndedIterator<Item = LocationId> + '_ {
+        let of = |stack: Option<StackId>| {
+            stack.map_or(&[][..], |stack| self.stacks[stack.index()].locations.as_slice())
+        };
+        of(key.kernel).iter().chain(of(key.user)).copied()
+    }
+}

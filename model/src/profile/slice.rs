@@ -1,0 +1,101 @@
+//! Parts of a profile: a stretch of time, stacks with some function in them. Pure; what is left out
+//! is counted.
+
+use std::ops::Range;
+
+use super::{LocationId, Moment, Names, Profile, Sample};
+
+/// Whether the name of a function is one of those looked for.
+pub type Matches<'a> = dyn Fn(&str) -> bool + 'a;
+
+impl Profile {
+    /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
+    /// timeline.
+    pub fn keep_time(&mut self, seconds: &Range<f64>) {
+        let at = |seconds: f64| self.start_ns.saturating_add((seconds * 1e9) as u64);
+        let range = at(seconds.start)..at(seconds.end);
+        let before = self.sample_count();
+        self.timeline.retain(|moment| range.contains(&moment.time_ns));
+        for sample in &mut self.samples {
+            (sample.count, sample.value) = (0, 0);
+        }
+        for Moment { value, sample, .. } in &self.timeline {
+            let sample = &mut self.samples[*sample as usize];
+            sample.count += 1;
+            sample.value = sample.value.saturating_add(*value);
+        }
+        self.retain(|_, sample| sample.count > 0);
+        self.left_out += before - self.sample_count();
+        let end = self.start_ns.saturating_add(self.duration_ns).min(range.end);
+        self.start_ns = self.start_ns.max(range.start);
+        self.duration_ns = end.saturating_sub(self.start_ns);
+    }
+
+    /// Keeps the samples that have, of each label named, one of the values given for it.
+    pub fn keep_labels(&mut self, wanted: &[(String, String)]) {
+        if wanted.is_empty() {
+            return;
+        }
+        let has = |sample: &Sample| {
+            let is = |(key, value): &(String, String)| {
+                self.label(sample.key, key).is_some_and(|found| found == value.as_str())
+            };
+            let any = |(key, _): &(String, String)| wanted.iter().any(|it| it.0 == *key && is(it));
+            wanted.iter().all(any)
+        };
+        let keep: Vec<bool> = self.samples.iter().map(has).collect();
+        let before = self.sample_count();
+        self.retain(|index, _| keep[index]);
+        self.left_out += before - self.sample_count();
+    }
+
+    /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore`
+    /// does.
+    pub fn keep_functions(
+        &mut self,
+        names: &Names,
+        focus: Option<&Matches<'_>>,
+        ignore: Option<&Matches<'_>>,
+    ) {
+        let matches = |matches: &Matches<'_>| -> Vec<bool> {
+            let of = |index| {
+                let lines = names.of(self).lines(LocationId(index as u32));
+                lines.iter().any(|line| matches(&line.function))
+            };
+            (0..self.locations.len()).map(of).collect()
+        };
+        let (focused, ignored) = (focus.map(matches), ignore.map(matches));
+        let keep: Vec<bool> = self
+            .samples
+            .iter()
+            .map(|sample| {
+                let any = |of: &Vec<bool>| self.frames(sample.key).any(|at| of[at.index()]);
+                focused.as_ref().is_none_or(any) && !ignored.as_ref().is_some_and(any)
+            })
+            .collect();
+        let before = self.sample_count();
+        self.retain(|index, _| keep[index]);
+        self.left_out += before - self.sample_count();
+    }
+
+    fn retain(&mut self, mut keep: impl FnMut(usize, &Sample) -> bool) {
+        let mut places = Vec::with_capacity(self.samples.len());
+        let (mut samples, mut values) = (Vec::new(), Vec::new());
+        for (index, sample) in self.samples.iter().enumerate() {
+            let kept = keep(index, sample);
+            places.push(kept.then_some(samples.len() as u32));
+            if kept {
+                samples.push(*sample);
+                values.extend(self.values.get_mut(index).map(std::mem::take));
+            }
+        }
+        (self.samples, self.values) = (samples, values);
+        self.timeline.retain_mut(|moment| match places[moment.sample as usize] {
+            Some(place) => {
+                moment.sample = place;
+                true
+            }
+            None => false,
+        });
+    }
+}

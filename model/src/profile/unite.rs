@@ -1,0 +1,113 @@
+//! Places that differ in nothing but their time become one, once they have names: a process that
+//! writes code has each place of it ten times a second otherwise. Called by who writes what was resolved.
+
+use rustc_hash::FxHashMap;
+
+use super::{LocationId, Names, Profile, Sample, SampleKey, Stack, StackId};
+
+/// Makes one of equal places, and then of equal stacks and samples. What is left over of places and
+/// stacks stays in the tables, where nothing refers to it.
+pub fn unite(profile: &mut Profile, names: &Names) {
+    let Some(places) = places(profile, names) else { return };
+    let mut known: FxHashMap<Stack, u32> = FxHashMap::default();
+    let mut stacks = Vec::with_capacity(profile.stacks.len());
+    for (index, stack) in profile.stacks.iter_mut().enumerate() {
+        for location in &mut stack.locations {
+            *location = LocationId(places[location.index()]);
+        }
+        stacks.push(*known.entry(stack.clone()).or_insert(index as u32));
+    }
+    drop(known);
+    let mut known: FxHashMap<SampleKey, u32> = FxHashMap::default();
+    let mut samples: Vec<Sample> = Vec::new();
+    let mut values: Vec<Vec<i64>> = Vec::new();
+    let mut numbers = Vec::with_capacity(profile.samples.len());
+    for (index, sample) in profile.samples.iter().enumerate() {
+        let united = |stack: Option<StackId>| stack.map(|stack| StackId(stacks[stack.index()]));
+        let (user, kernel) = (united(sample.key.user), united(sample.key.kernel));
+        let key = SampleKey { user, kernel, ..sample.key };
+        let number = *known.entry(key).or_insert(samples.len() as u32) as usize;
+        numbers.push(number as u32);
+        let more = profile.values.get(index);
+        match samples.get_mut(number) {
+            None => {
+                samples.push(Sample { key, ..*sample });
+                values.extend(more.cloned());
+            }
+            Some(first) => {
+                first.count += sample.count;
+                first.value += sample.value;
+                let sums = values.get_mut(number).into_iter().flatten();
+                for (sum, more) in sums.zip(more.into_iter().flatten()) {
+                    *sum = sum.saturating_add(*more);
+                }
+            }
+        }
+    }
+    for moment in &mut profile.timeline {
+        moment.sample = numbers[moment.sample as usize];
+    }
+    (profile.samples, profile.values) = (samples, values);
+}
+
+/// For each place the first that is like it; none: there are no two such.
+fn places(profile: &Profile, names: &Names) -> Option<Vec<u32>> {
+    let mut like: FxHashMap<_, Vec<u32>> = FxHashMap::default();
+    let mut places: Vec<u32> = (0..profile.locations.len() as u32).collect();
+    let mut any = false;
+    for (index, location) in profile.locations.iter().enumerate() {
+        if location.seen_ns == 0 {
+            continue;
+        }
+        let resolution = &names.resolutions[index];
+        let firsts =
+            like.entry((location.executable, location.process, location.offset)).or_default();
+        match firsts.iter().find(|&&first| names.resolutions[first as usize] == *resolution) {
+            Some(&first) => (places[index], any) = (first, true),
+            None => firsts.push(index as u32),
+        }
+    }
+    any.then_some(places)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::profile::{
+        Builder, EndReason, Executable, Line, Location, Process, Quality, Resolution, Thread,
+    };
+
+    #[test]
+    fn places_of_equal_names_are_one_and_others_stay_apart() {
+        let mut into = Builder::new();
+        into.keep_timeline();
+        let executable = into.executable(Executable::Anonymous).unwrap();
+        let process = into.process(Process { pid: 7, ..Process::default() }).unwrap();
+        let thread = into.thread(Thread { process, tid: 7, comm: "x".to_owned() }).unwrap();
+        for seen_ns in [10, 20, 30, 20] {
+            let at = Location { executable, process: Some(process), offset: 0x1000, seen_ns };
+            let locations = vec![into.location(at).unwrap()];
+            let user = Some(into.stack(Stack { locations, end: EndReason::Root }).unwrap());
+            let key = SampleKey { thread, user, kernel: None, labels: 0 };
+            into.sample(key, 5, (Some(seen_ns), Some(0))).unwrap();
+        }
+        let mut profile = into.build();
+        let named = |name: &str| Resolution::Found {
+            lines: Arc::from([Line { function: name.to_owned(), ..Line::default() }]),
+            quality: Quality::Jitdump,
+        };
+        let resolutions = vec![named("old"), named("old"), named("new")];
+        let names = Names { resolutions, sources: Vec::new() };
+        unite(&mut profile, &names);
+        let found: Vec<_> = profile.samples.iter().map(|it| (it.count, it.value)).collect();
+        assert_eq!(found, [(3, 15), (1, 5)]);
+        let at = |sample: &Sample| profile.frames(sample.key).next().unwrap();
+        let of = |sample: &Sample| names.of(&profile).lines(at(sample));
+        let names: Vec<_> = profile.samples.iter().map(|it| of(it)[0].function.clone()).collect();
+        assert_eq!(names, ["old", "new"]);
+        let moments: Vec<_> = profile.timeline.iter().map(|it| (it.time_ns, it.sample)).collect();
+        assert_eq!(moments, [(10, 0), (20, 0), (30, 1), (20, 0)]);
+    }
+}

@@ -1,0 +1,131 @@
+//! Mangled names made readable. Pure.
+//!
+//! Only names that are mangled: `cpp_demangle` takes any that parses as a type, and would call the
+//! C function `i` "int" and `t` "unsigned short".
+
+mod dlang;
+
+use cpp_demangle::DemangleOptions;
+use stackwire_model::profile::Line;
+
+use crate::table::Frame;
+
+/// A frame of a table as a line of a profile.
+#[must_use]
+pub fn line(frame: Frame<'_>, readable: bool) -> Line {
+    Line {
+        function: if readable { demangle(frame.function) } else { frame.function.to_owned() },
+        file: frame.file.to_owned(),
+        line: frame.line,
+    }
+}
+
+/// The readable form of a mangled name; any other name as it is.
+#[must_use]
+pub fn demangle(name: &str) -> String {
+    let is = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
+    // Rust first: its old mangling is C++'s with a hash at the end, which the alternate form leaves
+    // out.
+    if is(&["_R", "_ZN", "__ZN"])
+        && let Ok(readable) = rustc_demangle::try_demangle(name)
+    {
+        return format!("{readable:#}");
+    }
+    if is(&["_Z", "__Z"])
+        && let Some(readable) = cpp(name).or_else(|| cpp_without_parameters(name))
+    {
+        return readable;
+    }
+    // Names of Swift stay as they are: nothing but Swift's own library reads all of them.
+    if is(&["_D"])
+        && let Some(readable) = dlang::demangle(name)
+    {
+        return readable;
+    }
+    name.to_owned()
+}
+
+fn cpp(name: &str) -> Option<String> {
+    let symbol = cpp_demangle::Symbol::new(name).ok()?;
+    let mut readable = Bounded(String::new());
+    // Substitutions let a kilobyte stand for gigabytes; what is beyond the bound stays mangled.
+    symbol.structured_demangle(&mut readable, &DemangleOptions::default()).ok()?;
+    // An empty pack of parameters leaves its comma behind.
+    Some(match readable.0.contains("operator,") {
+        true => readable.0,
+        false => readable.0.replace(", >", ">").replace(", )", ")"),
+    })
+}
+
+/// Ends of names tried, and the longest mangled name they are tried in.
+const MAX_ENDS: usize = 64;
+const MAX_MANGLED: usize = 4096;
+
+/// The name alone of what has types that cannot be read: GCC mangles `enable_if<…::value>` in a way
+/// of its own (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
+fn cpp_without_parameters(name: &str) -> Option<String> {
+    let name = name.get(..name.len().min(MAX_MANGLED))?;
+    // Names with parameters of a template, which alone have such types, end in E.
+    let ends = name.bytes().enumerate().filter(|(_, byte)| *byte == b'E').take(MAX_ENDS);
+    ends.map(|(at, _)| &name[..=at]).find_map(cpp)
+}
+
+/// Longest readable name made of a mangled one.
+const MAX_READABLE: usize = 1 << 16;
+
+/// Text that refuses to grow beyond a bound.
+struct Bounded(String);
+
+impl std::fmt::Write for Bounded {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        if self.0.len() + text.len() > MAX_READABLE {
+            return Err(std::fmt::Error);
+        }
+        self.0.push_str(text);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mangled_names_are_made_readable() {
+        assert_eq!(demangle("_Z4workm"), "work(unsigned long)");
+        assert_eq!(demangle("_ZN4core3fmt5write17h0123456789abcdefE"), "core::fmt::write");
+        assert_eq!(demangle("_RNvC6_123foo3bar"), "123foo::bar");
+        assert_eq!(demangle("_ZN2AMI2FnJEE2goEPS1_"), "AM<Fn>::go(AM<Fn>*)");
+        // GCC 12's, of `nm` on `template void std::swap<int>(int&, int&)` and the same of strings.
+        let of_gcc = "NSt9enable_ifIXsrSt6__and_IJSt6__not_ISt15__is_tuple_likeIT_EESt21is_move_constructibleIS4_ESt18is_move_assignableIS4_EEE5valueEvE4typeERS4_SE_";
+        assert_eq!(demangle(&format!("_ZSt4swapIiE{of_gcc}")), "std::swap<int>");
+        assert_eq!(demangle(&format!("_ZN1a4swapIPKcEE{of_gcc}")), "a::swap<char const*>");
+        assert_eq!(demangle("_ZSt4swapE!"), "_ZSt4swapE!");
+    }
+
+    #[test]
+    fn names_of_c_stay_what_they_are() {
+        for name in [
+            "$s4main3fooyyF",
+            "_$s4main3fooyyF",
+            "_T04main3fooyyF",
+            "_Dispatch",
+            "a",
+            "i",
+            "t",
+            "z",
+            "Pc",
+            "PKc",
+            "St",
+            "Ss",
+            "Dn",
+            "main",
+            "_start",
+            "_Zebra",
+            "_R",
+            "",
+        ] {
+            assert_eq!(demangle(name), name);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Entry points for fuzzing: what other hosts and other processes wrote. For `fuzz/`.
+
+use std::io::Write;
+
+use crate::compile::{Files, compile};
+use crate::jit::{Functions, parse_jitdump, parse_perf_map};
+
+/// Compiles an ELF file: headers, notes, links, symbols, DWARF, Go's table.
+pub fn elf(bytes: &[u8]) {
+    let Ok(mut file) = tempfile::tempfile() else { return };
+    let Ok(()) = file.write_all(bytes) else { return };
+    let Ok(elf) = stackwire_elf::Elf::open(file, &Default::default()) else { return };
+    let _ = (elf.debug_link(), elf.alt_link(), elf.sha256(), elf.crc());
+    let files = Files { executable: Some(&elf), ..Default::default() };
+    table(&compile(&files, None).bytes);
+}
+
+/// Looks up addresses in a table, its checksum made right.
+pub fn table(bytes: &[u8]) {
+    let mut bytes = bytes.to_vec();
+    if bytes.len() >= 16 {
+        let checksum = xxhash_rust::xxh3::xxh3_64(&bytes[16..]);
+        bytes[8..16].copy_from_slice(&checksum.to_le_bytes());
+    }
+    let Ok(table) = crate::table::Table::open(bytes.into()) else { return };
+    let _ = (table.best(), table.segments().count());
+    for address in [0, 1, 0x1000, 0x1234, 0x40_0000, 0x40_1000, u64::MAX] {
+        let _ = table.address_of(address);
+        assert!(table.lookup(address).count() <= 1024);
+        assert!(table.bounds(address).is_none_or(|bounds| bounds.contains(&address)));
+    }
+}
+
+/// Parses a perf-map.
+pub fn perf_map(bytes: &[u8]) {
+    look_around(&parse_perf_map(bytes));
+}
+
+/// Parses a jitdump.
+pub fn jitdump(bytes: &[u8]) {
+    look_around(&parse_jitdump(bytes));
+}
+
+fn look_around(functions: &Functions) {
+    for address in [0, 0x1000, u64::MAX] {
+        let _ = functions.line(address);
+    }
+}

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# A clean Debian in a tar file, as installed with the fewest packages, and with those of which ours needs anything.
+# usage: tests/clean.sh SUITE TAR
+set -euo pipefail
+suite=$1
+to=$2
+[ ! -e "$to" ] || exit 0
+# The mirror this host uses, whichever that is.
+mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/*.sources 2>/dev/null |
+  awk '/^URIs:/ { print $2; exit } /^deb / { for (i = 2; i <= NF; i++) if ($i ~ /^http/) { print $i; exit } }' || true)
+[ -n "$mirror" ] || { echo "tests/clean.sh: apt has no mirror" >&2; exit 1; }
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+debootstrap --variant=minbase --include=libcap2-bin "$suite" "$root" "$mirror" >/dev/null
+rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
+tar -C "$root" -cf "$to.part" .
+mv "$to.part" "$to"
