@@ -6,7 +6,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 
 use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
-use aya::programs::{PerfEvent as PerfEventProgram, RawTracePoint};
+use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use stackwire_collector_ebpf::vma::Layout;
@@ -86,10 +86,14 @@ impl Object {
             FRAME_POINTERS => "walk_frame_pointers",
             _ => "walk_tables",
         };
-        for name in ["sample", walk] {
-            let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
-            program.load().map_err(load_error)?;
+        let mut others = vec!["sample"];
+        if config.unwind != FRAME_POINTERS {
+            others.extend(["note_exec", "note_fork"]);
         }
+        if filter.follow {
+            others.push("follow_fork");
+        }
+        verify(&mut ebpf, walk, &others)?;
         let stages = ebpf.take_map("STAGES").ok_or_else(|| missing("STAGES"))?;
         let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
         let walk: &mut PerfEventProgram = program(&mut ebpf, walk)?;
@@ -281,15 +285,42 @@ fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
 
 fn program<'a, P>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut P, LoadError>
 where
-    &'a mut P: TryFrom<&'a mut aya::programs::Program>,
+    &'a mut P: TryFrom<&'a mut Program>,
 {
     ebpf.program_mut(name).and_then(|program| program.try_into().ok()).ok_or_else(|| missing(name))
 }
 
-/// A raw tracepoint: one with BTF would have aya read the kernel's.
+/// Loads programs, the walk beside the others: it takes the verifier three times as long as they
+/// do, and no sample can be taken before.
+fn verify(ebpf: &mut Ebpf, walk: &str, others: &[&str]) -> Result<(), LoadError> {
+    let (mut first, mut then) = (None, Vec::new());
+    for (name, program) in ebpf.programs_mut() {
+        if name == walk {
+            first = Some(program);
+        } else if others.contains(&name) {
+            then.push(program);
+        }
+    }
+    let first = first.ok_or_else(|| missing(walk))?;
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| load(first));
+        let then = then.into_iter().try_for_each(load);
+        first.join().map_err(|_panicked| missing(walk))?.and(then)
+    })
+}
+
+/// Raw tracepoints: those with BTF would have aya read the kernel's.
+fn load(program: &mut Program) -> Result<(), LoadError> {
+    let loaded = match program {
+        Program::PerfEvent(program) => program.load(),
+        Program::RawTracePoint(program) => program.load(),
+        _ => return Err(missing("program of this kind")),
+    };
+    loaded.map_err(load_error)
+}
+
 fn attach(ebpf: &mut Ebpf, name: &str, tracepoint: &str) -> Result<(), LoadError> {
     let program: &mut RawTracePoint = program(ebpf, name)?;
-    program.load().map_err(load_error)?;
     program.attach(tracepoint).map(drop).map_err(load_error)
 }
 
