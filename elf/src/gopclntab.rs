@@ -273,9 +273,9 @@ impl<B: Deref<Target = [u8]>> GoTable<B> {
         if self.family == GoFamily::Go116 {
             let pointer = self.format.pointer;
             let list = address.checked_add(list)?.checked_next_multiple_of(pointer)?;
-            return Some(list + number * pointer - address);
+            return list.checked_add(number * pointer)?.checked_sub(address);
         }
-        Some(list + number * 4)
+        list.checked_add(number * 4)
     }
 
     /// `None` where there is no such table.
@@ -364,5 +364,74 @@ impl Iterator for GoValues<'_> {
         let from = self.at;
         self.at = from.checked_add(length).filter(|_| length > 0)?;
         Some((from, self.at.min(self.end), self.value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Of Go 1.20: one function `f` at 0x1000, 8 bytes down from its second byte on, 32 bytes long.
+    fn sample() -> Vec<u8> {
+        const NAMES: u64 = 72;
+        const VALUES: u64 = 80;
+        const ENTRIES: u64 = 96;
+        let mut bytes = vec![0xf1, 0xff, 0xff, 0xff, 0, 0, 1, 8];
+        for word in [1, 0, 0x1000, NAMES, 0, 0, VALUES, ENTRIES] {
+            bytes.extend(u64::to_le_bytes(word));
+        }
+        bytes.extend(b"\0f\0\0\0\0\0\0");
+        // From -1 by 1 for 1 byte, by 8 for 31 bytes; the end.
+        bytes.extend([0, 2, 1, 16, 31, 0]);
+        bytes.resize(ENTRIES as usize, 0);
+        // Entry and description; the end of the text.
+        for word in [0, 12, 32] {
+            bytes.extend(u32::to_le_bytes(word));
+        }
+        // Entry, name, args, deferreturn, pcsp, pcfile, pcln, npcdata, cuOffset, startLine.
+        for word in [0, 1, 0, 0, 1, 0, 0, 0, 0, 7] {
+            bytes.extend(u32::to_le_bytes(word));
+        }
+        bytes.extend([0, 4, 0, 0]);
+        bytes
+    }
+
+    #[test]
+    fn a_function_has_its_name_and_its_values() {
+        let bytes = sample();
+        let mut table = GoTable::parse(&*bytes).unwrap();
+        assert_eq!((table.family(), table.text_in_header()), (GoFamily::Go120, (24, 0x1000)));
+        table.set_text(0x1000);
+        let functions: Vec<_> = table.functions().collect();
+        let [function] = functions.as_slice() else { panic!("{functions:?}") };
+        assert_eq!((function.start, function.end, function.flags), (0x1000, 0x1020, 4));
+        assert_eq!(table.name(function), Some(&b"f"[..]));
+        let mut values = table.stack(function).unwrap();
+        let found: Vec<_> = values.by_ref().collect();
+        assert_eq!(found, [(0x1000, 0x1001, 0), (0x1001, 0x1020, 8)]);
+        assert!(values.is_whole());
+        assert!(table.files(function).is_none() && table.more(function, 0).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(cut in 0usize..160, changes in prop::collection::vec((0usize..160, any::<u8>()), 0..6)) {
+            let mut bytes = sample();
+            bytes.truncate(cut);
+            for (at, value) in changes {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte = value;
+                }
+            }
+            let Some(mut table) = GoTable::parse(&*bytes) else { return Ok(()) };
+            table.set_text(u64::MAX - 0x10);
+            for function in table.functions().take(100) {
+                let _ = (table.name(&function), table.file(&function, 1), table.data(&function, 3, 8));
+                let values = [table.stack(&function), table.lines(&function), table.more(&function, 2)];
+                prop_assert!(values.into_iter().flatten().flatten().count() < 1000);
+            }
+        }
     }
 }

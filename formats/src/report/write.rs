@@ -1,12 +1,10 @@
 //! The text report: what was hot, how well it is named, how stacks ended, what was lost.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use stackwire_model::profile::{
-    LocationId, MissingReason, Named, Process, Profile, Quality, Resolution, ThreadId,
-};
+use stackwire_model::profile::{LocationId, MissingReason, Named, Profile, Quality, Resolution};
 
 use super::short::short;
 use super::{problems, unwinding};
@@ -74,12 +72,7 @@ pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> 
 
 fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let origin = &profile.origin;
-    // Folded stacks have names of processes and no more.
-    let who = |process: &Process| (process.pid, (process.pid == 0).then(|| process.comm.clone()));
-    let threads: HashSet<_> = profile.samples.iter().map(|sample| sample.key.thread).collect();
-    let process = |thread: ThreadId| profile.threads[thread.index()].process.index();
-    let processes = threads.into_iter().map(|thread| who(&profile.processes[process(thread)]));
-    let processes: HashSet<_> = processes.collect();
+    let processes = profile.sampled_processes();
     let mut head = profile.amount();
     // What others do not say is left out. Writing to a String cannot fail.
     if origin.frequency > 0 {

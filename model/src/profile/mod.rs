@@ -309,6 +309,20 @@ impl Profile {
         }
     }
 
+    /// Processes that have samples. One that became another program is there once.
+    #[must_use]
+    pub fn sampled_processes(&self) -> Vec<&Process> {
+        let threads: BTreeSet<_> = self.samples.iter().map(|sample| sample.key.thread).collect();
+        let mut by_who = BTreeMap::new();
+        for thread in threads {
+            let process = &self.processes[self.threads[thread.index()].process.index()];
+            // Folded stacks have names of processes and no more.
+            let name = (process.pid == 0).then_some(&process.comm);
+            by_who.insert((process.pid, name), process);
+        }
+        by_who.into_values().collect()
+    }
+
     /// Samples lost.
     #[must_use]
     pub fn lost_samples(&self) -> u64 {
@@ -321,5 +335,28 @@ impl Profile {
             stack.map_or(&[][..], |stack| self.stacks[stack.index()].locations.as_slice())
         };
         of(key.kernel).iter().chain(of(key.user)).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_without_samples_do_not_count() {
+        let mut into = Builder::new();
+        // The third is the second's program after an exec.
+        for (pid, generation, sampled) in [(7, 0, false), (8, 0, true), (8, 1, true)] {
+            let process = Process { pid, generation, ..Process::default() };
+            let process = into.process(process).unwrap();
+            let thread = into.thread(Thread { process, tid: pid, comm: String::new() }).unwrap();
+            let key = SampleKey { thread, user: None, kernel: None, labels: 0 };
+            if sampled {
+                into.sample(key, 1, (None, None)).unwrap();
+            }
+        }
+        let profile = into.build();
+        let pids: Vec<_> = profile.sampled_processes().iter().map(|it| it.pid).collect();
+        assert_eq!(pids, [8]);
     }
 }

@@ -199,7 +199,7 @@ fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
 
 pub fn title(profile: &Profile) -> String {
     let origin = &profile.origin;
-    let what = match profile.processes.as_slice() {
+    let what = match profile.sampled_processes().as_slice() {
         [process] => format!("{} ({})", process.comm, process.pid),
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
