@@ -1,6 +1,6 @@
 //! What a flame graph says of a function under the pointer, besides how many samples it has: its
 //! file and the line it was met at most, and the module it lies in. Pure. Called by
-//! `flamegraph.rs`.
+//! `write.rs`.
 //!
 //! inferno writes the number of samples, or a text of ours in its place, and never both: ours is
 //! added to what it wrote.
