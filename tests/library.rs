@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use stackwire::{Sources, formats, read_capture, resolve};
+use stackwire::{Sources, formats, profile::unite, read_capture, resolve};
 
 use crate::support::{Pprof, Running, binary, build::work, privileged};
 
@@ -44,8 +44,9 @@ fn a_session_of_the_collector_writes_a_capture_to_any_writer() {
         .unwrap();
     std::thread::sleep(std::time::Duration::from_secs(2));
     let summary = session.stop().unwrap();
-    let (profile, artifacts) = read_capture(file.reopen().unwrap()).unwrap();
+    let (mut profile, artifacts) = read_capture(file.reopen().unwrap()).unwrap();
     let names = resolve(&profile, &artifacts, &Sources::default());
+    unite(&mut profile, &names);
     assert_eq!(profile.sample_count(), summary.delivered);
     assert_eq!(profile.taken, Some(summary.taken));
     let mut text = Vec::new();

@@ -28,7 +28,7 @@ cp "$2" "$1/tmp/stackwire.deb"
 chroot "$1" dpkg -i /tmp/stackwire.deb >/dev/null
 chroot "$1" useradd -m -G stackwire member
 chroot "$1" useradd -m stranger
-chroot "$1" su stranger -s /bin/sh -c '! stackwire-collector --version 2>/dev/null'
+chroot "$1" su stranger -s /bin/sh -c 'stackwire-collector --version 2>/dev/null; test $? = 126'
 chroot "$1" su member -s /bin/sh -c '
   cd && stackwire record -F 499 -o p.pb.gz -- sh -c "i=0; while [ \$i -lt 600000 ]; do i=\$((i+1)); done" 2>&1
   stackwire report p.stackwire --full'
@@ -41,9 +41,7 @@ fn the_package_installs_and_records_on_clean_debians() {
     }
     let directory = tempfile::tempdir_in(sources().join("target")).unwrap();
     let dist = directory.path().join("dist");
-    let relative = dist.strip_prefix(sources()).unwrap();
-    run(outside_cargo(Command::new(sources().join("packaging/dist.sh")).arg(relative))
-        .current_dir(sources()));
+    run(outside_cargo(Command::new(sources().join("packaging/dist.sh")).arg(&dist)));
 
     let sums = run(Command::new("sha256sum").args(["-c", "SHA256SUMS"]).current_dir(&dist)).0;
     assert!(sums.lines().count() >= 4 && sums.lines().all(|line| line.ends_with(": OK")), "{sums}");
@@ -51,7 +49,10 @@ fn the_package_installs_and_records_on_clean_debians() {
     let list: serde_json::Value = serde_json::from_str(&list).unwrap();
     let parts = list["components"].as_array().unwrap();
     assert!(parts.iter().any(|part| part["name"] == "aya"), "{} parts", parts.len());
-    assert!(parts.iter().all(|part| part["licenses"][0]["expression"].as_str().unwrap() != ""));
+    let licences = parts.iter().map(|part| part["licenses"][0]["expression"].as_str().unwrap());
+    // SPDX has no other word for a choice than OR.
+    let odd: Vec<_> = licences.filter(|it| it.is_empty() || it.contains('/')).collect();
+    assert!(odd.is_empty(), "{odd:?}");
     let files = run(Command::new("tar").arg("-tzf").arg(made(&dist, ".tar.gz"))).0;
     assert!(files.lines().any(|file| file.ends_with("/bin/stackwire")), "{files}");
     let rpm = made(&dist, ".rpm");
@@ -71,7 +72,9 @@ fn the_package_installs_and_records_on_clean_debians() {
         let script = ["--mount", "--propagation=private", "sh", "-c", IN_CLEAN_SYSTEM, "sh"];
         let said =
             run(Command::new("unshare").args(script).args([root.path(), &made(&dist, ".deb")])).0;
-        assert!(said.contains("samples, 0 lost"), "{suite}: {said}");
+        let samples = said.split(" samples, 0 lost").next().unwrap().split_whitespace().last();
+        let samples: u32 = samples.unwrap().parse().unwrap_or(0);
+        assert!(samples > 50, "{suite}: {said}");
         assert!(said.contains("[dash]"), "{suite}: {said}");
     }
 }

@@ -189,7 +189,10 @@ impl<B: Deref<Target = [u8]>> GoTable<B> {
         let number = |offset| self.format.u32(&self.bytes, at.checked_add(offset)?);
         let byte = |offset| self.format.number(&self.bytes, at.checked_add(offset)?, 1);
         let kind = if self.family == GoFamily::Go120 { 36 } else { 32 };
-        let tables = number(24).filter(|tables| *tables <= MAX_PCDATA)?;
+        let (tables, data) = match (number(24)?, byte(kind + 3)?) {
+            (tables, data) if tables <= MAX_PCDATA => (tables, data),
+            _ => (0, 0),
+        };
         (start < end).then_some(GoFunction {
             start,
             end,
@@ -201,7 +204,7 @@ impl<B: Deref<Target = [u8]>> GoTable<B> {
             lines: number(20)?,
             tables,
             first: at + kind + 4,
-            data: byte(kind + 3)?,
+            data,
         })
     }
 
@@ -278,20 +281,23 @@ impl<B: Deref<Target = [u8]>> GoTable<B> {
         list.checked_add(number * 4)
     }
 
-    /// `None` where there is no such table.
+    /// `None` where there is no such table; without values where it lies outside.
     fn values(&self, function: &GoFunction, offset: u64) -> Option<GoValues<'_>> {
-        let at = self.values.checked_add(offset).filter(|_| offset != 0)?;
-        let bytes = self.bytes.get(usize::try_from(at).ok()?..)?;
+        if offset == 0 {
+            return None;
+        }
+        let at = self.values.checked_add(offset).and_then(|at| usize::try_from(at).ok());
+        let bytes = at.and_then(|at| self.bytes.get(at..)).unwrap_or_default();
         let quantum = self.quantum;
         let GoFunction { start, end, .. } = *function;
         Some(GoValues { bytes, quantum, start, at: start, end, value: -1, is_whole: false })
     }
 }
 
-/// Whether bytes begin as a table of Go's does.
+/// How numbers are stored in a table of Go's, if bytes begin as one does.
 #[must_use]
-pub fn is_gopclntab(bytes: &[u8]) -> bool {
-    head(bytes).is_some()
+pub fn gopclntab_format(bytes: &[u8]) -> Option<GoFormat> {
+    head(bytes).map(|(_, format, _)| format)
 }
 
 /// Magic, two zeros, how many bytes an instruction is a multiple of, bytes of a pointer.

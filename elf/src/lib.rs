@@ -18,6 +18,6 @@ mod content;
 #[cfg(feature = "content")]
 pub use content::{AltLink, Bytes, DebugLink, Elf, Scratch};
 pub use error::ElfError;
-pub use gopclntab::{GoFamily, GoFormat, GoFunction, GoTable, GoValues, is_gopclntab};
+pub use gopclntab::{GoFamily, GoFormat, GoFunction, GoTable, GoValues, gopclntab_format};
 pub use headers::{Headers, Load, Section, Segment};
 pub use notes::{Ids, gnu_build_id};

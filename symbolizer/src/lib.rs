@@ -19,13 +19,16 @@
 //! A capture taken elsewhere needs no session:
 //!
 //! ```no_run
-//! use stackwire::{Sources, formats, read_capture, resolve};
+//! use stackwire::{Sources, formats, profile::unite, read_capture, resolve};
 //!
-//! let (profile, artifacts) = read_capture(std::fs::File::open("host7.stackwire")?)?;
+//! let (mut profile, artifacts) = read_capture(std::fs::File::open("host7.stackwire")?)?;
 //! let names = resolve(&profile, &artifacts, &Sources::default());
+//! unite(&mut profile, &names); // places in code made at run time, which have a time until now
 //! formats::report::write(names.of(&profile), &Default::default(), std::io::stdout())?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! What goes wrong beside a capture is told as events of `tracing`.
 
 mod capture;
 #[cfg(fuzzing)]

@@ -7,7 +7,7 @@
 //! `go_stacks.rs`.
 
 use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp, ra};
-use stackwire_elf::{GoFamily, GoFormat, GoFunction, GoTable, is_gopclntab};
+use stackwire_elf::{GoFamily, GoFormat, GoFunction, GoTable, gopclntab_format};
 
 use crate::code;
 use crate::elf::Elf;
@@ -20,6 +20,7 @@ const MARKS: [&str; 2] = [".go.buildinfo", ".note.go.buildid"];
 /// linkers of C put that into.
 const SECTIONS: [&str; 3] = [".gopclntab", ".data.rel.ro.gopclntab", ".data.rel.ro"];
 const ALIGNED: usize = 32;
+const FORMAT: GoFormat = GoFormat { little: true, pointer: 8 };
 /// The module's description (`runtime.moduledata`), in a section of its own from 1.26 on, and where
 /// it has the beginning of the text.
 const MODULE: &str = ".go.module";
@@ -91,14 +92,12 @@ impl Table {
         let sections = SECTIONS.iter().filter_map(|name| elf.section(name));
         let (address, bytes) = sections.into_iter().find_map(|section| {
             let mut bytes = elf.content(section).ok()?;
-            let at = bytes.chunks(ALIGNED).position(is_gopclntab)? * ALIGNED;
+            let is_one = |bytes: &[u8]| gopclntab_format(bytes) == Some(FORMAT);
+            let at = bytes.chunks(ALIGNED).position(is_one)? * ALIGNED;
             bytes.drain(..at);
             Some((section.address + at as u64, bytes))
         })?;
         let mut table = GoTable::parse(bytes)?;
-        if table.format() != (GoFormat { little: true, pointer: 8 }) {
-            return None;
-        }
         if table.family() > GoFamily::Go116 {
             table.set_text(text(elf, address, table.text_in_header().0)?);
         }
@@ -150,12 +149,12 @@ impl Table {
 
     /// `None` for one that does not hold together, which costs its own rules alone.
     fn function(&self, found: &GoFunction) -> Option<Function<'_>> {
-        let name = self.0.name(found)?;
+        let name = self.0.name(found).unwrap_or_default();
         let moves = match self.0.stack(found) {
             // C that was linked in.
             None => Vec::new(),
             Some(mut values) => {
-                let moves: Vec<_> = values.by_ref().take(MAX_MOVES).collect();
+                let moves: Vec<_> = values.by_ref().take(MAX_MOVES + 1).collect();
                 values.is_whole().then_some(moves)?
             }
         };

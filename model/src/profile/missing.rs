@@ -29,7 +29,7 @@ pub enum MissingReason {
     NotLookedUp,
     /// Nothing known was mapped there.
     Unmapped,
-    /// No file with names was found; what was looked for, in words.
+    /// There is no file with names; what was looked for and why there is none, in words.
     NoSource(String),
     /// The file has no code at this offset.
     NotLoaded,

@@ -59,7 +59,8 @@ fn places(profile: &Profile, names: &Names) -> Option<Vec<u32>> {
         if location.seen_ns == 0 {
             continue;
         }
-        let resolution = &names.resolutions[index];
+        // Before they were resolved no two are known to be alike.
+        let resolution = names.resolutions.get(index)?;
         let firsts =
             like.entry((location.executable, location.process, location.offset)).or_default();
         match firsts.iter().find(|&&first| names.resolutions[first as usize] == *resolution) {

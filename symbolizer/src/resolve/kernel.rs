@@ -13,7 +13,7 @@ use stackwire_symbols::table::Table;
 
 use super::kernel_files::Kernel;
 use super::ladder::{self, Wanted};
-use super::{Snapshots, Sources, resolution, source, without};
+use super::{Nameless, Snapshots, Sources, nameless, resolution, source};
 use crate::profile::{
     Executable, ExecutableId, LocationId, Missing, MissingReason, Profile, Quality, Resolution,
     Source,
@@ -27,10 +27,10 @@ pub(super) fn job(
     id: ExecutableId,
     locations: &[LocationId],
     deadline: Instant,
-) -> Result<(Source, Vec<Resolution>), Source> {
+) -> Result<(Source, Vec<Resolution>), Nameless> {
     let executable = &profile.executables[id.index()];
     let Executable::Kernel { module, build_id, kallsyms } = executable else {
-        return Err(without("not of the kernel"));
+        return Err(nameless(MissingReason::UnknownKernel));
     };
     let symbols = kallsyms.and_then(|hash| snapshots.get(&hash));
     let found = build_id.map(|id| {
@@ -71,7 +71,7 @@ pub(super) fn job(
                     None if build_id.is_none() => MissingReason::UnknownKernel,
                     None => MissingReason::NoKernelSymbols,
                 };
-                return Err(without(&reason.to_string()));
+                return Err(nameless(reason));
             };
             Ok((Source { notes, fetch_failed, ..Source::default() }, resolutions))
         }

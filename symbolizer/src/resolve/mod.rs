@@ -201,8 +201,7 @@ fn run_jobs(
                     names.resolutions[location.index()] = resolution;
                 }
             }
-            Err(source) => {
-                let reason = MissingReason::NoSource(source.notes.join("; "));
+            Err((source, reason)) => {
                 miss(names, id, &locations, reason);
                 names.sources[id.index()] = source;
             }
@@ -218,19 +217,20 @@ fn elf_job(
     id: ExecutableId,
     locations: &[LocationId],
     deadline: Instant,
-) -> Result<(Source, Vec<Resolution>), Source> {
+) -> Result<(Source, Vec<Resolution>), Nameless> {
     let executable = &profile.executables[id.index()];
     let wanted = match executable {
         Executable::Vdso { image } => {
             let image = image
                 .and_then(|hash| artifacts.get(&hash))
-                .ok_or_else(|| without(&FileError::NoImage.to_string()))?;
+                .ok_or_else(|| nameless(MissingReason::NoSource(FileError::NoImage.to_string())))?;
             let executable = Some(file::of_image(image));
             Wanted { build_id: None, executable, code: None, kernel: None }
         }
         // What lies at its path may be another file.
         Executable::File { .. } if profile.ambiguous.contains(&id) => {
-            return Err(without(&FileError::NoIdentity.to_string()));
+            let reason = FileError::NoIdentity.to_string();
+            return Err(nameless(MissingReason::NoSource(reason)));
         }
         _ => Wanted {
             build_id: executable.build_id(),
@@ -244,10 +244,10 @@ fn elf_job(
             kernel: None,
         },
     };
-    let found = ladder::find(wanted, sources, deadline).map_err(|missing| Source {
-        notes: missing.notes,
-        fetch_failed: missing.fetch_failed,
-        ..Source::default()
+    let found = ladder::find(wanted, sources, deadline).map_err(|missing| {
+        let reason = MissingReason::NoSource(missing.notes.join("; "));
+        let (notes, fetch_failed) = (missing.notes, missing.fetch_failed);
+        (Source { notes, fetch_failed, ..Source::default() }, reason)
     })?;
     let resolutions = locations.iter().map(|location| {
         let offset = profile.locations[location.index()].offset;
@@ -272,8 +272,11 @@ fn source(found: ladder::Found) -> Source {
     }
 }
 
-fn without(reason: &str) -> Source {
-    Source { notes: vec![reason.to_owned()], ..Source::default() }
+/// Why nothing of an executable has a name.
+type Nameless = (Source, MissingReason);
+
+fn nameless(reason: MissingReason) -> Nameless {
+    (Source { notes: vec![reason.to_string()], ..Source::default() }, reason)
 }
 
 /// The mapping of an executable's code with the lowest offset: as (offset in the file, bytes).
@@ -370,7 +373,7 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
 }
 
 fn miss(names: &mut Names, id: ExecutableId, locations: &[LocationId], reason: MissingReason) {
-    names.sources[id.index()] = without(&reason.to_string());
+    names.sources[id.index()] = nameless(reason.clone()).0;
     let missing = Resolution::Missing(Missing::because(reason));
     for location in locations {
         names.resolutions[location.index()] = missing.clone();

@@ -85,7 +85,7 @@ impl<'e> Table<'e> {
         let module = table.module(address);
         if table.go.family() > GoFamily::Go116 {
             let (at, in_file) = table.go.text_in_header();
-            let in_header = table.relocated.get(&(address + at)).copied().unwrap_or(in_file);
+            let in_header = table.relocated.get(&address.wrapping_add(at)).copied().unwrap_or(in_file);
             let text = module.map_or(in_header, |module| module.text);
             if text == 0 {
                 return Err(GoError::NoText);
@@ -122,7 +122,7 @@ impl<'e> Table<'e> {
         let (format, pointer) = (self.go.format(), self.go.format().pointer);
         let data = self.elf.loaded(at, 48 * pointer).ok()?;
         let word = |index: u64| {
-            let moved = self.relocated.get(&(at + index * pointer)).copied();
+            let moved = self.relocated.get(&at.wrapping_add(index * pointer)).copied();
             moved.or_else(|| format.word(&data, index * pointer))
         };
         let points = |(index, offset)| word(index) == header.checked_add(offset);
@@ -136,7 +136,7 @@ impl<'e> Table<'e> {
             // Words were added before it in 1.27: there it is followed by the end of what it is in.
             GoFamily::Go120 => {
                 let (start, end) = (word(43)?, word(44)?);
-                if header < start && start < end && end <= header + self.go.bytes().len() as u64 {
+                if header < start && start < end && end - header <= self.go.bytes().len() as u64 {
                     Some(start)
                 } else {
                     word(40)
@@ -229,7 +229,8 @@ impl<'e> Table<'e> {
     fn describe(&self, found: &GoFunction) -> Function {
         let inlined = self.decode(self.go.more(found, PCDATA_INL_TREE));
         let calls =
-            inlined.iter().map(|span| span.what as i32 + 1).max().unwrap_or(0).max(0) as u64;
+            inlined.iter().map(|span| (span.what as i32).saturating_add(1)).max().unwrap_or(0);
+        let calls = calls.max(0) as u64;
         let tree = (calls > 0).then(|| self.tree(found, calls)).flatten().unwrap_or_default();
         Function {
             found: *found,
@@ -245,12 +246,15 @@ impl<'e> Table<'e> {
         let at = self.go.data(found, FUNCDATA_INL_TREE, self.address)?;
         let (format, bytes) = (self.go.format(), self.go.bytes());
         let address = if self.go.family() == GoFamily::Go116 {
-            let moved = self.relocated.get(&(self.address + at)).copied();
+            let moved = self.relocated.get(&self.address.wrapping_add(at)).copied();
             moved.or_else(|| format.word(bytes, at)).filter(|&to| to != 0)?
         } else {
             let offset = format.u32(bytes, at).filter(|&offset| offset != u64::from(u32::MAX))?;
             self.function_data?.checked_add(offset)?
         };
+        // Functions may share trees, too.
+        let left = self.values_left.get().checked_sub(calls as usize)?;
+        self.values_left.set(left);
         self.elf.loaded(address, calls.checked_mul(self.call().0)?).ok()
     }
 
