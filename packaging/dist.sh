@@ -17,7 +17,8 @@ export SOURCE_DATE_EPOCH
 # Debug files are found by build-id, on any distribution.
 docs=$root/usr/share/doc/stackwire
 install -d "$docs"
-install -m 0644 -t "$docs" README.md SECURITY.md CHANGELOG.md LICENSE-MIT LICENSE-APACHE proto/README.md
+install -m 0644 -t "$docs" README.md SECURITY.md CHANGELOG.md LICENSE-MIT LICENSE-APACHE
+install -m 0644 proto/README.md "$docs/WIRE.md"
 find "$root" -exec touch --no-dereference --date="@$SOURCE_DATE_EPOCH" {} +
 
 name=stackwire-$version-$machine-linux

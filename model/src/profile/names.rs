@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{LocationId, Missing, Profile};
+use super::{LocationId, Missing, Profile, Quality};
 
 /// What one resolution of a profile found.
 #[derive(Clone, Debug, Default)]
@@ -88,44 +88,6 @@ pub fn is_place(path: &str, name: &str) -> bool {
 
 fn base(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
-}
-
-/// How good an answer is, best last.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Quality {
-    /// The kernel's own symbol list.
-    Kallsyms,
-    /// A JIT's perf-map.
-    PerfMap,
-    /// A JIT's jitdump.
-    Jitdump,
-    /// The symbols an ELF file exports.
-    Dynsym,
-    /// An ELF symbol table.
-    Symtab,
-    /// Go's own table.
-    Gopclntab,
-    /// DWARF.
-    Dwarf,
-    /// The input had the names already.
-    Given,
-}
-
-impl Quality {
-    /// For the report.
-    #[must_use]
-    pub fn text(self) -> &'static str {
-        match self {
-            Self::Kallsyms => "kallsyms",
-            Self::PerfMap => "perf-map",
-            Self::Jitdump => "jitdump",
-            Self::Dynsym => "dynsym",
-            Self::Symtab => "symtab",
-            Self::Gopclntab => "gopclntab",
-            Self::Dwarf => "dwarf",
-            Self::Given => "given",
-        }
-    }
 }
 
 /// A function at a place in a source file.

@@ -85,7 +85,8 @@ impl<'e> Table<'e> {
         let module = table.module(address);
         if table.go.family() > GoFamily::Go116 {
             let (at, in_file) = table.go.text_in_header();
-            let in_header = table.relocated.get(&address.wrapping_add(at)).copied().unwrap_or(in_file);
+            let in_header =
+                table.relocated.get(&address.wrapping_add(at)).copied().unwrap_or(in_file);
             let text = module.map_or(in_header, |module| module.text);
             if text == 0 {
                 return Err(GoError::NoText);
