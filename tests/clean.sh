@@ -5,10 +5,7 @@ set -euo pipefail
 suite=$1
 to=$2
 [ ! -e "$to" ] || exit 0
-# The mirror this host uses, whichever that is.
-mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/*.sources 2>/dev/null |
-  awk '/^URIs:/ { print $2; exit } /^deb / { for (i = 2; i <= NF; i++) if ($i ~ /^http/) { print $i; exit } }' || true)
-[ -n "$mirror" ] || { echo "tests/clean.sh: apt has no mirror" >&2; exit 1; }
+mirror=$("$(dirname "$0")/mirror.sh")
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 debootstrap --variant=minbase --include=libcap2-bin "$suite" "$root" "$mirror" >/dev/null

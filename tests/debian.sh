@@ -12,10 +12,7 @@ state=$(mktemp -d)
 trap 'rm -rf "$state"' EXIT
 mkdir -p "$state"/{lists,archives}/partial "$to"
 : >"$state/status"
-# The mirror this host uses, whichever that is.
-mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/*.sources 2>/dev/null |
-  awk '/^URIs:/ { print $2; exit } /^deb / { for (i = 2; i <= NF; i++) if ($i ~ /^http/) { print $i; exit } }' || true)
-[ -n "$mirror" ] || { echo "tests/debian.sh: apt has no mirror" >&2; exit 1; }
+mirror=$("$(dirname "$0")/mirror.sh")
 echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$state/sources.list"
 apt=(apt-get -q -o "Dir::Etc::sourcelist=$state/sources.list" -o Dir::Etc::sourceparts=/dev/null
   -o "Dir::State::lists=$state/lists" -o "Dir::State::status=$state/status" -o "Dir::Cache::archives=$state/archives"

@@ -33,10 +33,10 @@ const KIND_TYPEDEF: u32 = 8;
 pub struct Btf<'a> {
     bytes: &'a [u8],
     strings_at: usize,
-    /// The byte at which each type begins, by its id. Ids count from 1. There are 160,000: each is
-    /// decoded when it is asked for.
+    /// The byte at which each type begins, by its id. Ids count from 1. There are 127,000 in
+    /// Linux 6.18: each is decoded when it is asked for.
     places: Vec<usize>,
-    /// The bytes at which structs begin: one type in ten.
+    /// The bytes at which structs begin: one type in twelve.
     structs: Vec<usize>,
 }
 

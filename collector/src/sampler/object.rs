@@ -191,7 +191,7 @@ impl Object {
 
 /// A loader without the kernel's BTF, which none of the programs needs.
 ///
-/// aya 0.14 reads and keeps it in any case: that takes 70 ms and 20 MiB. On a thread that may open
+/// aya 0.14 reads and keeps it in any case, which takes 70 ms. On a thread that may open
 /// no file it does without. aya 0.15 reads it only for programs that need it, but takes Rust 1.98.
 /// Where the kernel has no seccomp, starting takes longer.
 fn loader() -> EbpfLoader<'static> {

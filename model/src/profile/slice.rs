@@ -5,9 +5,6 @@ use std::ops::Range;
 
 use super::{LocationId, Moment, Names, Profile, Sample};
 
-/// Whether the name of a function is one of those looked for.
-pub type Matches<'a> = dyn Fn(&str) -> bool + 'a;
-
 impl Profile {
     /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
     /// timeline.
@@ -51,13 +48,13 @@ impl Profile {
 
     /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore`
     /// does.
-    pub fn keep_functions(
+    pub fn keep_functions<F: Fn(&str) -> bool>(
         &mut self,
         names: &Names,
-        focus: Option<&Matches<'_>>,
-        ignore: Option<&Matches<'_>>,
+        focus: Option<F>,
+        ignore: Option<F>,
     ) {
-        let matches = |matches: &Matches<'_>| -> Vec<bool> {
+        let matches = |matches: F| -> Vec<bool> {
             let of = |index| {
                 let lines = names.of(self).lines(LocationId(index as u32));
                 lines.iter().any(|line| matches(&line.function))

@@ -218,12 +218,7 @@ impl Captures {
                 let matches = |regex: &Option<Regex>| {
                     regex.clone().map(|regex| move |name: &str| regex.is_match(name))
                 };
-                let (focus, ignore) = (matches(&slice.focus), matches(&slice.ignore));
-                profile.keep_functions(
-                    &names,
-                    focus.as_ref().map(|it| it as _),
-                    ignore.as_ref().map(|it| it as _),
-                );
+                profile.keep_functions(&names, matches(&slice.focus), matches(&slice.ignore));
             }
         }
         match profile.samples.is_empty() {

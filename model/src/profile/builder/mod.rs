@@ -18,6 +18,7 @@ use super::{
 
 /// Most entries any table of a profile takes; more is a hostile stream.
 const MAX_ENTRIES: usize = 16 << 20;
+
 /// A profile in the making.
 #[derive(Debug, Default)]
 pub struct Builder {
