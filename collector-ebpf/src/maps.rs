@@ -59,6 +59,10 @@ const BPF_F_MMAPABLE: u32 = 1 << 10;
 #[map]
 pub static SAMPLES: RingBuf = RingBuf::with_byte_size(RING_BYTES, 0);
 
+/// Wakes the collector: its entries are empty and thrown away. A full one still wakes.
+#[map]
+pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
+
 /// The sampling program's second half, which calls itself: see `sample.rs`.
 #[map]
 pub static STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
@@ -159,6 +163,14 @@ static CONFIG: Config = Config {
 pub fn config() -> Config {
     // SAFETY: a static of plain integers; volatile because the loader, not this code, writes it.
     unsafe { core::ptr::read_volatile(&CONFIG) }
+}
+
+/// Wakes the collector, which then reads the side-band events: once, until it has looked.
+#[inline(always)]
+pub fn wake_collector() {
+    if let Some(entry) = WAKEUPS.reserve::<u64>(0) {
+        entry.discard(0);
+    }
 }
 
 /// Adds one to `counter` of `cpu`. Not atomic: a slot belongs to one CPU and one program.

@@ -12,7 +12,7 @@ use stackwire_collector_ebpf::tables::{
     process_word,
 };
 
-use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config};
+use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config, wake_collector};
 use crate::sample::is_exec;
 use crate::task::Task;
 use crate::tree;
@@ -115,6 +115,7 @@ pub fn note_exec(ctx: RawTracePointContext) -> i32 {
     {
         // SAFETY: the pointer came from a successful lookup; a helper without arguments.
         unsafe { core::ptr::write_volatile(slot, exec_word(pid, bpf_ktime_get_ns())) };
+        wake_collector();
     }
     0
 }

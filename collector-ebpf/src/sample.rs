@@ -15,7 +15,7 @@ use stackwire_collector_ebpf::{
     UserEnd,
 };
 
-use crate::maps::{SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count};
+use crate::maps::{SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector};
 use crate::processes::generation;
 use crate::targets::wanted;
 use crate::task::Task;
@@ -166,6 +166,9 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     scratch.header.user_end = user_end as u8;
     scratch.header.kernel_end = kernel_end as u8;
 
+    if user_end == UserEnd::NoMappingsYet as u64 {
+        wake_collector();
+    }
     // Wake the collector only when a quarter of the ring is full; it looks by itself every tick.
     let waiting = SAMPLES.query(BPF_RB_AVAIL_DATA as u64);
     let wakeup =

@@ -53,12 +53,12 @@ pub enum SamplerError {
 /// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8
 /// MiB, is a tenth full by then.
 const TURN: Duration = Duration::from_millis(10);
-/// Likewise, when there are side-band events: code that was just mapped has no whole stacks until
-/// they are read, unless it was met before.
-const EVENT_TURN: Duration = Duration::from_millis(1);
-/// Turns that short in a row, and how many come back in a second. A build or a loop of `dlopen`
-/// would take a tenth of a CPU.
-const EVENT_TURNS: u32 = 40;
+/// From when the kernel side needs what events tell to the look at them: an exec maps a linker and
+/// most libraries meanwhile.
+const SHORT_TURN: Duration = Duration::from_millis(1);
+/// Turns that short in a row, and how many come back in a second. A build would take a tenth of a
+/// CPU.
+const SHORT_TURNS: u32 = 40;
 
 const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
 
@@ -121,6 +121,7 @@ impl Batch {
 pub struct Sampler {
     object: Object,
     ring: RingBuf<MapData>,
+    wakeups: RingBuf<MapData>,
     events: BTreeMap<u32, PerfEvent>,
     kind: Event,
     frequency: u32,
@@ -151,11 +152,12 @@ impl Sampler {
     /// See [`SamplerError`].
     pub fn start(filter: &Filter, kind: Event, frequency: u32) -> Result<Self, SamplerError> {
         let mut object = Object::load(filter)?;
-        let ring = object.take_ring()?;
+        let (ring, wakeups) = (object.take_samples()?, object.take_wakeups()?);
         let events = BTreeMap::new();
         let refused = BTreeSet::new();
         let (buffer, spent) = (Vec::new(), a_second_ago());
-        let mut sampler = Self { object, ring, events, kind, frequency, refused, buffer, spent };
+        let mut sampler =
+            Self { object, ring, wakeups, events, kind, frequency, refused, buffer, spent };
         for cpu in online_cpus()? {
             sampler.attach(cpu)?;
         }
@@ -220,34 +222,41 @@ impl Sampler {
     }
 
     /// Waits until there is much to drain or `timeout`, less than a second, is over; whether it was
-    /// cut short by an event.
+    /// cut short because the kernel side needs what events tell.
     pub fn wait(&mut self, timeout: Duration) -> bool {
-        let price = Duration::from_secs(1) / EVENT_TURNS;
+        let price = Duration::from_secs(1) / SHORT_TURNS;
         self.spent = self.spent.max(a_second_ago());
         let may_be_short = self.spent + price <= Instant::now();
-        let turn = if may_be_short { EVENT_TURN } else { TURN };
-        std::thread::sleep(turn);
-        let events = self.events.values();
-        let mut fds: Vec<PollFd<'_>> =
-            events.map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)).collect();
-        // An interrupted or failed wait costs one early look at the rings.
-        let wait = |fds: &mut [PollFd<'_>], timeout: Duration| {
-            let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
-            poll(fds, Some(&timeout)).unwrap_or(1)
-        };
-        // The ring is readable as soon as it holds one record: without a pause every sample would
-        // be a turn.
-        if !may_be_short || wait(&mut fds, TURN - turn) == 0 {
+        // The ring of samples is readable as soon as it holds one record: without a pause every
+        // sample would be a turn.
+        let mut woken = false;
+        if may_be_short {
+            woken = self.poll(TURN, false);
+        } else {
+            std::thread::sleep(TURN);
+        }
+        woken = woken || self.poll(timeout, true);
+        if !woken || !may_be_short {
+            return false;
+        }
+        std::thread::sleep(SHORT_TURN);
+        while self.wakeups.next().is_some() {}
+        self.spent += price;
+        true
+    }
+
+    /// Waits for a wake-up, `all`: or for anything else; whether there is a wake-up. A wait that is
+    /// interrupted or fails costs an early look at the rings.
+    fn poll(&self, timeout: Duration, all: bool) -> bool {
+        let mut fds = vec![PollFd::new(&self.wakeups, PollFlags::IN)];
+        if all {
             fds.push(PollFd::new(&self.ring, PollFlags::IN));
-            wait(&mut fds, timeout);
-            fds.pop();
+            let events = self.events.values();
+            fds.extend(events.map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)));
         }
-        let has_events = fds.iter().any(|fd| fd.revents().contains(PollFlags::IN));
-        let is_short = may_be_short && has_events;
-        if is_short {
-            self.spent += price;
-        }
-        is_short
+        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+        let _ = poll(&mut fds, Some(&timeout));
+        fds[0].revents().contains(PollFlags::IN)
     }
 
     /// Moves everything in the rings into `batch`: samples first, so that every event older than a

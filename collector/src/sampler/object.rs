@@ -155,12 +155,24 @@ impl Object {
         })
     }
 
-    /// The ring buffer, once.
+    /// The ring buffer of samples, once.
     ///
     /// # Errors
     /// When it was taken before.
-    pub fn take_ring(&mut self) -> Result<RingBuf<MapData>, LoadError> {
-        let map = self.ebpf.take_map("SAMPLES").ok_or_else(|| missing("SAMPLES"))?;
+    pub fn take_samples(&mut self) -> Result<RingBuf<MapData>, LoadError> {
+        self.take_ring("SAMPLES")
+    }
+
+    /// The ring buffer that becomes readable when the kernel side needs what events tell, once.
+    ///
+    /// # Errors
+    /// When it was taken before.
+    pub fn take_wakeups(&mut self) -> Result<RingBuf<MapData>, LoadError> {
+        self.take_ring("WAKEUPS")
+    }
+
+    fn take_ring(&mut self, name: &str) -> Result<RingBuf<MapData>, LoadError> {
+        let map = self.ebpf.take_map(name).ok_or_else(|| missing(name))?;
         RingBuf::try_from(map).map_err(load_error)
     }
 
