@@ -228,7 +228,7 @@ impl Wire {
             match message.body {
                 Some(Body::Epoch(sealed)) => {
                     let epoch = open_epoch(&sealed)?;
-                    let columns = epoch.samples.unwrap_or_default();
+                    let columns = epoch.samples.into_iter().next().unwrap_or_default();
                     let first = columns.time_delta.first();
                     if let (0, Some(&delta)) = (samples, first) {
                         first_sample_ns = epoch.start_ns.wrapping_add_signed(delta);

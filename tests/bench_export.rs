@@ -118,8 +118,11 @@ fn replay(from: &Path, to: &Path) -> Result<u64> {
             match &mut message.body {
                 Some(Body::Hello(hello)) => hello.capture_id = vec![number; 16],
                 Some(Body::Epoch(sealed)) => {
-                    samples +=
-                        open_epoch(sealed)?.samples.unwrap_or_default().time_delta.len() as u64;
+                    samples += open_epoch(sealed)?
+                        .samples
+                        .iter()
+                        .map(|it| it.time_delta.len() as u64)
+                        .sum::<u64>();
                 }
                 _ => {}
             }

@@ -137,7 +137,7 @@ fn memory(stackwire: &Path, program: &Path, debug: &Path) -> Result<()> {
     }
     samples.value.push(1);
     let taken = samples.cpu.len() as u64;
-    (epoch.nodes, epoch.samples) = (Some(nodes), Some(samples));
+    (epoch.nodes, epoch.samples) = (Some(nodes), vec![samples]);
     let capture = directory.path().join("capture.stackwire");
     let mut out = FrameWriter::new(std::fs::File::create(&capture)?);
     let hello = v1::Hello { format: FORMAT, capture_id: vec![1; 16], ..Default::default() };

@@ -208,7 +208,7 @@ impl Told {
             match message.body {
                 Some(Body::Epoch(sealed)) => {
                     let epoch = open_epoch(&sealed)?;
-                    let columns = epoch.samples.clone().unwrap_or_default();
+                    let columns = epoch.samples.first().cloned().unwrap_or_default();
                     let mut time = epoch.start_ns;
                     for (delta, stack) in columns.time_delta.iter().zip(&columns.user_stack) {
                         time = time.wrapping_add_signed(*delta);

@@ -189,7 +189,7 @@ impl Kernel {
             }
         }
         let taken = samples.value.len() as u64;
-        (epoch.nodes, epoch.samples) = (Some(nodes), Some(samples));
+        (epoch.nodes, epoch.samples) = (Some(nodes), vec![samples]);
         let path = self.at("capture.stackwire");
         let mut out = FrameWriter::new(std::fs::File::create(&path).unwrap());
         let hello = v1::Hello {

@@ -64,6 +64,8 @@ mod privileges;
 mod programs;
 /// What `report` shows, and how it is asked for.
 mod reports;
+/// Several events at once, and captures of before there were several.
+mod series;
 /// Servers: many collectors, windows, kills in the middle.
 mod serving;
 /// `symbolize` and `cache` as they are typed.

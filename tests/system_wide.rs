@@ -231,7 +231,8 @@ fn a_cpu_that_goes_and_comes_back_is_sampled_again() {
     let mut by_epoch = Vec::new();
     while let Some(message) = reader.next_message().unwrap() {
         if let Some(Body::Epoch(sealed)) = message.body {
-            let samples = stackwire_proto::open_epoch(&sealed).unwrap().samples.unwrap();
+            let samples = stackwire_proto::open_epoch(&sealed).unwrap().samples;
+            let samples = &samples[0];
             by_epoch.push(samples.cpu.iter().filter(|&&cpu| cpu == 1).count());
         }
     }

@@ -15,6 +15,12 @@ pub const MAX_USER_FRAMES: usize = 1024;
 pub const MAX_KERNEL_FRAMES: usize = 127;
 /// CPUs that have counters of their own. Samples on a higher CPU share the last row.
 pub const MAX_CPUS: u32 = 1024;
+/// Events that may be sampled at once: one program each.
+pub const MAX_EVENTS: usize = 8;
+/// Places in the map of programs that others call: what takes a sample, what walks its stack.
+pub const SAMPLE: u32 = 0;
+/// See [`SAMPLE`].
+pub const WALK: u32 = 1;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
 
@@ -31,7 +37,7 @@ pub struct SampleHeader {
     pub start_boottime_ns: u64,
     /// cgroup v2 id of the task: the inode of its directory in the unified hierarchy.
     pub cgroup_id: u64,
-    /// Events since the last sample, in the unit of the event (nanoseconds for cpu-clock).
+    /// Events since the last sample on this CPU, in the unit of the event (nanoseconds for cpu-clock).
     pub period: u64,
     /// Process id as user space has it (the kernel's tgid), in the initial pid namespace.
     pub pid: u32,
@@ -47,8 +53,10 @@ pub struct SampleHeader {
     pub user_end: u8,
     /// [`KernelEnd`] as a number.
     pub kernel_end: u8,
+    /// Which event it is of: the number of the program that took it, `sample_0` and so on.
+    pub event: u8,
     /// Zero; keeps the size a multiple of 8.
-    pub reserved: [u8; 6],
+    pub reserved: [u8; 5],
     /// Name of the thread, NUL-padded.
     pub comm: [u8; 16],
 }
@@ -169,6 +177,10 @@ pub struct Config {
     pub task_mm: u32,
     /// The collector, in the initial pid namespace.
     pub collector: u32,
+    /// A bit for each event whose samples weigh what its counter has counted since the one before.
+    pub counted: u32,
+    /// Zero; keeps the size a multiple of 8.
+    pub reserved: u32,
 }
 
 /// How user stacks are walked.
@@ -203,6 +215,8 @@ impl Config {
             self.task_fsbase,
             self.task_mm,
             self.collector,
+            self.counted,
+            self.reserved,
         ];
         for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
             slot.copy_from_slice(&word.to_ne_bytes());
@@ -222,5 +236,5 @@ mod layout {
     //! What the two compilations must agree on.
     use super::{Config, SampleHeader};
     const _: () = assert!(size_of::<SampleHeader>() == 72 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 56);
+    const _: () = assert!(size_of::<Config>() == 64);
 }

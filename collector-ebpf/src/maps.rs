@@ -6,8 +6,8 @@ use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping}
 use stackwire_collector_ebpf::unwind::{Cursor, Rule, SignalFrame};
 use stackwire_collector_ebpf::vma::{self, FILES, Layout, Question};
 use stackwire_collector_ebpf::{
-    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES,
-    RING_BYTES, SampleHeader,
+    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS,
+    MAX_USER_FRAMES, RING_BYTES, SampleHeader,
 };
 
 use crate::tree::Search;
@@ -59,13 +59,17 @@ const BPF_F_MMAPABLE: u32 = 1 << 10;
 #[map]
 pub static SAMPLES: RingBuf = RingBuf::with_byte_size(RING_BYTES, 0);
 
+/// By event, what its counter had counted at the last sample.
+#[map]
+pub static COUNTED: PerCpuArray<u64> = PerCpuArray::with_max_entries(MAX_EVENTS as u32, 0);
+
 /// Wakes the collector: its entries are empty and thrown away. A full one still wakes.
 #[map]
 pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
 
-/// The sampling program's second half, which calls itself: see `sample.rs`.
+/// What programs of events call, and its second half, which calls itself: see `sample.rs`.
 #[map]
-pub static STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
+pub static STAGES: ProgramArray = ProgramArray::with_max_entries(2, 0);
 
 #[map]
 pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);
@@ -156,6 +160,8 @@ static CONFIG: Config = Config {
     task_fsbase: 0,
     task_mm: 0,
     collector: 0,
+    counted: 0,
+    reserved: 0,
 };
 
 /// The configuration the collector wrote before load.

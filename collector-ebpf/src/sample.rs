@@ -1,21 +1,25 @@
 //! The sampling program: registers in, one record in the ring out.
 
 use aya_ebpf::EbpfContext;
-use aya_ebpf::bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP, pt_regs};
+use aya_ebpf::bindings::{
+    BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP, bpf_perf_event_value, pt_regs,
+};
 use aya_ebpf::helpers::bpf_probe_read_kernel;
 use aya_ebpf::helpers::generated::{
     bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf,
-    bpf_get_smp_processor_id, bpf_get_stack, bpf_ktime_get_ns, bpf_ringbuf_output,
-    bpf_task_pt_regs,
+    bpf_get_smp_processor_id, bpf_get_stack, bpf_ktime_get_ns, bpf_perf_prog_read_value,
+    bpf_ringbuf_output, bpf_task_pt_regs,
 };
 use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES, SampleHeader, Unwind,
-    UserEnd,
+    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES, SAMPLE, SampleHeader,
+    Unwind, UserEnd, WALK,
 };
 
-use crate::maps::{SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector};
+use crate::maps::{
+    COUNTED, SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector,
+};
 use crate::processes::generation;
 use crate::targets::wanted;
 use crate::task::Task;
@@ -30,6 +34,72 @@ const EXECVEAT: u64 = 322;
 /// `__USER32_CS` of arch/x86/include/asm/segment.h.
 const USER32_CS: u64 = 0x23;
 
+/// A program for each event: no helper tells which event a program runs for (`bpf_get_attach_cookie`
+/// would, but before 6.5 no program can be attached with a cookie once CAP_BPF is gone, as to a CPU
+/// that comes online).
+macro_rules! sampling_programs {
+    ($($name:ident $event:literal)*) => {
+        $(
+            #[perf_event]
+            pub fn $name(ctx: PerfEventContext) -> u32 {
+                begin(&ctx, $event)
+            }
+        )*
+    };
+}
+sampling_programs! {
+    sample_0 0
+    sample_1 1
+    sample_2 2
+    sample_3 3
+    sample_4 4
+    sample_5 5
+    sample_6 6
+    sample_7 7
+}
+
+#[inline(always)]
+fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
+    if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
+        // SAFETY: as in `sample`.
+        let header = unsafe { &mut (*scratch).header };
+        header.event = event;
+        header.period = weight(ctx, event);
+    }
+    // SAFETY: as in `sample`.
+    let _ = unsafe { STAGES.tail_call(ctx, SAMPLE) };
+    0
+}
+
+/// What this sample stands for.
+///
+/// For an event that counts, what its counter says: the period the kernel tells is what it had in mind, and far from
+/// what came when it has just begun to adapt it. A clock counts idle time as well, and keeps its period.
+#[inline(always)]
+fn weight(ctx: &PerfEventContext, event: u8) -> u64 {
+    // SAFETY: the context of a perf_event program is valid for the length of the program.
+    let period = unsafe { (*ctx.ctx).sample_period };
+    if config().counted & (1 << event) == 0 {
+        return period;
+    }
+    let mut value = bpf_perf_event_value { counter: 0, enabled: 0, running: 0 };
+    let size = size_of::<bpf_perf_event_value>() as u32;
+    // SAFETY: the context is the program's own, the buffer has the size that is told.
+    let failed = unsafe { bpf_perf_prog_read_value(ctx.ctx, &raw mut value, size) };
+    let Some(before) = COUNTED.get_ptr_mut(u32::from(event)) else { return period };
+    if failed != 0 {
+        return period;
+    }
+    // SAFETY: the pointer came from a successful lookup; the slot is this CPU's, see `sample`.
+    unsafe {
+        let since = value.counter.wrapping_sub(*before);
+        *before = value.counter;
+        // Of a CPU that was away the counter began anew.
+        if since > value.counter { value.counter } else { since }
+    }
+}
+
+/// What all events have in common. Not a function of theirs: each would have a copy to verify.
 #[perf_event]
 pub fn sample(ctx: PerfEventContext) -> u32 {
     let pid = ctx.tgid();
@@ -50,14 +120,12 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     // SAFETY: the pointer came from a successful lookup; the slot is this CPU's, and a perf_event
     // program is not entered again on a CPU that runs one (bpf_prog_active).
     let scratch = unsafe { &mut *scratch };
-    // SAFETY: helpers without memory arguments; the context is valid for the length of the program.
-    let (time_ns, cgroup_id, period) =
-        unsafe { (bpf_ktime_get_ns(), bpf_get_current_cgroup_id(), (*ctx.ctx).sample_period) };
+    // SAFETY: helpers without memory arguments.
+    let (time_ns, cgroup_id) = unsafe { (bpf_ktime_get_ns(), bpf_get_current_cgroup_id()) };
     // Field by field: a whole struct would be copied by a call to memcpy.
     scratch.header.time_ns = time_ns;
     scratch.header.start_boottime_ns = start_boottime_ns;
     scratch.header.cgroup_id = cgroup_id;
-    scratch.header.period = period;
     scratch.header.pid = pid;
     scratch.header.tid = ctx.pid();
     scratch.header.cpu = cpu;
@@ -86,7 +154,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     }
     // SAFETY: the map holds programs of this type only. Returns only when the call failed, which the
     // collector rules out by filling the map before it attaches this program.
-    let _ = unsafe { STAGES.tail_call(&ctx, 0) };
+    let _ = unsafe { STAGES.tail_call(&ctx, WALK) };
     count(cpu, Counter::NoScratch);
     0
 }
@@ -111,7 +179,7 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     step(scratch);
     if scratch.walk.end == WALKING {
         // SAFETY: as in `sample`. Fails at the kernel's limit of tail calls, beyond MAX_USER_FRAMES.
-        let _ = unsafe { STAGES.tail_call(ctx, 0) };
+        let _ = unsafe { STAGES.tail_call(ctx, WALK) };
         scratch.walk.end = UserEnd::DepthLimit as u64;
     }
     finish(ctx, scratch);

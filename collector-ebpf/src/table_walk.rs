@@ -17,7 +17,8 @@ use crate::maps::{
 use crate::processes::{find_process, generation};
 use crate::tree;
 
-/// Frames a program walks. The kernel allows 33 tail calls, which cover MAX_USER_FRAMES.
+/// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk, which cover
+/// MAX_USER_FRAMES.
 const STEP: u64 = 32;
 
 /// The process's own memory.

@@ -10,7 +10,8 @@ use stackwire_collector_ebpf::{MAX_USER_FRAMES, UserEnd};
 
 use crate::maps::{Scratch, WALKING, Walk};
 
-/// Frames a program walks. The kernel allows 33 tail calls, which cover MAX_USER_FRAMES.
+/// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk, which cover
+/// MAX_USER_FRAMES.
 const STEP: u64 = 32;
 
 /// The three registers a walk starts from.

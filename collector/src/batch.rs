@@ -115,8 +115,8 @@ pub struct Epoch {
     pub nodes: Vec<Node>,
     /// Leaf nodes (1 + index, 0 = no frames) with end reasons.
     pub stacks: Vec<(u32, EndReason)>,
-    /// Samples in time order.
-    pub samples: Vec<Sample>,
+    /// Samples by event, each in time order.
+    pub series: Vec<Vec<Sample>>,
 
     executable_index: FxHashMap<u64, u32>,
     process_index: FxHashMap<u64, u32>,
@@ -164,7 +164,11 @@ impl Epoch {
         let kernel = self.stack(&[KERNEL_STACK, header.kernel_end.into()], kernel, |_| {
             normalize::kernel(layout, kernel, header.kernel_end, executables)
         });
-        self.samples.push(Sample {
+        let event = usize::from(header.event);
+        if self.series.len() <= event {
+            self.series.resize_with(event + 1, Vec::new);
+        }
+        self.series[event].push(Sample {
             time_ns: header.time_ns,
             thread,
             cpu: header.cpu,
@@ -180,7 +184,13 @@ impl Epoch {
         self.seen_words * 8
             + (self.nodes.len() + self.mappings.len() + self.threads.len()) * 64
             + self.processes.len() * 192
-            + self.samples.len() * size_of::<Sample>()
+            + self.samples() * size_of::<Sample>()
+    }
+
+    /// How many samples there are, of all events.
+    #[must_use]
+    pub fn samples(&self) -> usize {
+        self.series.iter().map(Vec::len).sum()
     }
 
     /// Whether an image ran anonymous memory in this epoch.
@@ -332,10 +342,11 @@ mod tests {
         {
             epoch.add(&header, &stack, &[], &mut processes, &layout);
         }
-        assert_eq!(epoch.samples.len(), 3);
+        let samples = &epoch.series[0];
+        assert_eq!((samples.len(), epoch.samples()), (3, 3));
         assert_eq!(epoch.stacks.len(), 2);
         assert_eq!(epoch.nodes.len(), 4, "two leaves over one caller over one root");
-        assert_eq!((epoch.samples[0].user, epoch.samples[0].kernel), (epoch.samples[2].user, 0));
+        assert_eq!((samples[0].user, samples[0].kernel), (samples[2].user, 0));
         assert_eq!((epoch.mappings.len(), epoch.processes.len(), epoch.threads.len()), (1, 1, 1));
     }
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser, ValueEnum};
 use stackwire_collector::{
     Config, Destination, Event, Limits, Scope, Share, Target, Unwind, VERSION,
@@ -34,10 +35,11 @@ pub struct Args {
     /// Sample children of the processes as well, those that run already and those to come.
     #[arg(long, requires = "pid")]
     follow: bool,
-    /// What makes the kernel take a sample.
-    #[arg(long, value_enum, default_value = "cpu-clock")]
-    event: EventName,
-    /// Samples a second on each CPU.
+    /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event is
+    /// a series of its own.
+    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
+    event: Vec<Event>,
+    /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     sample_rate: u32,
     /// Record kernel stacks.
@@ -85,12 +87,6 @@ pub struct Args {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum EventName {
-    CpuClock,
-    Cycles,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
 enum UnwindHow {
     Auto,
     Dwarf,
@@ -126,10 +122,7 @@ impl Args {
             None => Scope::Processes { pids: self.pid, follow: self.follow },
         };
         let mut config = Config::new(scope);
-        config.event = match self.event {
-            EventName::CpuClock => Event::CpuClock,
-            EventName::Cycles => Event::Cycles,
-        };
+        config.events = self.event;
         config.frequency = self.sample_rate;
         config.kernel_stacks = self.kernel_stacks;
         config.unwind = match self.unwind {

@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use stackwire_collector_ebpf::MAX_EVENTS;
 use stackwire_model::{Event, Share, Unwind};
 use stackwire_rights::capabilities::as_user;
 
@@ -43,9 +44,9 @@ pub enum Destination {
 pub struct Config {
     /// What is sampled.
     pub scope: Scope,
-    /// What makes the kernel take a sample.
-    pub event: Event,
-    /// Samples a second and CPU.
+    /// What makes the kernel take samples: a series each.
+    pub events: Vec<Event>,
+    /// Samples of each a second and CPU.
     pub frequency: u32,
     /// Record kernel stacks.
     pub kernel_stacks: bool,
@@ -99,6 +100,15 @@ pub enum ConfigError {
         /// `kernel.perf_event_max_sample_rate`.
         limit: u32,
     },
+    /// Too many events, or none.
+    #[error("{0} events at once: 1 to {MAX_EVENTS} can be sampled")]
+    Events(usize),
+    /// An event twice.
+    #[error("the event {0} is there twice")]
+    EventTwice(String),
+    /// Not an event of perf's.
+    #[error("the kernel cannot sample an event called {0:?}")]
+    NotSampled(String),
     /// Duration 0.
     #[error("a duration of 0 takes no samples")]
     NoDuration,
@@ -123,7 +133,7 @@ impl Config {
     pub fn new(scope: Scope) -> Self {
         Self {
             scope,
-            event: Event::CpuClock,
+            events: vec![Event::cpu_clock()],
             frequency: 99,
             kernel_stacks: true,
             unwind: Unwind::default(),
@@ -145,6 +155,17 @@ impl Config {
         }
         if let Some(limit) = max_sample_rate().filter(|&limit| self.frequency > limit) {
             return Err(ConfigError::RateTooHigh { asked: self.frequency, limit });
+        }
+        if self.events.is_empty() || self.events.len() > MAX_EVENTS {
+            return Err(ConfigError::Events(self.events.len()));
+        }
+        for (index, event) in self.events.iter().enumerate() {
+            if self.events[..index].contains(event) {
+                return Err(ConfigError::EventTwice(event.name.clone()));
+            }
+            if event.perf.is_none() {
+                return Err(ConfigError::NotSampled(event.name.clone()));
+            }
         }
         if self.duration.is_some_and(|duration| duration.is_zero()) {
             return Err(ConfigError::NoDuration);
@@ -239,6 +260,14 @@ mod tests {
         config.frequency = 1_000_000;
         assert!(matches!(config.check(), Err(ConfigError::RateTooHigh { asked: 1_000_000, .. })));
         config.frequency = 99;
+        let clock = Event::cpu_clock();
+        config.events = vec![clock.clone(), clock.clone()];
+        assert_eq!(config.check(), Err(ConfigError::EventTwice("cpu-clock".to_owned())));
+        config.events = Vec::new();
+        assert_eq!(config.check(), Err(ConfigError::Events(0)));
+        config.events = vec![Event::by_name("sched:x")];
+        assert_eq!(config.check(), Err(ConfigError::NotSampled("sched:x".to_owned())));
+        config.events = vec![clock];
         config.duration = Some(Duration::ZERO);
         assert_eq!(config.check(), Err(ConfigError::NoDuration));
         let config = Config::new(Scope::Cgroup("/proc/self".into()));

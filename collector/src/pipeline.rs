@@ -30,6 +30,9 @@ const EPOCH_BYTES: usize = 24 << 20;
 /// How long a sample waits for events that happened before it and are not in their ring yet.
 const SETTLE: Duration = Duration::from_millis(5);
 
+/// Between two looks after events that count.
+const REFRESH: Duration = Duration::from_millis(200);
+
 /// Mappings asked about in a turn: a process may map a file without end, and all others wait.
 const MAX_ASKED: usize = 32;
 
@@ -127,7 +130,7 @@ impl Pipeline {
     /// Runs until `stop` says so, the processes asked for have ended, or the sink gave up; then
     /// takes what is left and closes the outbox.
     pub fn run(mut self, mut stop: impl FnMut() -> bool) -> Summary {
-        let mut second = Instant::now();
+        let (mut second, mut refreshed) = (Instant::now(), Instant::now());
         while !stop() && self.outbox.stopped().is_none() {
             // What has been drained and not settled yet is not waited for in the rings.
             let pending = !self.batch.events.is_empty();
@@ -141,6 +144,10 @@ impl Pipeline {
                 || self.epoch.bytes() > EPOCH_BYTES
             {
                 self.cut();
+            }
+            if refreshed.elapsed() >= REFRESH {
+                refreshed = Instant::now();
+                self.sampler.refresh();
             }
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
@@ -264,7 +271,7 @@ impl Pipeline {
         self.before = totals.into_iter().collect();
         // Dropped epochs take what they said was lost with them: it is said again.
         lost.extend(self.outbox.take_dropped_losses());
-        let samples = self.epoch.samples.len() as u64;
+        let samples = self.epoch.samples() as u64;
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
         let mut kernel_symbols = self.name_kernel();
         if !self.outbox.keep_for(&kernel_symbols, self.epoch_number) {

@@ -33,7 +33,8 @@ pub fn decode(record: &[u8], frames: &mut Vec<u64>) -> Result<SampleHeader, Malf
         kernel_frames: u16::from_ne_bytes([head[46], head[47]]),
         user_end: head[48],
         kernel_end: head[49],
-        reserved: [0; 6],
+        event: head[50],
+        reserved: [0; 5],
         comm: std::array::from_fn(|index| head[56 + index]),
     };
     let (user, kernel) = (usize::from(header.user_frames), usize::from(header.kernel_frames));

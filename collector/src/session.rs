@@ -314,7 +314,7 @@ fn prepare(
     sources: Sources,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, asked, sampling) = describe(config)?;
-    let mut sampler = Sampler::start(&filter, config.event, config.frequency)?;
+    let mut sampler = Sampler::start(&filter, &config.events, config.frequency)?;
     let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
     let wanted = asked.as_deref().map(family);
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
@@ -389,12 +389,14 @@ fn prepare(
 
 fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), SessionError> {
     let mut sampling = Sampling {
-        event: config.event.name().to_owned(),
+        events: config.events.clone(),
         frequency: config.frequency,
         kernel_stacks: config.kernel_stacks,
         ..Sampling::default()
     };
-    let mut filter = Filter::default();
+    let mut filter = Filter { events: config.events.len(), ..Filter::default() };
+    let counted = config.events.iter().enumerate().filter(|(_, event)| !event.is_clock());
+    filter.config.counted = counted.fold(0, |bits, (index, _)| bits | 1 << index);
     filter.config.kernel_stacks = config.kernel_stacks.into();
     let walk = match config.unwind {
         Walk::Auto => abi::Unwind::Auto,

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use stackwire_model::{ExecutableKey, LostReason};
+use stackwire_model::{Event, ExecutableKey, LostReason};
 use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
-use crate::batch::Epoch;
+use crate::batch::{Epoch, Sample};
 use crate::handover::NotSent;
 use crate::host::growth::Growth;
 use crate::host::jit::Taken;
@@ -36,9 +36,9 @@ pub struct Head {
 /// How samples are taken.
 #[derive(Clone, Debug, Default)]
 pub struct Sampling {
-    /// Name of the event.
-    pub event: String,
-    /// Samples a second and CPU.
+    /// What makes the kernel take them.
+    pub events: Vec<Event>,
+    /// Samples of each a second and CPU.
     pub frequency: u32,
     /// Kernel stacks are recorded.
     pub kernel_stacks: bool,
@@ -77,7 +77,9 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
         clock_monotonic_ns: clocks.0,
         clock_realtime_ns: clocks.1,
         sampling: Some(v1::Sampling {
-            event: sampling.event.clone(),
+            events: sampling.events.iter().map(Into::into).collect(),
+            // That of format 1.
+            event: String::new(),
             frequency: sampling.frequency,
             kernel_stacks: sampling.kernel_stacks,
             all: sampling.pids.is_empty() && sampling.cgroup.is_empty(),
@@ -202,7 +204,7 @@ pub fn epoch(
         threads,
         nodes: Some(nodes(epoch)),
         stacks: stacks.collect(),
-        samples: Some(samples(epoch, span.times.0)),
+        samples: samples(epoch, span.times.0),
         lost: lost(span.lost),
         unwind_tables: Some(unwind_tables(span.tables)),
         strings: strings.table,
@@ -319,22 +321,27 @@ fn nodes(epoch: &Epoch) -> v1::StackNodes {
     wire
 }
 
-fn samples(epoch: &Epoch, start_ns: u64) -> v1::Samples {
-    let mut wire = v1::Samples::default();
-    let mut before = start_ns;
-    for sample in &epoch.samples {
-        wire.time_delta.push(sample.time_ns.wrapping_sub(before) as i64);
-        wire.thread.push(sample.thread);
-        wire.cpu.push(sample.cpu);
-        wire.user_stack.push(sample.user);
-        wire.kernel_stack.push(sample.kernel);
-        wire.value.push(sample.value);
-        before = sample.time_ns;
-    }
-    if wire.value.windows(2).all(|pair| pair[0] == pair[1]) {
-        wire.value.truncate(1);
-    }
-    wire
+/// Columns by event, of those that have samples.
+fn samples(epoch: &Epoch, start_ns: u64) -> Vec<v1::Samples> {
+    let series = epoch.series.iter().zip(0..).filter(|(samples, _)| !samples.is_empty());
+    let columns = |(samples, event): (&Vec<Sample>, u32)| {
+        let mut wire = v1::Samples { event, ..v1::Samples::default() };
+        let mut before = start_ns;
+        for sample in samples {
+            wire.time_delta.push(sample.time_ns.wrapping_sub(before) as i64);
+            wire.thread.push(sample.thread);
+            wire.cpu.push(sample.cpu);
+            wire.user_stack.push(sample.user);
+            wire.kernel_stack.push(sample.kernel);
+            wire.value.push(sample.value);
+            before = sample.time_ns;
+        }
+        if wire.value.windows(2).all(|pair| pair[0] == pair[1]) {
+            wire.value.truncate(1);
+        }
+        wire
+    };
+    series.map(columns).collect()
 }
 
 fn lost(counts: &[(LostReason, u64)]) -> Vec<v1::Lost> {

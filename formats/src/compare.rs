@@ -13,8 +13,8 @@ use crate::report::{self, Counts};
 /// Functions listed.
 const TOP: usize = 40;
 
-/// Writes functions by how much their own share has changed, in points of all samples; before them
-/// the values of a label, if one is asked for (`by`).
+/// Writes functions by how much their own share has changed, in points of all samples of the series
+/// that is shown; before them the values of a label, if one is asked for (`by`).
 ///
 /// # Errors
 /// Those of the writer.
@@ -24,16 +24,15 @@ pub fn write(
     by: Option<&str>,
     mut out: impl Write,
 ) -> io::Result<()> {
-    let totals = (before.sample_count(), after.sample_count());
-    // Bytes were not sampled one by one.
-    let counted = before.types.is_none() && after.types.is_none();
+    let (counted, totals) = totals(before, after);
     writeln!(out, "{} samples before, {} after", totals.0, totals.1)?;
     if let Some(key) = by {
-        let rows = both(report::by_value(&before, key), report::by_value(&after, key));
+        let values = |profile: Named<'_>| report::by_value(&profile, profile.shown(), key);
+        let rows = both(values(before), values(after));
         table((key, counted), &rows, None, totals, &mut out)?;
     }
     let functions = [before, after].map(|profile| {
-        let functions = report::functions(profile).into_iter();
+        let functions = report::functions(profile, profile.shown()).into_iter();
         let named = functions.map(|((function, module), counts)| {
             (format!("{function} [{}]", module.trim_matches(['[', ']'])), counts)
         });
@@ -51,6 +50,17 @@ pub fn write(
     let own = of(|counts| counts.own);
     table(("function", counted), &own, Some(&with_callees), totals, &mut out)?;
     out.flush()
+}
+
+/// Whether it is samples that are compared, and how many there are on both sides, of the series that
+/// is shown. Bytes, say, were not sampled one by one.
+pub(crate) fn totals(before: Named<'_>, after: Named<'_>) -> (bool, (u64, u64)) {
+    let of = |profile: Named<'_>| {
+        let shown = profile.shown();
+        (profile.series_of(shown).types.is_none(), profile.count_of(shown))
+    };
+    let (one, two) = (of(before), of(after));
+    (one.0 && two.0, (one.1, two.1))
 }
 
 /// Samples of the same thing before and after.

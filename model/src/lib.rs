@@ -4,13 +4,15 @@
 //! Pure: no I/O, no wire format, no ELF. Every other crate may use it; it uses none of them.
 
 mod build_id;
+mod event;
 mod executable;
 pub mod profile;
 mod reason;
 mod sampling;
 
 pub use build_id::{BadBuildId, BuildId};
+pub use event::{Event, PerfType, UnknownEvent, ValueKind};
 pub use executable::{Device, ExecutableKey, FileId};
 pub use profile::Profile;
 pub use reason::{EndReason, LostReason};
-pub use sampling::{Event, Share, Unwind};
+pub use sampling::{Share, Unwind};

@@ -1,25 +1,4 @@
-//! What is sampled and how, as the command lines of both programs and the wire call it.
-
-/// What makes the kernel take a sample.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Event {
-    /// A timer on the CPU's clock; exists everywhere, weighs in nanoseconds.
-    #[default]
-    CpuClock,
-    /// CPU cycles of the hardware's counters; weighs in cycles.
-    Cycles,
-}
-
-impl Event {
-    /// Its name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::CpuClock => "cpu-clock",
-            Self::Cycles => "cycles",
-        }
-    }
-}
+//! How samples are taken, as the command lines of both programs and the wire call it.
 
 /// How user stacks are walked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,6 +1,8 @@
 //! Words of the model on the wire, in both directions. Nothing else converts them.
 
-use stackwire_model::{BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
+use stackwire_model::{
+    BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, PerfType, ValueKind,
+};
 
 use crate::v1;
 
@@ -51,6 +53,33 @@ impl v1::Executable {
         self.build_id = build_id_to_wire(key.and_then(ExecutableKey::build_id));
         self.inode = inode;
         (self.device_major, self.device_minor) = (device.major, device.minor);
+    }
+}
+
+impl v1::Sampling {
+    /// What made the kernel take samples. Format 1 has one event, by its name.
+    #[must_use]
+    pub fn all_events(&self) -> Vec<Event> {
+        match self.events.as_slice() {
+            [] => vec![Event::by_name(&self.event)],
+            events => events.iter().map(Event::from).collect(),
+        }
+    }
+}
+
+impl From<&Event> for v1::Event {
+    fn from(event: &Event) -> Self {
+        let perf = event.perf.map(|perf| v1::PerfType { r#type: perf.kind, config: perf.config });
+        let ValueKind { kind, unit } = event.weight.clone();
+        Self { name: event.name.clone(), kind, unit, perf }
+    }
+}
+
+impl From<&v1::Event> for Event {
+    fn from(event: &v1::Event) -> Self {
+        let perf = event.perf.map(|perf| PerfType { kind: perf.r#type, config: perf.config });
+        let weight = ValueKind { kind: event.kind.clone(), unit: event.unit.clone() };
+        Self { name: event.name.clone(), weight, perf }
     }
 }
 
@@ -155,6 +184,19 @@ mod tests {
             executable.set_key(None);
             assert_eq!(executable, v1::Executable::default());
         }
+    }
+
+    #[test]
+    fn events_survive_their_way_and_format_1_has_one() {
+        for name in Event::names() {
+            let event = Event::by_name(name);
+            assert_eq!(Event::from(&v1::Event::from(&event)), event);
+        }
+        let old = v1::Sampling { event: "cycles".to_owned(), ..Default::default() };
+        assert_eq!(old.all_events(), [Event::by_name("cycles")]);
+        let none = Event { name: "sched:x".to_owned(), perf: None, ..Event::default() };
+        let new = v1::Sampling { events: vec![(&none).into()], ..old };
+        assert_eq!(new.all_events(), [none]);
     }
 
     #[test]

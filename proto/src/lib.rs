@@ -18,7 +18,7 @@ pub use seal::{
 };
 
 /// Version of the contract: of the messages and of the framing. A reader takes this one and older.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// Generated from `stackwire/v1/stackwire.proto`.
 #[expect(missing_docs, clippy::all, reason = "generated; the .proto file carries the comments")]

@@ -180,11 +180,6 @@ impl Assembler {
         (&mut self.builder, &mut self.artifacts, self.captures.len() - 1)
     }
 
-    /// Whether weights of different units have been added.
-    pub(crate) fn is_mixed(&self) -> bool {
-        self.builder.is_mixed()
-    }
-
     /// Whether values have been added that are no samples of CPU time.
     pub(crate) fn has_other_values(&self) -> bool {
         self.builder.has_other_values()
@@ -206,8 +201,8 @@ impl Assembler {
                     self.captures.push(hello.capture_id.clone());
                     self.captures.len() - 1
                 });
-                let (origin, context) = ingest::hello(hello);
-                self.builder.capture(number, origin, context.wall(0));
+                let (origin, mut context) = ingest::hello(hello);
+                context.begin(&mut self.builder, number, origin);
                 self.current = Some(Current {
                     number,
                     context,

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail, ensure};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::VERSION;
+use stackwire::{Event, VERSION};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -66,12 +67,13 @@ pub struct Record {
     /// everything. A command is sampled until it ends.
     #[arg(long, value_name = "TIME", value_parser = time)]
     pub duration: Option<Duration>,
-    /// Samples a second on each CPU.
+    /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     pub sample_rate: u32,
-    /// What makes the kernel take a sample.
-    #[arg(long, value_enum, default_value = "cpu-clock")]
-    pub event: Event,
+    /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event is
+    /// a series of its own.
+    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
+    pub event: Vec<Event>,
     /// How user stacks are walked.
     #[arg(long, value_enum, value_name = "HOW", default_value = "auto")]
     pub unwind: Unwind,
@@ -121,14 +123,6 @@ pub enum ShareExecutables {
     Never,
     Missing,
     Always,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum Event {
-    /// A timer on the CPU's clock; exists everywhere.
-    CpuClock,
-    /// CPU cycles; needs hardware counters.
-    Cycles,
 }
 
 /// How flame graphs are drawn.
@@ -344,6 +338,10 @@ pub struct Slice {
     /// with it.
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,
+    /// Keep the samples of one event. Without it pprof, perf.data and report have all events, and
+    /// flame graphs, folded stacks and comparisons the first.
+    #[arg(long, short, value_name = "EVENT")]
+    pub event: Option<String>,
     /// Keep samples with these labels, as "comm=postgres,thread=worker"; of one label several
     /// values may be given (repeatable).
     #[arg(long = "where", value_name = "LABEL=VALUE,…", value_parser = labels)]

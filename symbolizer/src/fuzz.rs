@@ -17,7 +17,10 @@ pub fn capture(bytes: &[u8]) {
 pub fn epoch(bytes: &[u8]) {
     let Ok(epoch) = stackwire_proto::v1::Epoch::decode(bytes) else { return };
     let mut builder = Builder::new();
-    if ingest::epoch(&epoch, &Default::default(), &mut builder).is_ok() {
+    // Of one event, as the greeting of format 1 has it.
+    let (origin, mut context) = ingest::hello(&Default::default());
+    context.begin(&mut builder, 0, origin);
+    if ingest::epoch(&epoch, &context, &mut builder).is_ok() {
         outputs(&builder.build());
     }
 }

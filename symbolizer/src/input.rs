@@ -86,7 +86,7 @@ impl Inputs {
                 Kind::Folded => folded::read(file, into, number)?,
             }
         }
-        if self.assembler.is_mixed() { Err(InputError::Mixed) } else { Ok(()) }
+        Ok(())
     }
 
     /// The profile with what it needs to be resolved.

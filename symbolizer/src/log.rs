@@ -20,7 +20,7 @@ use stackwire_symbols::table;
 use crate::capture::Artifacts;
 use crate::handed::{Taken, key};
 use crate::ingest::{self, IngestError};
-use crate::profile::{ArtifactHash, Builder, Executable};
+use crate::profile::{ArtifactHash, Builder, Executable, Origin};
 use crate::resolve::Pinned;
 
 /// A log that cannot go on.
@@ -76,6 +76,7 @@ pub struct Log {
     artifacts: Artifacts,
     asked: HashSet<ArtifactHash>,
     files: Files,
+    context: ingest::Context,
     /// Every file is asked for.
     share_all: bool,
     /// Looked for already.
@@ -127,9 +128,14 @@ impl Log {
         if let Err(error) = out.write(hello) {
             return Err(LogError::Write { path, error });
         }
+        let context = match &hello.body {
+            Some(Body::Hello(hello)) => ingest::hello(hello).1,
+            _ => ingest::Context::default(),
+        };
         Ok(Self {
             path,
             out,
+            context,
             artifacts: Artifacts::default(),
             asked: HashSet::new(),
             files,
@@ -162,7 +168,8 @@ impl Log {
                 self.sync()?;
                 self.next_epoch = sealed.number + 1;
                 self.epochs += 1;
-                self.samples += epoch.samples.map_or(0, |samples| samples.thread.len() as u64);
+                let counts = epoch.samples.iter().map(|samples| samples.thread.len() as u64);
+                self.samples += counts.sum::<u64>();
                 let start = self.span.map_or(epoch.start_ns, |(start, _)| start);
                 self.span = Some((start, epoch.end_ns));
                 for lost in epoch.lost {
@@ -269,7 +276,8 @@ impl Log {
     /// Checks an epoch, pins its files, and tells which artifacts and files to ask for.
     fn look_at(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
         let mut builder = Builder::new();
-        ingest::epoch(epoch, &ingest::Context::default(), &mut builder)?;
+        self.context.begin(&mut builder, 0, Origin::default());
+        ingest::epoch(epoch, &self.context, &mut builder)?;
         let mut want = builder.artifacts();
         want.retain(|hash| self.artifacts.get(hash).is_none() && !self.asked.contains(hash));
         self.asked.extend(&want);

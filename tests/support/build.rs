@@ -72,6 +72,16 @@ pub(crate) fn inlined_static() -> &'static Path {
     })
 }
 
+/// `faults`.
+pub(crate) fn faults() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("faults");
+        run(Command::new("gcc").args(C).arg(source("faults.c")).arg("-o").arg(&out));
+        out
+    })
+}
+
 /// `work`, linked with the library.
 pub(crate) fn work() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

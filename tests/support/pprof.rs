@@ -21,6 +21,8 @@ pub(crate) struct Location {
 pub(crate) struct Sample {
     pub(crate) count: u64,
     pub(crate) value: u64,
+    /// All, by [`Pprof::kinds`].
+    pub(crate) values: Vec<u64>,
     /// Leaf first.
     pub(crate) locations: Vec<u64>,
     pub(crate) labels: HashMap<String, String>,
@@ -42,6 +44,8 @@ pub(crate) struct Pprof {
     pub(crate) locations: HashMap<u64, Location>,
     pub(crate) mappings: HashMap<u64, Mapping>,
     pub(crate) period: i64,
+    /// Kind and unit of each value, as "cpu/nanoseconds".
+    pub(crate) kinds: Vec<String>,
 }
 
 /// Runs `go tool pprof` and returns what it prints.
@@ -85,6 +89,7 @@ impl Pprof {
             Sample {
                 count: sample.value[0] as u64,
                 value: sample.value.get(1).copied().unwrap_or(0) as u64,
+                values: sample.value.iter().map(|value| *value as u64).collect(),
                 locations: sample.location_id.clone(),
                 labels: sample.label.iter().map(label).collect(),
             }
@@ -113,6 +118,11 @@ impl Pprof {
             locations: locations.collect(),
             mappings: mappings.collect(),
             period: wire.period,
+            kinds: wire
+                .sample_type
+                .iter()
+                .map(|kind| format!("{}/{}", text(kind.r#type), text(kind.unit)))
+                .collect(),
         }
     }
 
@@ -135,7 +145,9 @@ impl Pprof {
                 _ => {}
             }
             match section {
-                "Samples:" if line.contains("samples/count") => {}
+                "Samples:" if line.contains("samples/count") => {
+                    profile.kinds = line.split_whitespace().map(str::to_owned).collect();
+                }
                 "Samples:" => profile.sample(line),
                 "Locations" => profile.location(line, &mut last),
                 "Mappings" => profile.mapping(line),
@@ -152,10 +164,12 @@ impl Pprof {
     /// `   1   1003009: 4 5 6`, then lines of labels `comm:[x] thread:[y]` or `pid:[7] tid:[8]`.
     fn sample(&mut self, line: &str) {
         if let Some((values, locations)) = line.split_once(": ").filter(|_| !line.contains(":[")) {
-            let mut values = values.split_whitespace().map(|value| value.parse().unwrap());
+            let values: Vec<u64> =
+                values.split_whitespace().map(|value| value.parse().unwrap()).collect();
             self.samples.push(Sample {
-                count: values.next().unwrap(),
-                value: values.next().unwrap(),
+                count: values[0],
+                value: values[1],
+                values,
                 locations: locations.split_whitespace().map(|id| id.parse().unwrap()).collect(),
                 labels: HashMap::new(),
             });
@@ -281,6 +295,8 @@ mod wire {
 
     #[derive(Clone, PartialEq, Message)]
     pub(super) struct Profile {
+        #[prost(message, repeated, tag = "1")]
+        pub(super) sample_type: Vec<ValueType>,
         #[prost(message, repeated, tag = "2")]
         pub(super) sample: Vec<Sample>,
         #[prost(message, repeated, tag = "3")]
@@ -293,6 +309,14 @@ mod wire {
         pub(super) string_table: Vec<String>,
         #[prost(int64, tag = "12")]
         pub(super) period: i64,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct ValueType {
+        #[prost(int64, tag = "1")]
+        pub(super) r#type: i64,
+        #[prost(int64, tag = "2")]
+        pub(super) unit: i64,
     }
 
     #[derive(Clone, PartialEq, Message)]

@@ -37,7 +37,7 @@ pub enum SamplerError {
     #[error("cannot open a {event} perf event on CPU {cpu}: {error}{hint}")]
     Open {
         /// Name of the event.
-        event: &'static str,
+        event: String,
         /// CPU it was for.
         cpu: u32,
         /// What the kernel said.
@@ -122,8 +122,9 @@ pub struct Sampler {
     object: Object,
     ring: RingBuf<MapData>,
     wakeups: RingBuf<MapData>,
-    events: BTreeMap<u32, PerfEvent>,
-    kind: Event,
+    /// By CPU: one for each of `kinds`.
+    events: BTreeMap<u32, Vec<PerfEvent>>,
+    kinds: Vec<Event>,
     frequency: u32,
     refused: BTreeSet<u32>,
     buffer: Vec<u8>,
@@ -134,10 +135,10 @@ pub struct Sampler {
 
 impl fmt::Debug for Sampler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { events, kind, frequency, .. } = self;
+        let Self { events, kinds, frequency, .. } = self;
         let cpus: Vec<_> = events.keys().collect();
         f.debug_struct("Sampler")
-            .field("kind", kind)
+            .field("kinds", kinds)
             .field("frequency", frequency)
             .field("cpus", &cpus)
             .finish()
@@ -150,19 +151,19 @@ impl Sampler {
     ///
     /// # Errors
     /// See [`SamplerError`].
-    pub fn start(filter: &Filter, kind: Event, frequency: u32) -> Result<Self, SamplerError> {
+    pub fn start(filter: &Filter, kinds: &[Event], frequency: u32) -> Result<Self, SamplerError> {
         let mut object = Object::load(filter)?;
         let (ring, wakeups) = (object.take_samples()?, object.take_wakeups()?);
         let events = BTreeMap::new();
         let refused = BTreeSet::new();
-        let (buffer, spent) = (Vec::new(), a_second_ago());
+        let (kinds, buffer, spent) = (kinds.to_vec(), Vec::new(), a_second_ago());
         let mut sampler =
-            Self { object, ring, wakeups, events, kind, frequency, refused, buffer, spent };
+            Self { object, ring, wakeups, events, kinds, frequency, refused, buffer, spent };
         for cpu in online_cpus()? {
             sampler.attach(cpu)?;
         }
-        for event in sampler.events.values() {
-            event.enable().map_err(|error| sampler.open_error(0, error))?;
+        for &cpu in sampler.events.keys() {
+            sampler.enable(cpu)?;
         }
         Ok(sampler)
     }
@@ -190,9 +191,10 @@ impl Sampler {
     pub fn follow_hotplug(&mut self, batch: &mut Batch) {
         let Ok(online) = online_cpus() else { return };
         let mut gone = Vec::new();
-        for (&cpu, event) in &mut self.events {
-            if !event.advances() || !online.contains(&cpu) {
-                event.drain(&mut self.buffer, |record| batch.events.extend(event::decode(record)));
+        for (&cpu, events) in &mut self.events {
+            let Some(first) = events.first_mut() else { continue };
+            if !first.advances() || !online.contains(&cpu) {
+                first.drain(&mut self.buffer, |record| batch.events.extend(event::decode(record)));
                 gone.push(cpu);
             }
         }
@@ -201,17 +203,21 @@ impl Sampler {
         }
         for cpu in online {
             if !self.events.contains_key(&cpu) {
-                let attached = self.attach(cpu).and_then(|()| {
-                    let event = self.events.get(&cpu);
-                    event
-                        .map_or(Ok(()), PerfEvent::enable)
-                        .map_err(|error| self.open_error(cpu, error))
-                });
-                match attached {
+                match self.attach(cpu).and_then(|()| self.enable(cpu)) {
                     Ok(()) => drop(self.refused.remove(&cpu)),
                     Err(_) => drop(self.refused.insert(cpu)),
                 }
             }
+        }
+    }
+
+    /// Looks after events that count, which the kernel may have lost sight of. To be called some
+    /// times a second.
+    pub fn refresh(&self) {
+        let events = self.events.values().flat_map(|events| events.iter().zip(&self.kinds));
+        for (event, _) in events.filter(|(_, kind)| !kind.is_clock()) {
+            // Fails only for events of a CPU that went offline.
+            let _ = event.begin_anew(self.frequency);
         }
     }
 
@@ -251,7 +257,7 @@ impl Sampler {
         let mut fds = vec![PollFd::new(&self.wakeups, PollFlags::IN)];
         if all {
             fds.push(PollFd::new(&self.ring, PollFlags::IN));
-            let events = self.events.values();
+            let events = self.events.values().filter_map(|events| events.first());
             fds.extend(events.map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)));
         }
         let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
@@ -276,7 +282,7 @@ impl Sampler {
                 break;
             }
         }
-        for event in self.events.values_mut() {
+        for event in self.events.values_mut().filter_map(|events| events.first_mut()) {
             event.drain(&mut self.buffer, |record| batch.events.extend(event::decode(record)));
         }
         batch.samples.sort_by_key(|sample| sample.header.time_ns);
@@ -285,7 +291,7 @@ impl Sampler {
 
     /// Stops taking samples; what was taken stays in the rings.
     pub fn stop(&mut self) {
-        for event in self.events.values() {
+        for event in self.events.values().flatten() {
             // Fails only for events of a CPU that went offline, which take no samples.
             let _ = event.disable();
         }
@@ -298,18 +304,29 @@ impl Sampler {
     }
 
     fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
-        let event = PerfEvent::open(cpu, self.kind, self.frequency)
-            .map_err(|error| self.open_error(cpu, error))?;
-        event
-            .set_program(self.object.sampling_program()?)
-            .map_err(|error| self.open_error(cpu, error))?;
-        self.events.insert(cpu, event);
+        let mut events: Vec<PerfEvent> = Vec::with_capacity(self.kinds.len());
+        for (number, kind) in self.kinds.iter().enumerate() {
+            let error = |error| self.open_error(cpu, kind, error);
+            let perf = kind.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
+            let event =
+                PerfEvent::open(cpu, perf, self.frequency, events.first()).map_err(error)?;
+            event.set_program(self.object.sampling_program(number)?).map_err(error)?;
+            events.push(event);
+        }
+        self.events.insert(cpu, events);
         Ok(())
     }
 
-    fn open_error(&self, cpu: u32, error: io::Error) -> SamplerError {
-        let hint = error.raw_os_error().map_or("", |code| open_hint(code, paranoid(), self.kind));
-        SamplerError::Open { event: self.kind.name(), cpu, error, hint }
+    fn enable(&self, cpu: u32) -> Result<(), SamplerError> {
+        for (event, kind) in self.events.get(&cpu).into_iter().flatten().zip(&self.kinds) {
+            event.enable().map_err(|error| self.open_error(cpu, kind, error))?;
+        }
+        Ok(())
+    }
+
+    fn open_error(&self, cpu: u32, event: &Event, error: io::Error) -> SamplerError {
+        let hint = error.raw_os_error().map_or("", |code| open_hint(code, paranoid()));
+        SamplerError::Open { event: event.name.clone(), cpu, error, hint }
     }
 }
 
@@ -319,7 +336,7 @@ fn a_second_ago() -> Instant {
 }
 
 /// What to do about an event that could not be opened. Pure.
-fn open_hint(code: i32, paranoid: i32, kind: Event) -> &'static str {
+fn open_hint(code: i32, paranoid: i32) -> &'static str {
     match code {
         // Debian's and Ubuntu's kernels know a level that asks for CAP_SYS_ADMIN.
         libc::EACCES | libc::EPERM if paranoid > 2 => {
@@ -328,8 +345,8 @@ fn open_hint(code: i32, paranoid: i32, kind: Event) -> &'static str {
         libc::EACCES | libc::EPERM => {
             "; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
         }
-        libc::ENOENT | libc::EOPNOTSUPP if kind == Event::Cycles => {
-            "; this machine has no hardware cycle counter, use --event cpu-clock"
+        libc::ENOENT | libc::EOPNOTSUPP => {
+            "; this machine has no counter for it; cpu-clock and page-faults are everywhere"
         }
         _ => "",
     }
@@ -352,11 +369,10 @@ mod tests {
 
     #[test]
     fn an_event_that_cannot_be_opened_comes_with_what_to_do() {
-        let hint = |code, paranoid| open_hint(code, paranoid, Event::Cycles);
-        assert!(hint(libc::EACCES, 3).contains("sysctl kernel.perf_event_paranoid=2"));
-        assert!(hint(libc::EACCES, 2).contains("CAP_PERFMON"));
-        assert!(hint(libc::ENOENT, 2).contains("--event cpu-clock"));
-        assert_eq!(open_hint(libc::ENOENT, 2, Event::CpuClock), "");
+        assert!(open_hint(libc::EACCES, 3).contains("sysctl kernel.perf_event_paranoid=2"));
+        assert!(open_hint(libc::EACCES, 2).contains("CAP_PERFMON"));
+        assert!(open_hint(libc::ENOENT, 2).contains("cpu-clock"));
+        assert_eq!(open_hint(libc::EINVAL, 2), "");
     }
 
     #[test]

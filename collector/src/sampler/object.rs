@@ -10,7 +10,7 @@ use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use stackwire_collector_ebpf::vma::Layout;
-use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, Unwind};
+use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, SAMPLE, Unwind, WALK};
 
 use super::btf::{Btf, BtfError};
 use super::mapped::Mapped;
@@ -58,6 +58,8 @@ pub struct Filter {
     pub config: Config,
     /// Take children along.
     pub follow: bool,
+    /// How many events are sampled.
+    pub events: usize,
 }
 
 /// The loaded object.
@@ -86,7 +88,9 @@ impl Object {
             FRAME_POINTERS => "walk_frame_pointers",
             _ => "walk_tables",
         };
-        let mut others = vec!["sample"];
+        let sampling: Vec<String> = (0..filter.events).map(sampling_name).collect();
+        let mut others: Vec<&str> = sampling.iter().map(String::as_str).collect();
+        others.push("sample");
         if config.unwind != FRAME_POINTERS {
             others.extend(["note_exec", "note_fork"]);
         }
@@ -96,8 +100,10 @@ impl Object {
         verify(&mut ebpf, walk, &others)?;
         let stages = ebpf.take_map("STAGES").ok_or_else(|| missing("STAGES"))?;
         let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
-        let walk: &mut PerfEventProgram = program(&mut ebpf, walk)?;
-        stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
+        for (place, name) in [(SAMPLE, "sample"), (WALK, walk)] {
+            let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
+            stages.set(place, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
+        }
         if config.unwind != FRAME_POINTERS {
             attach(&mut ebpf, "note_exec", "task_rename")?;
             attach(&mut ebpf, "note_fork", "sched_process_fork")?;
@@ -176,16 +182,17 @@ impl Object {
         RingBuf::try_from(map).map_err(load_error)
     }
 
-    /// The sampling program, to attach to perf events.
+    /// The program that samples an event, to attach to perf events.
     ///
     /// # Errors
     /// When the object lacks it.
-    pub fn sampling_program(&self) -> Result<BorrowedFd<'_>, LoadError> {
+    pub fn sampling_program(&self, event: usize) -> Result<BorrowedFd<'_>, LoadError> {
+        let name = sampling_name(event);
         let program: &PerfEventProgram = self
             .ebpf
-            .program("sample")
+            .program(&name)
             .and_then(|program| program.try_into().ok())
-            .ok_or_else(|| missing("sample"))?;
+            .ok_or_else(|| missing(&name))?;
         program.fd().map(AsFd::as_fd).map_err(load_error)
     }
 
@@ -199,6 +206,11 @@ impl Object {
             })
             .sum()
     }
+}
+
+/// What the program that samples an event is called.
+fn sampling_name(event: usize) -> String {
+    format!("sample_{event}")
 }
 
 /// A loader without the kernel's BTF, which none of the programs needs.

@@ -1,8 +1,9 @@
 //! perf events: the system calls, and the rings that carry mapping, exec, fork and exit records.
 //!
-//! One event a CPU does both jobs: its overflow runs the sampling program, which writes no perf
-//! record, and its ring carries the side band. Unsafe lives here and in `mapped.rs` only. Decodes
-//! nothing: `event.rs` does. Called by `sampler/mod.rs`.
+//! The first event of a CPU does both jobs: its overflow runs the sampling program, which writes no
+//! perf record, and its ring carries the side band. Others have no ring of their own: what the
+//! kernel says of them goes into that of the first. Unsafe lives here and in `mapped.rs` only.
+//! Decodes nothing: `event.rs` does. Called by `sampler/mod.rs`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -10,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use perf_event_open_sys::bindings as abi;
 use perf_event_open_sys::ioctls;
-use stackwire_model::Event;
+use stackwire_model::PerfType;
 
 use super::mapped::Mapped;
 
@@ -22,26 +23,40 @@ const RING_PAGES: usize = 64;
 /// dlopen a tenth of its time.
 const WAKEUP_BYTES: u32 = 64 << 10;
 
-/// One open event with its ring.
+/// One open event, with its ring if it is the first of its CPU.
 #[derive(Debug)]
 pub struct PerfEvent {
     fd: OwnedFd,
-    ring: Mapped,
-    data_offset: usize,
-    data_size: usize,
+    ring: Option<Ring>,
     /// Nanoseconds it had been enabled for at the last look.
     enabled_ns: u64,
 }
 
+/// Records of a CPU.
+#[derive(Debug)]
+struct Ring {
+    memory: Mapped,
+    data_offset: usize,
+    data_size: usize,
+}
+
 impl PerfEvent {
-    /// Opens `event` on `cpu` for all tasks but idle, disabled, at `frequency` samples a second.
+    /// Opens an event on `cpu` for all tasks but idle, disabled, at `frequency` samples a second.
+    /// `first`: of this CPU, if it is not the first itself.
     ///
     /// # Errors
-    /// The system call's: `EACCES` without `CAP_PERFMON`, `ENOENT` where the hardware has no such
+    /// The system calls': `EACCES` without `CAP_PERFMON`, `ENOENT` where the hardware has no such
     /// event, `ENODEV` where the CPU is offline, `EINVAL` above
     /// `kernel.perf_event_max_sample_rate`.
-    pub fn open(cpu: u32, event: Event, frequency: u32) -> io::Result<Self> {
+    pub fn open(
+        cpu: u32,
+        event: PerfType,
+        frequency: u32,
+        first: Option<&Self>,
+    ) -> io::Result<Self> {
         let mut attr = abi::perf_event_attr {
+            type_: event.kind,
+            config: event.config,
             size: size_of::<abi::perf_event_attr>() as u32,
             clockid: libc::CLOCK_MONOTONIC,
             read_format: abi::PERF_FORMAT_TOTAL_TIME_ENABLED.into(),
@@ -50,22 +65,20 @@ impl PerfEvent {
             ),
             ..Default::default()
         };
-        (attr.type_, attr.config) = match event {
-            Event::CpuClock => (abi::PERF_TYPE_SOFTWARE, u64::from(abi::PERF_COUNT_SW_CPU_CLOCK)),
-            Event::Cycles => (abi::PERF_TYPE_HARDWARE, u64::from(abi::PERF_COUNT_HW_CPU_CYCLES)),
-        };
         attr.__bindgen_anon_1.sample_freq = u64::from(frequency);
         attr.set_freq(1);
         attr.set_disabled(1);
         attr.set_exclude_idle(1);
         attr.set_sample_id_all(1);
         attr.set_use_clockid(1);
-        attr.set_mmap(1);
-        attr.set_mmap2(1);
-        attr.set_build_id(1);
-        attr.set_comm(1);
-        attr.set_comm_exec(1);
-        attr.set_task(1);
+        if first.is_none() {
+            attr.set_mmap(1);
+            attr.set_mmap2(1);
+            attr.set_build_id(1);
+            attr.set_comm(1);
+            attr.set_comm_exec(1);
+            attr.set_task(1);
+        }
         attr.set_watermark(1);
         attr.__bindgen_anon_2.wakeup_watermark = WAKEUP_BYTES;
 
@@ -85,9 +98,21 @@ impl PerfEvent {
         }
         // SAFETY: the kernel just returned this descriptor to us and nobody else has it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let page = rustix::param::page_size();
-        let ring = Mapped::read_write(fd.as_fd(), (RING_PAGES + 1) * page)?;
-        Ok(Self { fd, ring, data_offset: page, data_size: RING_PAGES * page, enabled_ns: 0 })
+        let ring = match first {
+            None => {
+                let page = rustix::param::page_size();
+                let memory = Mapped::read_write(fd.as_fd(), (RING_PAGES + 1) * page)?;
+                Some(Ring { memory, data_offset: page, data_size: RING_PAGES * page })
+            }
+            Some(first) => {
+                // SAFETY: both descriptors are open for the length of the call.
+                check(unsafe {
+                    ioctls::SET_OUTPUT(fd.as_raw_fd(), first.fd.as_raw_fd() as u32 as _)
+                })?;
+                None
+            }
+        };
+        Ok(Self { fd, ring, enabled_ns: 0 })
     }
 
     /// Runs `program` at each overflow.
@@ -106,6 +131,21 @@ impl PerfEvent {
     pub fn enable(&self) -> io::Result<()> {
         // SAFETY: the descriptor is open for the length of the call.
         check(unsafe { ioctls::ENABLE(self.fd.as_raw_fd(), 0) })
+    }
+
+    /// Samples at the next event that counts, and then as often as asked for.
+    ///
+    /// The kernel adapts the period of such an event to how often it happens, and now and then to a
+    /// thousand times too much (seen on Linux 6.18: a sample in seconds where there should be a
+    /// hundred each). It notices, but lets what is left of the period pass first.
+    ///
+    /// # Errors
+    /// The ioctl's.
+    pub fn begin_anew(&self, frequency: u32) -> io::Result<()> {
+        let frequency = u64::from(frequency);
+        // SAFETY: the descriptor is open and the number is there for the length of the call, which
+        // reads it, though the signature says that it takes the number itself.
+        check(unsafe { ioctls::PERIOD(self.fd.as_raw_fd(), (&raw const frequency).addr() as u64) })
     }
 
     /// Stops the event; what is in the ring stays.
@@ -135,8 +175,16 @@ impl PerfEvent {
         self.fd.as_fd()
     }
 
-    /// Takes all records out of the ring, handing each to `each`, header first.
-    pub fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) {
+    /// Takes all records out of its ring, if it has one, handing each to `each`, header first.
+    pub fn drain(&mut self, buffer: &mut Vec<u8>, each: impl FnMut(&[u8])) {
+        if let Some(ring) = &mut self.ring {
+            ring.drain(buffer, each);
+        }
+    }
+}
+
+impl Ring {
+    fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) {
         let (head, tail) = self.positions();
         // The kernel writes head with release order after the records (perf_event.h, data_head).
         let end = head.load(Ordering::Acquire);
@@ -158,14 +206,14 @@ impl PerfEvent {
     fn positions(&self) -> (&AtomicU64, &AtomicU64) {
         let head = std::mem::offset_of!(abi::perf_event_mmap_page, data_head);
         let tail = std::mem::offset_of!(abi::perf_event_mmap_page, data_tail);
-        (self.ring.atomic(head), self.ring.atomic(tail))
+        (self.memory.atomic(head), self.memory.atomic(tail))
     }
 
     fn copy(&self, position: u64, length: usize, into: &mut Vec<u8>) {
         let start = (position % self.data_size as u64) as usize;
         let first = length.min(self.data_size - start);
-        self.ring.copy(self.data_offset + start, first, into);
-        self.ring.copy(self.data_offset, length - first, into);
+        self.memory.copy(self.data_offset + start, first, into);
+        self.memory.copy(self.data_offset, length - first, into);
     }
 }
 

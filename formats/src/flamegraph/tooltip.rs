@@ -22,7 +22,7 @@ impl Tooltips {
     /// Those of all functions of a profile.
     pub fn of(profile: Named<'_>) -> Self {
         let mut counts: FxHashMap<LocationId, u64> = FxHashMap::default();
-        for sample in &profile.samples {
+        for sample in profile.samples_of(profile.shown()) {
             for location in profile.frames(sample.key) {
                 *counts.entry(location).or_default() += sample.count;
             }

@@ -38,8 +38,9 @@ pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io
     if flames.icicle {
         options.direction = Direction::Inverted;
     }
-    if profile.types.is_some() {
-        options.count_name = profile.shown_kind().1.to_owned();
+    let series = profile.series_of(profile.shown());
+    if series.types.is_some() {
+        options.count_name = series.shown_kind().unit.clone();
     }
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
@@ -59,9 +60,7 @@ pub fn diff(
     mut out: impl Write,
 ) -> io::Result<()> {
     let lines = compare::lines(before, after, by);
-    // Bytes were not sampled one by one.
-    let counted = before.types.is_none() && after.types.is_none();
-    let totals = (before.sample_count(), after.sample_count());
+    let (counted, totals) = compare::totals(before, after);
     let factor = totals.1.max(1) as f64 / totals.0.max(1) as f64;
     let mut own: HashMap<&str, (u64, u64)> = HashMap::new();
     for (stack, (one, two)) in &lines {

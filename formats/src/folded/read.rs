@@ -8,6 +8,7 @@ use stackwire_model::profile::{
     Builder, EndReason, Executable, Line, Origin, Process, SampleKey, Stack, StackId, Thread,
     ThreadId,
 };
+use stackwire_model::{Event, ValueKind};
 
 use crate::ReadError;
 
@@ -19,7 +20,10 @@ const MAX_LINE: u64 = 4 << 20;
 /// # Errors
 /// With the number of the line that is none.
 pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), ReadError> {
-    into.capture(number, Origin { event: "samples".to_owned(), ..Origin::default() }, 0);
+    into.capture(number, Origin::default(), 0);
+    // What is counted nobody says; most often it is time.
+    let event = Event { name: String::new(), weight: ValueKind::cpu(), perf: None };
+    let series = into.series(event, 0);
     let mut input = BufReader::new(input);
     let mut threads: FxHashMap<String, ThreadId> = FxHashMap::default();
     let (mut line, mut at, mut taken) = (Vec::new(), 0u64, 0u64);
@@ -61,7 +65,7 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
             }
         };
         let (kernel, user) = stacks(into, frames)?;
-        into.weighted(SampleKey { thread, user, kernel, labels: 0 }, count, 0)?;
+        into.weighted(SampleKey { series, thread, user, kernel, labels: 0 }, count, 0)?;
         taken = taken.saturating_add(count);
     }
     into.taken(Some(taken));

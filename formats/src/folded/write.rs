@@ -10,7 +10,8 @@ use stackwire_model::profile::{Executable, LocationId, Named};
 use crate::plain;
 
 /// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`.
-/// Stacks begin with the command, or with the label asked for (`by`).
+/// Stacks begin with the command, or with the label asked for (`by`). Of several series the first
+/// that has samples is written: what counts of another would say nothing beside them.
 ///
 /// # Errors
 /// Those of the writer.
@@ -40,7 +41,7 @@ impl Marks {
 pub(crate) fn lines(profile: Named<'_>, by: Option<&str>, marks: Marks) -> BTreeMap<String, u64> {
     // Threads of one name share stacks: each is put into words once.
     let mut counts = FxHashMap::default();
-    for sample in &profile.samples {
+    for sample in profile.samples_of(profile.shown()) {
         let thread = &profile.threads[sample.key.thread.index()];
         let first = match by {
             None => Cow::Borrowed(profile.processes[thread.process.index()].comm.as_str()),

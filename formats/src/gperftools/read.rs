@@ -4,7 +4,7 @@
 use std::io::Read;
 
 use stackwire_model::profile::{Builder, EndReason, Executable, FrameKind, Origin, SampleKey};
-use stackwire_model::{Device, FileId};
+use stackwire_model::{Device, Event, FileId};
 
 use crate::ReadError;
 use crate::tasks::{Map, Tasks};
@@ -45,12 +45,9 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
         u64::from_le_bytes(word)
     });
     let period_ns = words.nth(3).unwrap_or(0).saturating_mul(1000);
-    let origin = Origin {
-        event: "cpu".to_owned(),
-        frequency: u32::try_from(1_000_000_000 / period_ns.max(1)).unwrap_or(0),
-        ..Origin::default()
-    };
-    into.capture(number, origin, 0);
+    let frequency = u32::try_from(1_000_000_000 / period_ns.max(1)).unwrap_or(0);
+    into.capture(number, Origin::default(), 0);
+    let series = into.series(Event::by_name("cpu"), frequency);
     words.next();
     let mut samples = Vec::new();
     let mut used = 5;
@@ -85,7 +82,7 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
     for (count, stack) in samples {
         let user = tasks.stack(into, 0, &stack, EndReason::NotSaid)?;
         let (thread, _) = tasks.thread(into, (0, 0))?;
-        let key = SampleKey { thread, user, kernel: None, labels: 0 };
+        let key = SampleKey { series, thread, user, kernel: None, labels: 0 };
         into.weighted(key, count, count.saturating_mul(period_ns))?;
         taken = taken.saturating_add(count);
     }

@@ -9,12 +9,13 @@ use std::sync::Arc;
 use flate2::read::MultiGzDecoder;
 use prost::Message;
 use rustc_hash::{FxHashMap, FxHashSet};
-use stackwire_model::BuildId;
 use stackwire_model::profile::labels::{Label, LabelValue};
 use stackwire_model::profile::{
     Builder, EndReason, Executable, ExecutableId, Line, Location, LocationId, Mapping, Origin,
-    Process, ProcessId, SampleKey, Stack, Thread, ThreadId, Types, is_place,
+    Process, ProcessId, SampleKey, SeriesId, Stack, Thread, ThreadId, Types, is_place,
 };
+
+use stackwire_model::{BuildId, Event, ValueKind};
 
 use super::proto;
 use crate::{Host, ReadError};
@@ -63,6 +64,7 @@ struct Reader<'a> {
     processes: FxHashMap<(u32, String), ProcessId>,
     told: FxHashSet<u64>,
     main: String,
+    series: SeriesId,
 }
 
 impl<'a> Reader<'a> {
@@ -84,6 +86,7 @@ impl<'a> Reader<'a> {
             processes: FxHashMap::default(),
             told: FxHashSet::default(),
             main: String::new(),
+            series: SeriesId::default(),
         };
         for mapping in &wire.mapping {
             if is_kernel(reader.text(mapping.filename)?) {
@@ -108,32 +111,25 @@ impl<'a> Reader<'a> {
     fn head(&mut self, number: usize) -> Result<(), ReadError> {
         let wire = self.wire;
         let of = |kind: &proto::ValueType| {
-            Ok::<_, ReadError>((
-                self.text(kind.r#type)?.to_owned(),
-                self.text(kind.unit)?.to_owned(),
-            ))
+            Ok::<_, ReadError>(ValueKind::new(self.text(kind.r#type)?, self.text(kind.unit)?))
         };
-        let kinds: Vec<(String, String)> =
-            wire.sample_type.iter().map(of).collect::<Result<_, _>>()?;
+        let kinds: Vec<ValueKind> = wire.sample_type.iter().map(of).collect::<Result<_, _>>()?;
         let default = self.text(wire.default_sample_type)?;
-        let default = kinds.iter().position(|(kind, _)| kind == default && !default.is_empty());
+        let default = kinds.iter().position(|it| it.kind == default && !default.is_empty());
         let shown = default.unwrap_or(kinds.len().saturating_sub(1));
         let period_type = wire.period_type.as_ref().map(of).transpose()?;
         let period_type = period_type.unwrap_or_default();
-        let frequency = match (period_type.1.as_str(), wire.period) {
+        let frequency = match (period_type.unit.as_str(), wire.period) {
             ("nanoseconds", period @ 1..) => 1_000_000_000 / period,
             _ => 0,
         };
-        let origin = Origin {
-            event: kinds.get(shown).map(|(kind, _)| kind.clone()).unwrap_or_default(),
-            frequency: u32::try_from(frequency).unwrap_or(0),
-            ..Origin::default()
-        };
+        let event = Event::by_name(kinds.get(shown).map_or("", |shown| &shown.kind));
+        let frequency = u32::try_from(frequency).unwrap_or(0);
         let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
         let comments: Vec<String> = comments.collect::<Result<_, _>>()?;
-        self.into.capture(number, origin, 0);
+        self.into.capture(number, Origin::default(), 0);
         let types = Types { default: shown, kinds, period: wire.period, period_type };
-        self.into.types(types)?;
+        self.series = self.into.series_of(event, frequency, types)?;
         for comment in comments {
             self.into.comment(comment);
         }
@@ -157,7 +153,7 @@ impl<'a> Reader<'a> {
                 true => None,
                 false => Some(self.into.stack(Stack { locations, end: EndReason::NotSaid })?),
             };
-            let key = SampleKey { thread, user, kernel: None, labels };
+            let key = SampleKey { series: self.series, thread, user, kernel: None, labels };
             taken = taken.saturating_add(self.into.values(key, &sample.value)?);
         }
         self.into.taken(Some(taken));

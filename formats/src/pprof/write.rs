@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use flate2::{Compression, GzBuilder};
 use prost::Message;
 use rustc_hash::FxHashMap;
+use stackwire_model::ValueKind;
 use stackwire_model::profile::labels::LabelValue;
 use stackwire_model::profile::{Executable, Line, LocationId, Missing, Named, Profile, Resolution};
 
@@ -38,25 +39,24 @@ pub fn write(profile: Named<'_>, options: &Options, out: impl Write) -> io::Resu
 
 fn build(profile: Named<'_>, options: &Options) -> proto::Profile {
     let mut writer = Writer::new(profile, options.unsymbolized);
-    let (cpu_kind, cpu_unit) = profile.origin.value_kind();
-    let count_type = writer.value_type("samples", "count");
-    let cpu_type = writer.value_type(cpu_kind, cpu_unit);
-    let period = match (profile.origin.frequency, cpu_unit) {
-        (frequency @ 1.., "nanoseconds") => 1_000_000_000 / i64::from(frequency),
-        _ => 1,
-    };
+    let kinds = writer.columns.kinds.clone();
+    let sample_type = kinds.iter().map(|kind| writer.value_type(kind)).collect();
     let samples = profile.samples.iter().enumerate();
     let samples = samples.map(|(index, sample)| writer.sample(index, sample)).collect();
-    let mut sample_type = vec![count_type, cpu_type];
-    let (mut period_type, mut period) = (cpu_type, period);
-    let mut default_sample_type = cpu_type.r#type;
-    if let Some(types) = &profile.types {
-        sample_type =
-            types.kinds.iter().map(|(kind, unit)| writer.value_type(kind, unit)).collect();
-        default_sample_type = sample_type.get(types.default).map_or(0, |kind| kind.r#type);
-        period_type = writer.value_type(&types.period_type.0, &types.period_type.1);
-        period = types.period;
-    }
+    let shown = profile.series_of(profile.shown());
+    let default_sample_type = writer.value_type(shown.shown_kind()).r#type;
+    let (period_type, period) = match &shown.types {
+        Some(types) => (types.period_type.clone(), types.period),
+        None => {
+            let weight = shown.event.weight.clone();
+            let period = match (shown.frequency, weight.unit.as_str()) {
+                (frequency @ 1.., "nanoseconds") => 1_000_000_000 / i64::from(frequency),
+                _ => 1,
+            };
+            (weight, period)
+        }
+    };
+    let period_type = writer.value_type(&period_type);
     let comments = comments(profile, options);
     let comment = comments.iter().map(|comment| writer.strings.index(comment)).collect();
     proto::Profile {
@@ -109,7 +109,7 @@ fn comments(profile: Named<'_>, options: &Options) -> Vec<String> {
             origin.hostname, origin.kernel_release, origin.machine
         ));
     }
-    if profile.types.is_none() {
+    if profile.series.iter().all(|series| series.types.is_none()) {
         comments.push(match profile.taken {
             Some(taken) => format!(
                 "samples taken {taken}, in this profile {}, {}lost {}",
@@ -146,6 +146,34 @@ struct Writer<'a> {
     location_ids: FxHashMap<LocationId, u64>,
     functions: Vec<proto::Function>,
     function_ids: HashMap<(u64, String, String), u64>,
+    columns: Columns,
+}
+
+/// What the values of samples are: those of each series have their own, and are 0 in all others.
+#[derive(Default)]
+struct Columns {
+    kinds: Vec<ValueKind>,
+    /// By series: its first.
+    first: Vec<usize>,
+}
+
+impl Columns {
+    fn of(profile: &Profile) -> Self {
+        let mut columns = Self::default();
+        for series in &profile.series {
+            // As perf_to_profile calls them, where there are several.
+            let samples = match columns.kinds.as_slice() {
+                [] => ValueKind::samples(),
+                _ => ValueKind::new(&format!("{}_sample", series.event.name), "count"),
+            };
+            columns.first.push(columns.kinds.len());
+            match &series.types {
+                Some(types) => columns.kinds.extend_from_slice(&types.kinds),
+                None => columns.kinds.extend([samples, series.event.weight.clone()]),
+            }
+        }
+        columns
+    }
 }
 
 impl<'a> Writer<'a> {
@@ -162,11 +190,15 @@ impl<'a> Writer<'a> {
             location_ids: FxHashMap::default(),
             functions: Vec::new(),
             function_ids: HashMap::new(),
+            columns: Columns::of(&profile),
         }
     }
 
-    fn value_type(&mut self, kind: &str, unit: &str) -> proto::ValueType {
-        proto::ValueType { r#type: self.strings.index(kind), unit: self.strings.index(unit) }
+    fn value_type(&mut self, of: &ValueKind) -> proto::ValueType {
+        proto::ValueType {
+            r#type: self.strings.index(&of.kind),
+            unit: self.strings.index(&of.unit),
+        }
     }
 
     fn sample(&mut self, index: usize, sample: &stackwire_model::profile::Sample) -> proto::Sample {
@@ -180,7 +212,8 @@ impl<'a> Writer<'a> {
         if process.pid != 0 || !process.comm.is_empty() {
             label.push(self.text_label("comm", &process.comm));
         }
-        if profile.types.is_none() || process.pid != 0 {
+        let types = &profile.series_of(sample.key.series).types;
+        if types.is_none() || process.pid != 0 {
             label.push(self.number_label("pid", process.pid));
             label.push(self.text_label("thread", &thread.comm));
             label.push(self.number_label("tid", thread.tid));
@@ -198,10 +231,16 @@ impl<'a> Writer<'a> {
                 },
             });
         }
-        let value = match profile.types {
-            Some(_) => profile.values.get(index).cloned().unwrap_or_default(),
-            None => vec![sample.count as i64, sample.value as i64],
+        let of_captured = [sample.count as i64, sample.value as i64];
+        let own = match types {
+            Some(_) => profile.values.get(index).map_or(&[][..], Vec::as_slice),
+            None => &of_captured,
         };
+        let mut value = vec![0; self.columns.kinds.len()];
+        let columns = value
+            .iter_mut()
+            .skip(self.columns.first.get(sample.key.series.index()).copied().unwrap_or(0));
+        columns.zip(own).for_each(|(column, own)| *column = *own);
         proto::Sample { location_id, value, label }
     }
 

@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use stackwire_model::profile::{LocationId, MissingReason, Named, Profile, Quality, Resolution};
+use stackwire_model::profile::{
+    LocationId, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
+};
 
 use super::short::short;
 use super::{problems, unwinding};
@@ -55,10 +57,17 @@ const OTHER_ROWS: usize = 12;
 /// Those of the writer.
 pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> io::Result<()> {
     head(&profile, &mut out)?;
-    if let Some(key) = options.by {
-        values(&profile, key, &mut out)?;
+    let series: Vec<SeriesId> = profile.sampled_series().collect();
+    for &id in &series {
+        if series.len() > 1 {
+            let series = profile.series_of(id);
+            writeln!(out, "\n{}", plain(&series.amount(profile.count_of(id))))?;
+        }
+        if let Some(key) = options.by {
+            values(&profile, id, key, &mut out)?;
+        }
+        top(profile, id, series.len(), options, &mut out)?;
     }
-    top(profile, options, &mut out)?;
     match options.window {
         Some(_) => problems::write(profile, &mut out)?,
         None => {
@@ -75,8 +84,9 @@ fn head(profile: &Profile, out: &mut impl Write) -> io::Result<()> {
     let processes = profile.sampled_processes();
     let mut head = profile.amount();
     // What others do not say is left out. Writing to a String cannot fail.
-    if origin.frequency > 0 {
-        let _ = write!(head, " at {} Hz", origin.frequency);
+    let frequency = profile.series_of(profile.shown()).frequency;
+    if frequency > 0 {
+        let _ = write!(head, " at {frequency} Hz");
     }
     if profile.duration_ns > 0 {
         let _ = write!(head, " over {:.1} s", profile.duration_ns as f64 / 1e9);
@@ -97,19 +107,19 @@ fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Samples by the values of a label.
-pub(crate) fn by_value(profile: &Profile, key: &str) -> BTreeMap<String, u64> {
+/// Samples of a series by the values of a label.
+pub(crate) fn by_value(profile: &Profile, series: SeriesId, key: &str) -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
-    for sample in &profile.samples {
+    for sample in profile.samples_of(series) {
         let value = profile.label(sample.key, key).unwrap_or("without".into());
         *counts.entry(value.into_owned()).or_default() += sample.count;
     }
     counts
 }
 
-fn values(profile: &Profile, key: &str, out: &mut impl Write) -> io::Result<()> {
-    let total = profile.sample_count();
-    let mut rows: Vec<_> = by_value(profile, key).into_iter().collect();
+fn values(profile: &Profile, series: SeriesId, key: &str, out: &mut impl Write) -> io::Result<()> {
+    let total = profile.count_of(series);
+    let mut rows: Vec<_> = by_value(profile, series, key).into_iter().collect();
     rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n   share samples  {key}")?;
     for (value, samples) in rows {
@@ -127,8 +137,11 @@ pub(crate) struct Counts {
     pub all: u64,
 }
 
-/// Functions, by name and file name of what they lie in.
-pub(crate) fn functions(profile: Named<'_>) -> BTreeMap<(String, String), Counts> {
+/// Functions of a series, by name and file name of what they lie in.
+pub(crate) fn functions(
+    profile: Named<'_>,
+    series: SeriesId,
+) -> BTreeMap<(String, String), Counts> {
     // Names are compared once a location, not once a frame of each sample.
     let mut numbers: HashMap<(String, String), usize> = HashMap::new();
     let mut number_of = |function, module: &str| {
@@ -145,7 +158,7 @@ pub(crate) fn functions(profile: Named<'_>) -> BTreeMap<(String, String), Counts
     let mut counts = vec![Counts::default(); numbers.len()];
     // The sample each was last counted for: a function that calls itself counts once.
     let mut counted = vec![usize::MAX; numbers.len()];
-    for (index, sample) in profile.samples.iter().enumerate() {
+    for (index, sample) in profile.samples_of(series).enumerate() {
         let mut frames =
             profile.frames(sample.key).flat_map(|at| &of_location[at.index()]).peekable();
         if let Some(&&leaf) = frames.peek() {
@@ -158,23 +171,32 @@ pub(crate) fn functions(profile: Named<'_>) -> BTreeMap<(String, String), Counts
             }
         }
     }
-    numbers.into_iter().map(|(name, number)| (name, counts[number])).collect()
+    let found = numbers.into_iter().map(|(name, number)| (name, counts[number]));
+    found.filter(|(_, counts)| counts.all > 0).collect()
 }
 
 /// Columns before the name of a function.
 const BEFORE_NAMES: usize = 37;
 
-fn top(profile: Named<'_>, options: &Options<'_>, out: &mut impl Write) -> io::Result<()> {
-    let total = profile.sample_count();
-    let room =
-        options.window.map_or(TOP, |window| window.rows.saturating_sub(OTHER_ROWS).clamp(5, TOP));
+/// `of`: how many series there are, which share the room.
+fn top(
+    profile: Named<'_>,
+    series: SeriesId,
+    of: usize,
+    options: &Options<'_>,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let total = profile.count_of(series);
+    let room = options
+        .window
+        .map_or(TOP, |window| (window.rows.saturating_sub(OTHER_ROWS) / of).clamp(5, TOP));
     let most = options.top.unwrap_or(room);
     let weight = |counts: &Counts| match options.sort {
         Sort::Own => counts.own,
         Sort::Total => counts.all,
     };
     let mut rows: Vec<_> =
-        functions(profile).into_iter().filter(|(_, counts)| weight(counts) > 0).collect();
+        functions(profile, series).into_iter().filter(|(_, counts)| weight(counts) > 0).collect();
     rows.sort_by(|a, b| weight(&b.1).cmp(&weight(&a.1)).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n    self           total          function")?;
     for ((function, module), Counts { own, all }) in rows.iter().take(most) {

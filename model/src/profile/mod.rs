@@ -13,6 +13,7 @@ mod location;
 mod missing;
 mod names;
 mod quality;
+mod series;
 mod shares;
 mod slice;
 mod unite;
@@ -31,6 +32,7 @@ pub use self::location::{FrameKind, Location, lookup_offset};
 pub use self::missing::{Missing, MissingReason};
 pub use self::names::{Line, Named, Names, Resolution, Source, is_place, place};
 pub use self::quality::Quality;
+pub use self::series::{Series, Types};
 pub use self::shares::{Cut, Share, Unnamed};
 pub use self::unite::unite;
 pub use self::unwind_tables::UnwindTables;
@@ -71,6 +73,11 @@ handle!(
 handle!(
     /// Into [`Profile::stacks`].
     StackId
+);
+handle!(
+    /// Into [`Profile::series`].
+    #[derive(Default)]
+    SeriesId
 );
 
 /// One program image of a process.
@@ -139,9 +146,11 @@ pub struct Stack {
     pub end: EndReason,
 }
 
-/// What samples share: thread and stacks.
+/// What samples share: series, thread and stacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SampleKey {
+    /// The series.
+    pub series: SeriesId,
     /// The thread.
     pub thread: ThreadId,
     /// User stack.
@@ -159,7 +168,7 @@ pub struct Sample {
     pub key: SampleKey,
     /// How many.
     pub count: u64,
-    /// Sum of their weights, in the event's unit.
+    /// Sum of their weights, in the unit of their event.
     pub value: u64,
 }
 
@@ -185,10 +194,6 @@ pub struct Origin {
     pub kernel_release: String,
     /// `uname -m`.
     pub machine: String,
-    /// "cpu-clock" or "cycles".
-    pub event: String,
-    /// Samples a second and CPU.
-    pub frequency: u32,
     /// Kernel stacks were recorded.
     pub kernel_stacks: bool,
     /// Version of the collector; empty: another program took the profile.
@@ -199,32 +204,6 @@ pub struct Origin {
     pub cpu_id: String,
     /// Likewise, for people.
     pub cpu_description: String,
-}
-
-/// What the values of samples are, where they are no samples of CPU time.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Types {
-    /// Kind and unit of each value.
-    pub kinds: Vec<(String, String)>,
-    /// Which of them is shown unless told otherwise.
-    pub default: usize,
-    /// Kind and unit of the period.
-    pub period_type: (String, String),
-    /// Between two events of that kind.
-    pub period: i64,
-}
-
-impl Origin {
-    /// Kind and unit of what samples weigh.
-    #[must_use]
-    pub fn value_kind(&self) -> (&str, &str) {
-        match self.event.as_str() {
-            "" | "cpu" | "samples" => ("cpu", "nanoseconds"),
-            clock if clock.ends_with("-clock") => ("cpu", "nanoseconds"),
-            "cycles" => ("cycles", "cycles"),
-            event => (event, "count"),
-        }
-    }
 }
 
 /// A profile.
@@ -248,7 +227,9 @@ pub struct Profile {
     pub locations: Vec<Location>,
     /// Stacks.
     pub stacks: Vec<Stack>,
-    /// Samples, first seen first.
+    /// What was sampled.
+    pub series: Vec<Series>,
+    /// Samples of all series, first seen first.
     pub samples: Vec<Sample>,
     /// Each of them, in the order they came; empty unless asked for.
     pub timeline: Vec<Moment>,
@@ -256,9 +237,8 @@ pub struct Profile {
     pub clock_zero_ns: u64,
     /// Labels other profilers gave samples.
     pub label_sets: Vec<Vec<labels::Label>>,
-    /// What [`Profile::values`] are; `None`: there are none, and samples are of CPU time.
-    pub types: Option<Types>,
-    /// By sample. Its count is then the value of the default kind.
+    /// By sample of a series with [`Series::types`]. Its count is then the value of the default
+    /// kind.
     pub values: Vec<Vec<i64>>,
     /// Names the input had.
     pub given: FxHashMap<LocationId, Arc<[Line]>>,
@@ -284,31 +264,10 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Samples in the profile.
+    /// Samples in the profile, of all series.
     #[must_use]
     pub fn sample_count(&self) -> u64 {
         self.samples.iter().map(|sample| sample.count).sum()
-    }
-
-    /// Kind and unit of the values that are shown.
-    #[must_use]
-    pub fn shown_kind(&self) -> (&str, &str) {
-        let given = self.types.as_ref().and_then(|types| types.kinds.get(types.default));
-        given.map_or(self.origin.value_kind(), |(kind, unit)| (kind, unit))
-    }
-
-    /// How much of what there is: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3
-    /// contentions".
-    #[must_use]
-    pub fn amount(&self) -> String {
-        let count = self.sample_count();
-        let event = &self.origin.event;
-        match (&self.types, self.shown_kind()) {
-            (None, _) if event == "samples" => format!("{count} samples"),
-            (None, _) => format!("{count} samples of {event}"),
-            (Some(_), (kind, "count")) => format!("{count} {kind}"),
-            (Some(_), (kind, unit)) => format!("{count} {unit} of {kind}"),
-        }
     }
 
     /// Processes that have samples. One that became another program is there once.
@@ -352,7 +311,8 @@ mod tests {
             let process = Process { pid, generation, ..Process::default() };
             let process = into.process(process).unwrap();
             let thread = into.thread(Thread { process, tid: pid, comm: String::new() }).unwrap();
-            let key = SampleKey { thread, user: None, kernel: None, labels: 0 };
+            let key =
+                SampleKey { series: SeriesId(0), thread, user: None, kernel: None, labels: 0 };
             if sampled {
                 into.sample(key, 1, (None, None)).unwrap();
             }

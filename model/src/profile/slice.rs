@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{LocationId, Moment, Names, Profile, Sample};
+use super::{LocationId, Moment, Names, Profile, Sample, SeriesId};
 
 impl Profile {
     /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
@@ -26,6 +26,21 @@ impl Profile {
         let end = self.start_ns.saturating_add(self.duration_ns).min(range.end);
         self.start_ns = self.start_ns.max(range.start);
         self.duration_ns = end.saturating_sub(self.start_ns);
+    }
+
+    /// Keeps the samples of one event, which is the profile's only one then; whether it has it.
+    pub fn keep_event(&mut self, name: &str) -> bool {
+        let Some(series) = self.series.iter().position(|series| series.event.name == name) else {
+            return false;
+        };
+        let before = self.sample_count();
+        self.retain(|_, sample| sample.key.series.index() == series);
+        self.left_out += before - self.sample_count();
+        self.series = vec![self.series.swap_remove(series)];
+        for sample in &mut self.samples {
+            sample.key.series = SeriesId(0);
+        }
+        true
     }
 
     /// Keeps the samples that have, of each label named, one of the values given for it.

@@ -84,6 +84,7 @@ mod tests {
     fn places_of_equal_names_are_one_and_others_stay_apart() {
         let mut into = Builder::new();
         into.keep_timeline();
+        let series = into.series(crate::Event::cpu_clock(), 99);
         let executable = into.executable(Executable::Anonymous).unwrap();
         let process = into.process(Process { pid: 7, ..Process::default() }).unwrap();
         let thread = into.thread(Thread { process, tid: 7, comm: "x".to_owned() }).unwrap();
@@ -91,7 +92,7 @@ mod tests {
             let at = Location { executable, process: Some(process), offset: 0x1000, seen_ns };
             let locations = vec![into.location(at).unwrap()];
             let user = Some(into.stack(Stack { locations, end: EndReason::Root }).unwrap());
-            let key = SampleKey { thread, user, kernel: None, labels: 0 };
+            let key = SampleKey { series, thread, user, kernel: None, labels: 0 };
             into.sample(key, 5, (Some(seen_ns), Some(0))).unwrap();
         }
         let mut profile = into.build();

@@ -175,9 +175,9 @@ fn is_plain(path: &Path) -> bool {
 /// One line a run: how much there is, how well it is named, how whole the stacks are, and how much
 /// is missing.
 fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
-    let amount = match profile.types {
-        None => format!("{} samples", profile.sample_count()),
-        Some(_) => profile.amount(),
+    let amount = match profile.series.as_slice() {
+        [only] if only.types.is_none() => format!("{} samples", profile.sample_count()),
+        _ => profile.amount(),
     };
     let named = match unsymbolized {
         true => "without names".to_owned(),
@@ -203,5 +203,6 @@ pub fn title(profile: &Profile) -> String {
         [process] => format!("{} ({})", process.comm, process.pid),
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
-    format!("{what}: {}", profile.amount())
+    let shown = profile.shown();
+    format!("{what}: {}", profile.series_of(shown).amount(profile.count_of(shown)))
 }

@@ -10,9 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{
-    Builder, Event, Kept, Names, Profile, Session, SessionError, Share, Sources, Unwind,
-};
+use stackwire::{Builder, Kept, Names, Profile, Session, SessionError, Share, Sources, Unwind};
 
 use super::Failure;
 use super::output::{Outputs, check_distinct};
@@ -181,10 +179,7 @@ fn start(
         .timeline(arguments.outputs.perf_data_output.is_some())
         .sample_rate(arguments.sample_rate)
         .kernel_stacks(arguments.kernel_stacks)
-        .event(match arguments.event {
-            cli::Event::CpuClock => Event::CpuClock,
-            cli::Event::Cycles => Event::Cycles,
-        })
+        .events(arguments.event.clone())
         .unwind(match arguments.unwind {
             cli::Unwind::Auto => Unwind::Auto,
             cli::Unwind::Dwarf => Unwind::Tables,

@@ -9,7 +9,7 @@ use regex::Regex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire::formats::report::{self, Window};
 use stackwire::formats::{compare, flamegraph, folded};
-use stackwire::profile::{Names, Profile, unite};
+use stackwire::profile::{Named, Names, Profile, unite};
 use stackwire::{Artifacts, Inputs, Sources, lay_out, resolve};
 use stackwire_rights::capabilities;
 
@@ -68,15 +68,10 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let profiles: Vec<_> = loaded.iter().map(|side| side.names.of(&side.profile)).collect();
     let printed = match *profiles.as_slice() {
         [before, after] => {
-            let [one, two] = [before.shown_kind(), after.shown_kind()];
+            let kind = |of: Named<'_>| of.series_of(of.shown()).shown_kind().clone();
+            let (one, two) = (kind(before), kind(after));
             if one != two {
-                let message = anyhow!(
-                    "--diff compares what is of one kind, not {}/{} with {}/{}",
-                    one.0,
-                    one.1,
-                    two.0,
-                    two.1
-                );
+                let message = anyhow!("--diff compares what is of one kind, not {one} with {two}");
                 return Err(message.into());
             }
             if let Some(flamegraph) = flamegraph {
@@ -191,6 +186,14 @@ impl Captures {
             inputs.add(file, sources).with_context(cannot)?;
         }
         let (mut profile, artifacts) = inputs.finish();
+        if let Some(event) = &slice.event
+            && !profile.keep_event(event)
+        {
+            let names = profile.series.iter().map(|series| series.event.name.as_str());
+            let names: Vec<&str> = names.filter(|name| !name.is_empty()).collect();
+            let known = if names.is_empty() { "none by name".to_owned() } else { names.join(", ") };
+            return Err(anyhow!("no samples of an event {event:?}; events there are: {known}"));
+        }
         if let Some(time) = &slice.time {
             if profile.timeline.len() as u64 != profile.sample_count() {
                 return Err(anyhow!(

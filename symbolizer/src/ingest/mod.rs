@@ -7,17 +7,20 @@
 
 mod tables;
 
+use stackwire_model::Event;
 use stackwire_proto::v1;
 
 use self::tables::Reader;
 
 use crate::profile::{
-    Builder, Executable, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, Stack,
-    StackId, Thread, ThreadId, UnwindTables, labels, lookup_offset,
+    Builder, Executable, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, SeriesId,
+    Stack, StackId, Thread, ThreadId, UnwindTables, labels, lookup_offset,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
 const MAX_DEPTH: usize = 4096;
+/// Most events of a capture.
+const MAX_EVENTS: usize = 1024;
 /// Most frames of all stacks of an epoch, for the same reason. A collector cuts at some millions.
 const MAX_FRAMES: usize = 16 << 20;
 
@@ -62,9 +65,20 @@ pub struct Context {
     container: v1::Container,
     /// The processes were chosen one by one.
     chosen: bool,
+    /// What was sampled; see [`Context::begin`].
+    events: Vec<Event>,
+    frequency: u32,
+    series: Vec<SeriesId>,
 }
 
 impl Context {
+    /// Begins its capture.
+    pub fn begin(&mut self, into: &mut Builder, number: usize, origin: Origin) {
+        into.capture(number, origin, self.wall(0));
+        let events = self.events.iter().take(MAX_EVENTS);
+        self.series = events.map(|event| into.series(event.clone(), self.frequency)).collect();
+    }
+
     /// Nanoseconds since the Unix epoch.
     #[must_use]
     pub fn wall(&self, monotonic_ns: u64) -> u64 {
@@ -104,12 +118,11 @@ impl Context {
 #[must_use]
 pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
     let sampling = hello.sampling.clone().unwrap_or_default();
+    let events = sampling.all_events();
     let origin = Origin {
         hostname: hello.hostname.clone(),
         kernel_release: hello.kernel_release.clone(),
         machine: hello.machine.clone(),
-        event: sampling.event,
-        frequency: sampling.frequency,
         kernel_stacks: sampling.kernel_stacks,
         collector: hello.collector_version.clone(),
         cpus: (hello.cpus, hello.cpus_online),
@@ -121,6 +134,9 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
         realtime_ns: hello.clock_realtime_ns,
         container: hello.container.clone().unwrap_or_default(),
         chosen: !sampling.pids.is_empty(),
+        events,
+        frequency: sampling.frequency,
+        series: Vec::new(),
     };
     (origin, context)
 }
@@ -278,37 +294,41 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         Ok(Some(id))
     };
 
-    let none = v1::Samples::default();
-    let samples = epoch.samples.as_ref().unwrap_or(&none);
-    let count = samples.time_delta.len();
-    let columns = [&samples.thread, &samples.cpu, &samples.user_stack, &samples.kernel_stack];
-    if columns.iter().any(|column| column.len() != count)
-        || !(samples.value.len() == count || samples.value.len() == 1)
-    {
-        return Err(reader.ragged("samples"));
-    }
-    let mut keys = Vec::with_capacity(count);
-    let mut time_ns = epoch.start_ns;
-    for index in 0..count {
-        time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
-        let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
-        let seen_ns = writing[process as usize].seen(context.wall(time_ns));
-        let of = (processes[process as usize], seen_ns);
-        let key = SampleKey {
-            thread,
-            user: stack(samples.user_stack[index], of, into)?,
-            kernel: stack(samples.kernel_stack[index], of, into)?,
-            labels: 0,
-        };
-        keys.push(key);
+    let mut keys = Vec::new();
+    for samples in &epoch.samples {
+        let count = samples.time_delta.len();
+        let columns = [&samples.thread, &samples.cpu, &samples.user_stack, &samples.kernel_stack];
+        if columns.iter().any(|column| column.len() != count)
+            || !(samples.value.len() == count || samples.value.len() == 1)
+        {
+            return Err(reader.ragged("samples"));
+        }
+        let series = reader.at(&context.series, samples.event, "event")?;
+        let mut time_ns = epoch.start_ns;
+        for index in 0..count {
+            time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
+            let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
+            let seen_ns = writing[process as usize].seen(context.wall(time_ns));
+            let of = (processes[process as usize], seen_ns);
+            keys.push(SampleKey {
+                series,
+                thread,
+                user: stack(samples.user_stack[index], of, into)?,
+                kernel: stack(samples.kernel_stack[index], of, into)?,
+                labels: 0,
+            });
+        }
     }
     // Nothing can be wrong from here on: an epoch counts whole or not at all.
-    let mut time_ns = epoch.start_ns;
-    for (index, key) in keys.into_iter().enumerate() {
-        let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
-        time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
-        let at = (Some(context.wall(time_ns)), Some(samples.cpu[index]));
-        into.sample(key, value, at).map_err(|e| reader.invalid(e))?;
+    let mut keys = keys.into_iter();
+    for samples in &epoch.samples {
+        let mut time_ns = epoch.start_ns;
+        for ((index, delta), key) in samples.time_delta.iter().enumerate().zip(&mut keys) {
+            let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
+            time_ns = time_ns.wrapping_add(*delta as u64);
+            let at = (Some(context.wall(time_ns)), Some(samples.cpu[index]));
+            into.sample(key, value, at).map_err(|e| reader.invalid(e))?;
+        }
     }
     for lost in &epoch.lost {
         into.lost(lost.reason().into(), lost.count, lost.samples);
@@ -362,14 +382,15 @@ mod tests {
                 kind: vec![1, 0],
             }),
             stacks: vec![stack],
-            samples: Some(v1::Samples {
+            samples: vec![v1::Samples {
                 time_delta: vec![1, 1],
                 thread: vec![0, 0],
                 cpu: vec![0, 1],
                 user_stack: vec![1, 1],
                 kernel_stack: vec![0, 0],
                 value: vec![10],
-            }),
+                event: 0,
+            }],
             start_ns: 1000,
             end_ns: 5000,
             ..Default::default()
@@ -378,7 +399,10 @@ mod tests {
 
     fn build(wire: &v1::Epoch) -> Result<crate::profile::Profile, IngestError> {
         let mut builder = Builder::new();
-        let clock = &Context { monotonic_ns: 1000, realtime_ns: 9000, ..Context::default() };
+        let events = vec![Event::cpu_clock()];
+        let (monotonic_ns, realtime_ns) = (1000, 9000);
+        let clock = &mut Context { monotonic_ns, realtime_ns, events, ..Context::default() };
+        clock.begin(&mut builder, 0, Origin::default());
         epoch(wire, clock, &mut builder)?;
         epoch(wire, clock, &mut builder)?;
         Ok(builder.build())
@@ -412,7 +436,7 @@ mod tests {
 
     #[test]
     fn indices_outside_their_table_are_refused() {
-        let breaks: [fn(&mut v1::Epoch); 9] = [
+        let breaks: [fn(&mut v1::Epoch); 10] = [
             |e| e.executables[0].path = 9,
             |e| e.threads[0].process = 9,
             |e| e.mappings[0].executable = 9,
@@ -420,8 +444,9 @@ mod tests {
             |e| e.stacks[0].node = 9,
             |e| e.nodes.as_mut().unwrap().parent[1] = 2,
             |e| e.nodes.as_mut().unwrap().executable[1] = 9,
-            |e| e.samples.as_mut().unwrap().thread[0] = 9,
-            |e| e.samples.as_mut().unwrap().user_stack[0] = 9,
+            |e| e.samples[0].thread[0] = 9,
+            |e| e.samples[0].user_stack[0] = 9,
+            |e| e.samples[0].event = 9,
         ];
         for (number, damage) in breaks.iter().enumerate() {
             let mut wire = sample();
@@ -429,7 +454,7 @@ mod tests {
             assert!(build(&wire).is_err(), "case {number}");
         }
         let mut ragged = sample();
-        ragged.samples.as_mut().unwrap().cpu.pop();
+        ragged.samples[0].cpu.pop();
         assert_eq!(build(&ragged).unwrap_err(), IngestError::Ragged { epoch: 0, what: "samples" });
     }
 
@@ -454,16 +479,20 @@ mod tests {
                 .map(|process| v1::Thread { process, ..Default::default() })
                 .collect();
             let count = MAX_DEPTH * processes as usize;
-            wire.samples = Some(v1::Samples {
+            wire.samples = vec![v1::Samples {
                 time_delta: vec![0; count],
                 thread: (0..processes).flat_map(|thread| vec![thread; MAX_DEPTH]).collect(),
                 cpu: vec![0; count],
                 user_stack: (0..processes).flat_map(|_| 1..=nodes).collect(),
                 kernel_stack: vec![0; count],
                 value: vec![1],
-            });
+                event: 0,
+            }];
             let mut builder = Builder::new();
-            epoch(&wire, &Context::default(), &mut builder)
+            let events = vec![Event::cpu_clock()];
+            let mut context = Context { events, ..Context::default() };
+            context.begin(&mut builder, 0, Origin::default());
+            epoch(&wire, &context, &mut builder)
         };
         wide(1).unwrap();
         let said = wide(2).unwrap_err().to_string();

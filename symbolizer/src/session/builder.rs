@@ -26,7 +26,7 @@ pub struct Builder {
     pub(super) follow: bool,
     pub(super) profile: bool,
     pub(super) frequency: u32,
-    pub(super) event: Event,
+    pub(super) events: Vec<Event>,
     pub(super) kernel_stacks: bool,
     pub(super) unwind: Unwind,
     pub(super) duration: Option<Duration>,
@@ -45,7 +45,7 @@ impl Builder {
             follow: false,
             profile: false,
             frequency: 99,
-            event: Event::default(),
+            events: vec![Event::cpu_clock()],
             kernel_stacks: true,
             unwind: Unwind::default(),
             duration: None,
@@ -96,10 +96,10 @@ impl Builder {
         self
     }
 
-    /// What makes the kernel take a sample: the CPU's clock unless told.
+    /// What makes the kernel take samples, a series each: the CPU's clock alone unless told.
     #[must_use]
-    pub fn event(mut self, event: Event) -> Self {
-        self.event = event;
+    pub fn events(mut self, events: Vec<Event>) -> Self {
+        self.events = events;
         self
     }
 
@@ -186,9 +186,10 @@ impl Builder {
         if let Some(duration) = self.duration {
             command.arg(format!("--duration={}ns", duration.as_nanos()));
         }
+        let events: Vec<&str> = self.events.iter().map(|event| event.name.as_str()).collect();
         command
             .arg(format!("--sample-rate={}", self.frequency))
-            .arg(format!("--event={}", self.event.name()))
+            .arg(format!("--event={}", events.join(",")))
             .arg(format!("--kernel-stacks={}", self.kernel_stacks))
             .arg(format!("--unwind={}", self.unwind.name()))
             // Often, so that files are opened while their processes live.

@@ -1,9 +1,7 @@
 //! perf.data of perf itself: file or pipe, chains by frame pointers or copies of stacks, which are
-//! walked here.
+//! walked here. Each event is a series.
 //!
-//! The crate that reads the records trusts sizes in them: `guard.rs` looks at those first. Of
-//! several events the one that has the first sample is read, and the others are said to be left
-//! out.
+//! The crate that reads the records trusts sizes in them: `guard.rs` looks at those first.
 
 mod guard;
 mod kernel;
@@ -13,8 +11,8 @@ use std::fs::File;
 use std::io::{BufReader, Read, Seek};
 
 use linux_perf_data::linux_perf_event_reader::{
-    AttrFlags, CpuMode, EventRecord, Mmap2FileId, PerfEventAttr, RawData, SampleFormat,
-    SampleRecord, SamplingPolicy,
+    AttrFlags, CpuMode, EventRecord, Mmap2FileId, RawData, SampleFormat, SampleRecord,
+    SamplingPolicy,
 };
 use linux_perf_data::{
     AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
@@ -22,9 +20,10 @@ use linux_perf_data::{
 };
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
-    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey, StackId,
+    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey,
+    SeriesId, StackId,
 };
-use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
+use stackwire_model::{BuildId, Device, Event, ExecutableKey, FileId};
 
 use self::kernel::Kernel;
 use self::stack_copy::{Copied, Walker};
@@ -75,9 +74,8 @@ struct Reader<'a> {
     kernel: Kernel,
     walker: Walker,
     build_ids: FxHashMap<DsoKey, BuildId>,
-    /// Index of the event that is read, once one had a sample.
-    event: Option<usize>,
-    others: FxHashMap<usize, u64>,
+    /// By index of the event: its series, and what samples weigh that do not say.
+    series: FxHashMap<usize, (SeriesId, u64)>,
     undecoded: u64,
     taken: u64,
     lost: u64,
@@ -135,8 +133,7 @@ impl<'a> Reader<'a> {
             tasks: Tasks::default(),
             kernel: Kernel::default(),
             walker: Walker::default(),
-            event: None,
-            others: FxHashMap::default(),
+            series: FxHashMap::default(),
             undecoded: 0,
             taken: 0,
             lost: 0,
@@ -155,6 +152,7 @@ impl<'a> Reader<'a> {
     ) -> Result<(), ReadError> {
         // Numbers of processes are those of this file.
         self.into.capture(number, self.origin(), 0);
+        self.begin_series();
         loop {
             match records.next_record(&mut self.file) {
                 Ok(Some(PerfFileRecord::EventRecord { attr_index, record })) => {
@@ -179,28 +177,17 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The event that is read.
-    fn attribute(&self) -> &PerfEventAttr {
-        &self.file.event_attributes()[self.event.unwrap_or(0)].attr
-    }
-
     fn origin(&self) -> Origin {
         let text = |found: Result<Option<&str>, linux_perf_data::Error>| {
             found.ok().flatten().unwrap_or_default().to_owned()
         };
-        let attribute = &self.file.event_attributes()[self.event.unwrap_or(0)];
-        let frequency = match attribute.attr.sampling_policy {
-            SamplingPolicy::Frequency(frequency) => u32::try_from(frequency).unwrap_or(0),
-            _ => 0,
-        };
+        let kernel = |it: &AttributeDescription| !it.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL);
         let cpus = self.file.nr_cpus().ok().flatten();
         Origin {
             hostname: text(self.file.hostname()),
             kernel_release: text(self.file.os_release()),
             machine: text(self.file.arch()),
-            event: String::new(),
-            frequency,
-            kernel_stacks: !attribute.attr.flags.contains(AttrFlags::EXCLUDE_KERNEL),
+            kernel_stacks: self.file.event_attributes().iter().any(kernel),
             collector: String::new(),
             cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
             cpu_id: text(self.file.cpu_id()),
@@ -328,11 +315,10 @@ impl<'a> Reader<'a> {
         attr_index: usize,
         time: Option<u64>,
     ) -> Result<(), ReadError> {
-        let event = *self.event.get_or_insert(attr_index);
-        if attr_index != event {
-            *self.others.entry(attr_index).or_default() += 1;
+        let Some(&(series, period)) = self.series.get(&attr_index) else {
+            self.undecoded += 1;
             return Ok(());
-        }
+        };
         let pid = sample.pid.unwrap_or(0) as u32;
         let tid = sample.tid.unwrap_or(0) as u32;
         let (thread, process) = self.tasks.thread(self.into, (pid, tid))?;
@@ -346,14 +332,26 @@ impl<'a> Reader<'a> {
             let (first, last) = self.span.unwrap_or((time, time));
             self.span = Some((first.min(time), last.max(time)));
         }
-        let key = SampleKey { thread, user, kernel, labels: 0 };
-        let period = sample.period.unwrap_or(match self.attribute().sampling_policy {
-            SamplingPolicy::Period(period) => period.get(),
-            _ => 1,
-        });
-        self.into.sample(key, period, (time, sample.cpu))?;
+        let key = SampleKey { series, thread, user, kernel, labels: 0 };
+        self.into.sample(key, sample.period.unwrap_or(period), (time, sample.cpu))?;
         self.taken += 1;
         Ok(())
+    }
+
+    /// Makes a series of each event, in the order they were asked for.
+    fn begin_series(&mut self) {
+        for (index, attribute) in self.file.event_attributes().iter().enumerate() {
+            let (frequency, period) = match attribute.attr.sampling_policy {
+                SamplingPolicy::Frequency(asked) => (u32::try_from(asked).unwrap_or(0), 1),
+                SamplingPolicy::Period(fixed) => (0, fixed.get()),
+                SamplingPolicy::NoSampling => (0, 1),
+            };
+            let event = Event::by_name(&event_name(attribute));
+            // perf adds it for what is no sample.
+            if event.name != "dummy" {
+                self.series.insert(index, (self.into.series(event, frequency), period));
+            }
+        }
     }
 
     /// Kernel and user addresses of a sample, leaf first, and why the user stack ends.
@@ -441,12 +439,6 @@ impl<'a> Reader<'a> {
             let note = format!("{} records of the perf.data do not decode", self.undecoded);
             self.into.note(note);
         }
-        let mut others: Vec<_> = self.others.iter().collect();
-        others.sort_unstable();
-        for (&index, count) in others {
-            let name = self.file.event_attributes().get(index).map(event_name).unwrap_or_default();
-            self.into.note(format!("{count} samples of another event, {name}, are left out"));
-        }
         if self.lost > 0 {
             self.into.lost(LostReason::RingFull, self.lost, true);
         }
@@ -463,8 +455,6 @@ impl<'a> Reader<'a> {
         self.into.shift_times(zero);
         let end = zero.saturating_add(last).saturating_add(1);
         self.into.span(zero.saturating_add(first), end);
-        let event = event_name(&self.file.event_attributes()[self.event.unwrap_or(0)]);
-        self.into.origin(Origin { event, ..self.origin() });
     }
 }
 

@@ -1,17 +1,25 @@
 //! Head and features of perf.data: `perf.data-file-format.txt` and `header.c` of perf. Pure.
 
 use stackwire_model::BuildId;
-use stackwire_model::profile::Origin;
+use stackwire_model::PerfType;
+use stackwire_model::profile::{Origin, Series, SeriesId};
 
-use super::record::{EVENT_ID, Mode, SAMPLE_TYPE, words};
+use super::record::{Mode, SAMPLE_TYPE, event_id, words};
 
 /// Bytes of the head.
 pub const HEADER: usize = 104;
 /// `PERF_ATTR_SIZE_VER5`: perf before 6.3 refuses more than it knows (128), and nothing later is
 /// used.
 const ATTR: usize = 112;
-/// Bytes of head and attributes: where data begins.
-pub const DATA: u64 = (HEADER + ATTR + 16 + 8) as u64;
+/// Bytes of an entry of the table of events: attributes, and where its ids are.
+const ENTRY: usize = ATTR + 16;
+
+/// Bytes of the head with the table of so many series and their ids: where data begins.
+#[must_use]
+pub fn data_offset(series: usize) -> u64 {
+    (HEADER + series * (ENTRY + 8)) as u64
+}
+
 /// Strings are padded to this.
 const NAME_ALIGN: usize = 64;
 
@@ -38,6 +46,8 @@ enum Feature {
 pub struct Head<'a> {
     /// How and where it was taken.
     pub origin: &'a Origin,
+    /// What was sampled: an event each.
+    pub series: &'a [Series],
     /// The program that writes the file, with its version.
     pub program: &'a str,
     /// Its command line.
@@ -52,24 +62,36 @@ pub struct Head<'a> {
     pub build_ids: Vec<(BuildId, Mode, String)>,
 }
 
-/// Head and attributes, for `data` bytes of records.
+/// Head and table of events, for `data` bytes of records.
 #[must_use]
-pub fn head(origin: &Origin, data: u64) -> Vec<u8> {
-    let mut out = Vec::with_capacity(DATA as usize);
-    let ids = (HEADER + ATTR + 16) as u64;
+pub fn head(head: &Head<'_>, data: u64) -> Vec<u8> {
+    let begin = data_offset(head.series.len());
+    let mut out = Vec::with_capacity(begin as usize);
+    let table = (head.series.len() * ENTRY) as u64;
     out.extend(b"PERFILE2");
-    words(
-        &mut out,
-        [HEADER as u64, ATTR as u64 + 16, HEADER as u64, ATTR as u64 + 16, DATA, data, 0, 0],
-    );
+    words(&mut out, [HEADER as u64, ENTRY as u64, HEADER as u64, table, begin, data, 0, 0]);
     let mut bits = [0u64; 4];
     for feature in PRESENT {
         bits[feature as usize / 64] |= 1 << (feature as usize % 64);
     }
     words(&mut out, bits);
-    out.extend(attributes(origin));
-    words(&mut out, [ids, 8, EVENT_ID]);
+    let mut ids = HEADER as u64 + table;
+    for series in head.series {
+        out.extend(attributes(series, head.origin.kernel_stacks));
+        words(&mut out, [ids, 8]);
+        ids += 8;
+    }
+    for (_, id) in head.events() {
+        words(&mut out, [id]);
+    }
     out
+}
+
+impl Head<'_> {
+    /// Each series with its id.
+    fn events(&self) -> impl Iterator<Item = (&Series, u64)> {
+        self.series.iter().zip(0..).map(|(series, index)| (series, event_id(SeriesId(index))))
+    }
 }
 
 /// Features in the order of their bits, which is that of their table.
@@ -129,12 +151,14 @@ fn section(head: &Head<'_>, feature: Feature, out: &mut Vec<u8>) {
             head.command_line.iter().for_each(|argument| string(out, argument));
         }
         Feature::EventDescription => {
-            out.extend(1u32.to_le_bytes());
+            out.extend((head.series.len() as u32).to_le_bytes());
             out.extend((ATTR as u32).to_le_bytes());
-            out.extend(attributes(origin));
-            out.extend(1u32.to_le_bytes());
-            string(out, &origin.event);
-            words(out, [EVENT_ID]);
+            for (series, id) in head.events() {
+                out.extend(attributes(series, origin.kernel_stacks));
+                out.extend(1u32.to_le_bytes());
+                string(out, known(&series.event.name, "samples"));
+                words(out, [id]);
+            }
         }
         Feature::SampleTime => words(out, [head.times.0, head.times.1]),
         // Resolution, nanoseconds.
@@ -153,16 +177,18 @@ fn known<'a>(text: &'a str, otherwise: &'a str) -> &'a str {
 }
 
 /// `struct perf_event_attr`.
-fn attributes(origin: &Origin) -> Vec<u8> {
+fn attributes(series: &Series, kernel_stacks: bool) -> Vec<u8> {
     // comm, mmap, freq, task, sample_id_all, mmap2, comm_exec, use_clockid.
     const FLAGS: u64 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 13 | 1 << 18 | 1 << 23 | 1 << 24 | 1 << 25;
     const EXCLUDE_KERNEL: u64 = 1 << 5;
     const CLOCK_MONOTONIC: u64 = 1;
-    // PERF_TYPE_HARDWARE, PERF_COUNT_HW_CPU_CYCLES; PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK.
-    let kind: u64 = if origin.event == "cycles" { 0 } else { 1 };
-    let flags = FLAGS | if origin.kernel_stacks { 0 } else { EXCLUDE_KERNEL };
+    // PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK: readers know its unit.
+    let clock = PerfType { kind: 1, config: 0 };
+    let PerfType { kind, config } = series.event.perf.unwrap_or(clock);
+    let flags = FLAGS | if kernel_stacks { 0 } else { EXCLUDE_KERNEL };
     let mut out = Vec::with_capacity(ATTR);
-    words(&mut out, [kind | (ATTR as u64) << 32, 0, origin.frequency.into(), SAMPLE_TYPE]);
+    let kind = u64::from(kind) | (ATTR as u64) << 32;
+    words(&mut out, [kind, config, series.frequency.into(), SAMPLE_TYPE]);
     // read_format: PERF_FORMAT_ID; …, sample_stack_user and clockid in one word.
     words(&mut out, [1 << 2, flags, 0, 0, 0, 0, 0, CLOCK_MONOTONIC << 32, 0, 0]);
     debug_assert_eq!(out.len(), ATTR);

@@ -40,7 +40,8 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
         return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
     }
     // What the head says of the rest is known at the end.
-    out.write_all(&[0; header::DATA as usize])?;
+    let head_bytes = header::data_offset(profile.series.len());
+    out.write_all(&vec![0; head_bytes as usize])?;
     let mut player = Player::new(profile, options.jitted, &mut out);
     player.play()?;
     let (data, times, used) = (player.bytes(), player.times(), player.into_used());
@@ -58,6 +59,7 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
         profile.timeline.iter().map(|moment| moment.cpu.saturating_add(1)).max().unwrap_or(1);
     let head = header::Head {
         origin: &profile.origin,
+        series: &profile.series,
         program: &options.program,
         command_line: &options.command_line,
         times,
@@ -65,10 +67,10 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
         cpus: (cpus.0.max(highest), cpus.1.max(1).min(cpus.0.max(highest))),
         build_ids,
     };
-    let features = header::features(&head, header::DATA + data);
+    let features = header::features(&head, head_bytes + data);
     out.write_all(&features)?;
     out.seek(SeekFrom::Start(0))?;
-    out.write_all(&header::head(&profile.origin, data))?;
+    out.write_all(&header::head(&head, data))?;
     out.flush()
 }
 

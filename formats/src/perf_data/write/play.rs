@@ -281,7 +281,7 @@ impl<'a, W: Write> Player<'a, W> {
             self.records.comm(at, &thread.comm, false)?;
         }
         let index = self.chain_index(moment.sample, key, thread.process.0);
-        self.records.sample(at, moment.value, &self.chains[index].1)?;
+        self.records.sample(at, key.series, moment.value, &self.chains[index].1)?;
         Ok(at)
     }
 

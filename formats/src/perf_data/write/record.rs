@@ -4,6 +4,7 @@
 use std::io::{self, Write};
 
 use stackwire_model::BuildId;
+use stackwire_model::profile::SeriesId;
 
 /// `PERF_RECORD_*`.
 mod kind {
@@ -20,8 +21,14 @@ mod kind {
 
 /// `PERF_SAMPLE_IP | TID | TIME | CALLCHAIN | ID | CPU | PERIOD`.
 pub const SAMPLE_TYPE: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 8;
-/// The event's id: there is one event.
-pub const EVENT_ID: u64 = 1;
+/// The id of the first series, which what is no sample carries, too.
+const FIRST_ID: u64 = 1;
+
+/// The id of a series.
+#[must_use]
+pub fn event_id(series: SeriesId) -> u64 {
+    FIRST_ID + u64::from(series.0)
+}
 
 /// `PERF_RECORD_MISC_CPUMODE_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,19 +163,25 @@ impl<W: Write> Records<W> {
     /// Samples that are missing.
     pub fn lost(&mut self, at: At, count: u64) -> io::Result<()> {
         self.begin();
-        self.record.extend(EVENT_ID.to_le_bytes());
+        self.record.extend(FIRST_ID.to_le_bytes());
         self.record.extend(count.to_le_bytes());
         self.trailer(at);
         self.end(kind::LOST, 0)
     }
 
     /// A sample; `chain` is from [`chain`].
-    pub fn sample(&mut self, at: At, period: u64, chain: &Chain) -> io::Result<()> {
+    pub fn sample(
+        &mut self,
+        at: At,
+        series: SeriesId,
+        period: u64,
+        chain: &Chain,
+    ) -> io::Result<()> {
         self.begin();
         self.record.extend(chain.ip.to_le_bytes());
         self.words([at.pid, at.tid]);
         self.record.extend(at.time.to_le_bytes());
-        self.record.extend(EVENT_ID.to_le_bytes());
+        self.record.extend(event_id(series).to_le_bytes());
         self.words([at.cpu, 0]);
         self.record.extend(period.to_le_bytes());
         self.record.extend_from_slice(&chain.bytes);
@@ -204,7 +217,7 @@ impl<W: Write> Records<W> {
     fn trailer(&mut self, at: At) {
         self.words([at.pid, at.tid]);
         self.record.extend(at.time.to_le_bytes());
-        self.record.extend(EVENT_ID.to_le_bytes());
+        self.record.extend(FIRST_ID.to_le_bytes());
         self.words([at.cpu, 0]);
     }
 

@@ -13,7 +13,7 @@ pub use self::samples::ValueError;
 use super::labels::Label;
 use super::{
     ArtifactHash, Executable, ExecutableId, JitFile, Line, Location, LocationId, Mapping, Process,
-    ProcessId, Profile, SampleKey, Stack, StackId, Thread, ThreadId,
+    ProcessId, Profile, SampleKey, SeriesId, Stack, StackId, Thread, ThreadId,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
@@ -35,9 +35,8 @@ pub struct Builder {
     /// Where that of this capture begins.
     timeline_start: usize,
     mapping_start: usize,
-    mixed: bool,
-    /// Values of a pprof are samples and CPU time.
-    of_cpu_time: bool,
+    /// Series of this capture.
+    own_series: Vec<SeriesId>,
     variants: FxHashMap<(LocationId, Arc<[Line]>), LocationId>,
     names: FxHashMap<(ExecutableId, Arc<[Line]>), u64>,
     label_sets: FxHashMap<Vec<Label>, u32>,

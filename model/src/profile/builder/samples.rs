@@ -2,7 +2,8 @@
 
 use super::{Builder, Full, MAX_ENTRIES, intern};
 use crate::profile::labels::{Label, LabelValue};
-use crate::profile::{Moment, Sample, SampleKey, Types};
+use crate::profile::{Moment, Sample, SampleKey, Series, SeriesId, Types};
+use crate::{Event, ValueKind};
 
 /// Most samples and most weight of all of them: sums of them are not checked again. 2^62 ns are 146
 /// years.
@@ -83,48 +84,53 @@ impl Builder {
         Ok(id)
     }
 
-    /// Says what the values of the next samples are. Samples of CPU time are what all profiles
-    /// have.
-    pub fn types(&mut self, types: Types) -> Result<(), ValueError> {
+    /// The series of an event whose samples have these values, as another program took them.
+    /// Samples of CPU time are what all profiles have.
+    pub fn series_of(
+        &mut self,
+        event: Event,
+        frequency: u32,
+        types: Types,
+    ) -> Result<SeriesId, ValueError> {
         let shown = |types: &Types| {
-            let kinds = types.kinds.iter().map(|(kind, unit)| format!("{kind}/{unit}"));
-            kinds.collect::<Vec<_>>().join(", ")
+            types.kinds.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
         };
         if types.kinds.is_empty() {
             return Err(ValueError::None);
         }
+        let cycles = ValueKind::new("cycles", "cycles");
         let is_cpu_time = types.kinds.len() == 2
-            && types.kinds[0] == ("samples".to_owned(), "count".to_owned())
-            && [("cpu", "nanoseconds"), ("cycles", "cycles")]
-                .contains(&(types.kinds[1].0.as_str(), types.kinds[1].1.as_str()));
-        self.of_cpu_time = is_cpu_time;
-        match (&self.profile.types, is_cpu_time) {
-            (None, true) => Ok(()),
-            (Some(known), false) if known.kinds == types.kinds => Ok(()),
+            && types.kinds[0] == ValueKind::samples()
+            && [ValueKind::cpu(), cycles].contains(&types.kinds[1]);
+        let mut all = self.profile.series.iter().zip(0..);
+        let known = all.find_map(|(series, id)| Some((series.types.as_ref()?, SeriesId(id))));
+        match (known, is_cpu_time) {
+            (None, true) => Ok(self.series(event, frequency)),
+            (Some((known, id)), false) if known.kinds == types.kinds => Ok(id),
             (None, false) if self.profile.samples.is_empty() => {
-                self.profile.types = Some(types);
-                Ok(())
+                self.profile.series.push(Series { event, frequency, types: Some(types) });
+                Ok(SeriesId(self.profile.series.len() as u32 - 1))
             }
             (known, _) => {
-                let known =
-                    known.as_ref().map_or("samples/count, cpu/nanoseconds".to_owned(), shown);
+                let known = known
+                    .map_or("samples/count, cpu/nanoseconds".to_owned(), |(known, _)| shown(known));
                 Err(ValueError::Others { new: shown(&types), known })
             }
         }
     }
 
-    /// Adds a sample with values as the last [`Builder::types`] said, and tells what it counts for.
+    /// Adds a sample with the values of its series, and tells what it counts for.
     pub fn values(&mut self, key: SampleKey, values: &[i64]) -> Result<u64, ValueError> {
         if values.iter().any(|value| *value < 0) {
             return Err(ValueError::Negative);
         }
         let positive = |index: usize| values.get(index).map_or(0, |value| *value as u64);
-        let types = self.profile.types.as_ref().filter(|_| !self.of_cpu_time);
+        let types = self.profile.series[key.series.index()].types.as_ref();
         let (kinds, default) = types.map_or((2, 0), |types| (types.kinds.len(), types.default));
         if values.len() != kinds {
             return Err(ValueError::Ragged { values: values.len(), kinds });
         }
-        if self.of_cpu_time {
+        if types.is_none() {
             self.add(key, positive(0), positive(1))?;
             return Ok(positive(0));
         }
@@ -139,16 +145,10 @@ impl Builder {
         Ok(positive(default))
     }
 
-    /// Whether weights of another unit than those before have been added.
-    #[must_use]
-    pub fn is_mixed(&self) -> bool {
-        self.mixed
-    }
-
     /// Whether values are no samples of CPU time.
     #[must_use]
     pub fn has_other_values(&self) -> bool {
-        self.profile.types.is_some()
+        self.profile.series.iter().any(|series| series.types.is_some())
     }
 
     /// Keeps each sample with its time and CPU, 24 bytes each.

@@ -1,13 +1,17 @@
 //! What holds for a whole capture or profile: where it is from, its times, what was lost.
 
 use super::Builder;
-use crate::profile::{ArtifactHash, ExecutableId, LostReason, Origin, UnwindTables};
+use crate::Event;
+use crate::profile::{
+    ArtifactHash, ExecutableId, LostReason, Origin, Series, SeriesId, UnwindTables,
+};
 
 impl Builder {
     /// Begins capture number `capture` of several; how and where the first was taken stands for
     /// all. `clock_zero_ns`: the wall clock when the clock of its times was zero.
     pub fn capture(&mut self, capture: usize, origin: Origin, clock_zero_ns: u64) {
         self.capture = capture;
+        self.own_series.clear();
         self.timeline_start = self.profile.timeline.len();
         self.mapping_start = self.profile.mappings.len();
         let first = &mut self.profile.origin;
@@ -15,31 +19,38 @@ impl Builder {
             *first = origin;
             self.first = capture;
             self.profile.clock_zero_ns = clock_zero_ns;
-        } else if !origin.event.is_empty() {
-            self.add_up(&origin);
         }
     }
 
-    /// Another origin's values are added to those of the first.
-    fn add_up(&mut self, origin: &Origin) {
-        let first = &self.profile.origin;
+    /// The series of an event of this capture, at so many samples a second and CPU. What another
+    /// capture has of an event that weighs the same is added up; two events of one capture are not.
+    pub fn series(&mut self, event: Event, frequency: u32) -> SeriesId {
+        let known = &self.profile.series;
+        let is_free = |id: usize| !self.own_series.contains(&SeriesId(id as u32));
+        let is_same = |it: &Event| (&it.name, &it.weight) == (&event.name, &event.weight);
+        let same = known.iter().position(|series| is_same(&series.event));
         // What folded stacks weigh nobody knows.
-        let unknown = first.event == "samples" || origin.event == "samples";
-        if !unknown && first.value_kind() != origin.value_kind() {
-            self.mixed = true;
-        } else if first.event != origin.event {
-            let note = format!("captures of {} and of {} are added up", first.event, origin.event);
-            self.note(note);
-        }
-    }
-
-    /// Says where this capture is from, whose event was not known when it began.
-    pub fn origin(&mut self, origin: Origin) {
-        if self.capture == self.first {
-            self.profile.origin = origin;
-        } else {
-            self.add_up(&origin);
-        }
+        let is_alike = |other: &Event| {
+            other.weight == event.weight || other.name.is_empty() || event.name.is_empty()
+        };
+        let alike = || (0..known.len()).find(|&id| is_free(id) && is_alike(&known[id].event));
+        let id = match same.or_else(alike) {
+            Some(id) => {
+                let (one, other) = (&known[id].event.name, &event.name);
+                if one != other && !one.is_empty() && !other.is_empty() {
+                    let note = format!("captures of {one} and of {other} are added up");
+                    self.note(note);
+                }
+                id
+            }
+            None => {
+                self.profile.series.push(Series { event, frequency, types: None });
+                self.profile.series.len() - 1
+            }
+        };
+        let id = SeriesId(id as u32);
+        self.own_series.push(id);
+        id
     }
 
     /// Widens the span to include `start..end`, nanoseconds since the Unix epoch.

@@ -1,0 +1,101 @@
+//! Series: the samples of one event, with what they weigh. A profile holds any number of them, over
+//! the same processes, stacks and executables.
+
+use super::{Profile, Sample, SeriesId};
+use crate::{Event, ValueKind};
+
+/// What the samples of one event have in common.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Series {
+    /// What made the kernel take them.
+    pub event: Event,
+    /// Samples a second and CPU that were asked for; 0: not known.
+    pub frequency: u32,
+    /// What [`Profile::values`] are; `None`: there are none, and samples have a number and a weight.
+    pub types: Option<Types>,
+}
+
+/// What the values of samples are, where another program took them and they are more, or something
+/// else, than a number and a weight.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Types {
+    /// Of each value.
+    pub kinds: Vec<ValueKind>,
+    /// Which of them is shown unless told otherwise.
+    pub default: usize,
+    /// Of the period.
+    pub period_type: ValueKind,
+    /// Between two events of that kind.
+    pub period: i64,
+}
+
+impl Series {
+    /// What is shown of it unless told otherwise.
+    #[must_use]
+    pub fn shown_kind(&self) -> &ValueKind {
+        let given = self.types.as_ref().and_then(|types| types.kinds.get(types.default));
+        given.unwrap_or(&self.event.weight)
+    }
+
+    /// In words, of this many: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3
+    /// contentions".
+    #[must_use]
+    pub fn amount(&self, count: u64) -> String {
+        let ValueKind { kind, unit } = self.shown_kind();
+        match (&self.types, unit.as_str()) {
+            (None, _) if self.event.name.is_empty() => format!("{count} samples"),
+            (None, _) => format!("{count} samples of {}", self.event.name),
+            (Some(_), "count") => format!("{count} {kind}"),
+            (Some(_), unit) => format!("{count} {unit} of {kind}"),
+        }
+    }
+}
+
+impl Profile {
+    /// Those that have samples, in their order.
+    pub fn sampled_series(&self) -> impl Iterator<Item = SeriesId> + '_ {
+        (0..self.series.len() as u32)
+            .map(SeriesId)
+            .filter(|&id| self.samples_of(id).next().is_some())
+    }
+
+    /// The series that is shown where there is room for one: the first that has samples.
+    #[must_use]
+    pub fn shown(&self) -> SeriesId {
+        self.sampled_series().next().unwrap_or(SeriesId(0))
+    }
+
+    /// What a series is; of a profile without any nothing is known.
+    #[must_use]
+    pub fn series_of(&self, id: SeriesId) -> &Series {
+        static NONE: Series = Series {
+            event: Event {
+                name: String::new(),
+                weight: ValueKind { kind: String::new(), unit: String::new() },
+                perf: None,
+            },
+            frequency: 0,
+            types: None,
+        };
+        self.series.get(id.index()).unwrap_or(&NONE)
+    }
+
+    /// The samples of a series.
+    pub fn samples_of(&self, id: SeriesId) -> impl Iterator<Item = &Sample> + '_ {
+        self.samples.iter().filter(move |sample| sample.key.series == id)
+    }
+
+    /// How many samples a series has.
+    #[must_use]
+    pub fn count_of(&self, id: SeriesId) -> u64 {
+        self.samples_of(id).map(|sample| sample.count).sum()
+    }
+
+    /// How much there is, in words, of each series that has samples.
+    #[must_use]
+    pub fn amount(&self) -> String {
+        let amount = |id| self.series_of(id).amount(self.count_of(id));
+        let all: Vec<String> = self.sampled_series().map(amount).collect();
+        if all.is_empty() { "0 samples".to_owned() } else { all.join(" + ") }
+    }
+}
