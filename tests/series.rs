@@ -218,7 +218,7 @@ fn an_event_twice_or_unknown_is_refused() {
         (collector.status.code(), said)
     };
     let (code, said) = run("--event=cpu-clock,cpu-clock");
-    assert!(code == Some(1) && said.contains("cpu-clock is there twice"), "{code:?} {said}");
+    assert!(code == Some(2) && said.contains("cpu-clock is there twice"), "{code:?} {said}");
     let (code, said) = run("--event=page-fault");
     assert!(code == Some(2) && said.contains("page-faults"), "{code:?} {said}");
 }

@@ -21,7 +21,15 @@ impl Hash {
     /// Of content.
     #[must_use]
     pub fn of(content: &[u8]) -> Self {
-        Self(Sha256::digest(content).into())
+        Self::of_parts(&[content])
+    }
+
+    /// Of content that is in parts.
+    #[must_use]
+    pub fn of_parts(parts: &[&[u8]]) -> Self {
+        let mut hash = Sha256::new();
+        parts.iter().for_each(|part| hash.update(part));
+        Self(hash.finalize().into())
     }
 }
 

@@ -13,6 +13,7 @@ use clap::Parser;
 use stackwire_collector::{ConfigError, Helpers, Session, SessionError};
 
 fn main() -> ExitCode {
+    stackwire_rights::memory::give_back_large_blocks();
     let run = cli::Args::parse().into_run();
     // Before there is a second thread.
     let helpers = Helpers::start();
@@ -24,6 +25,8 @@ fn main() -> ExitCode {
                 SessionError::Config(
                     ConfigError::RateZero
                     | ConfigError::RateTooHigh { .. }
+                    | ConfigError::Events(_)
+                    | ConfigError::EventTwice(_)
                     | ConfigError::NoDuration,
                 ) => ExitCode::from(2),
                 _ => ExitCode::FAILURE,

@@ -353,12 +353,13 @@ fn prepare(
         // it.
         let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
         let (parsed, snapshot) = kallsyms::parse(&text);
+        drop(text);
         layout = parsed;
         // Apart: programs come and go, ours at each start, and the rest is the same kernel until
         // the next boot.
         if !snapshot.is_empty() {
             let (programs, kernel) = kallsyms::split_programs(&snapshot);
-            references.kernel = Some(Hash::of(kernel.as_bytes()));
+            references.kernel = Some(Hash::of_parts(&kernel.map(str::as_bytes)));
             references.programs = Some(Hash::of(programs.as_bytes()));
         }
         names = KernelNames::new(snapshot);

@@ -2,7 +2,6 @@
 
 mod cli;
 mod command;
-mod memory;
 mod say;
 
 use std::process::ExitCode;
@@ -12,7 +11,7 @@ use clap::Parser;
 use self::say::say;
 
 fn main() -> ExitCode {
-    memory::give_back_large_blocks();
+    stackwire_rights::memory::give_back_large_blocks();
     say::listen();
     match command::run(cli::Args::parse().command) {
         Ok(()) => ExitCode::SUCCESS,

@@ -120,15 +120,22 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
         // Writing to a String cannot fail.
         let _ = writeln!(snapshot, "{}\t{offset:x}\t{name}", names[module]);
     }
+    snapshot.shrink_to_fit();
     let modules = names.iter().zip(bases);
     let modules = modules.map(|(name, base)| ((*name).to_owned(), base.unwrap_or(0))).collect();
     (KernelLayout { modules, runs }, snapshot)
 }
 
-/// Takes a snapshot apart: the lines of BPF programs, and all others.
+/// Takes a snapshot apart: the lines of BPF programs, and those before and behind them.
 #[must_use]
-pub fn split_programs(snapshot: &str) -> (String, String) {
-    snapshot.split_inclusive('\n').partition(|line| line.starts_with("bpf\t"))
+pub fn split_programs(snapshot: &str) -> (&str, [&str; 2]) {
+    let mut lines = snapshot.split_inclusive('\n');
+    let is_program = |line: &&str| line.starts_with("bpf\t");
+    let before: usize = lines.by_ref().take_while(|line| !is_program(line)).map(str::len).sum();
+    let (before, rest) = snapshot.split_at(before);
+    let programs = rest.split_inclusive('\n').take_while(is_program).map(str::len).sum();
+    let (programs, behind) = rest.split_at(programs);
+    (programs, [before, behind])
 }
 
 #[cfg(test)]
@@ -176,7 +183,9 @@ nonsense
         let (_, snapshot) = parse(TEXT);
         let (programs, kernel) = split_programs(&snapshot);
         assert_eq!(programs, "bpf\t0\tbpf_prog_1\n");
-        assert!(kernel.contains("do_syscall") && !kernel.contains("bpf_prog_1"));
+        assert!(kernel[0].contains("do_syscall") && kernel[1].starts_with("ext4\t0\t"));
+        assert_eq!([kernel[0], programs, kernel[1]].concat(), snapshot);
+        assert_eq!(split_programs(kernel[0]), ("", [kernel[0], ""]));
     }
 
     #[test]
