@@ -1,5 +1,5 @@
-//! What `make dist` makes: the package installs on a clean Debian 12 and 13, and a user in its group
-//! profiles there.
+//! What `make dist` makes: the package installs on a clean Debian 12 and 13, and a user in its
+//! group profiles there.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

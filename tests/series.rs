@@ -60,9 +60,10 @@ fn by_perf(data: &Path) -> BTreeMap<String, (u64, u64, BTreeMap<&'static str, u6
     let mut events = BTreeMap::<_, (u64, u64, BTreeMap<_, u64>)>::new();
     for stack in text.split("\n\n").filter(|stack| !stack.trim().is_empty()) {
         let (head, frames) = stack.trim_start().split_once('\n').unwrap_or((stack, ""));
-        let mut words = head.split_whitespace().filter(|word| *word != "faults");
-        let period: u64 = words.next().unwrap().parse().unwrap();
+        // Behind the name of the thread, which is perf's own at first.
+        let mut words = head.split_whitespace().rev();
         let event = words.next().unwrap().trim_end_matches(':').to_owned();
+        let period: u64 = words.next().unwrap().parse().unwrap();
         let known = ["touch_many", "touch_few", "compute"];
         let through = |name: &&str| frames.lines().any(|frame| frame.contains(*name));
         let function = known.into_iter().find(through).unwrap_or("other");
@@ -134,6 +135,15 @@ fn page_faults_beside_the_clock_are_those_there_were() {
     let sum = |value: usize| profile.samples.iter().map(|sample| sample.values[value]).sum::<u64>();
     let counts = ["cpu-clock", "page-faults"].map(|event| (ours[event].0, ours[event].1));
     assert_eq!([(sum(0), sum(1)), (sum(2), sum(3))], counts);
+    // Ours, read by us again.
+    let again = at("again.pb.gz");
+    let arguments = ["resolve".into(), at("out.pb.gz").into_os_string()];
+    stackwire(arguments.into_iter().chain(["--output".into(), again.clone().into_os_string()]))
+        .succeeded();
+    let again = Pprof::read(&again);
+    assert_eq!(again.kinds, KINDS);
+    let sum = |of: &Pprof, value: usize| of.samples.iter().map(|it| it.values[value]).sum::<u64>();
+    assert_eq!([0, 1, 2, 3].map(|it| sum(&again, it)), [0, 1, 2, 3].map(|it| sum(&profile, it)));
     // And by Go.
     let top = go(&["-top", "-sample_index=page-faults", "-nodecount=3"], &[&at("out.pb.gz")]);
     assert!(top.contains("touch_many") && !top.contains("compute"), "{top}");

@@ -1,7 +1,8 @@
 //! The ABI between the eBPF programs and the collector: record layout, map names, counters, limits.
 //!
 //! Compiled twice, for `bpfel-unknown-none` and for the host, from this one file. It holds plain
-//! data only; the programs are in `main.rs`, the only host-side decoder in `collector/src/sample.rs`.
+//! data only; the programs are in `main.rs`, the only host-side decoder in
+//! `collector/src/sample.rs`.
 
 #![cfg_attr(target_arch = "bpf", no_std, feature(asm_experimental_arch))]
 
@@ -33,11 +34,13 @@ pub const MAX_TARGETS: u32 = 65_536;
 pub struct SampleHeader {
     /// `CLOCK_MONOTONIC`, nanoseconds.
     pub time_ns: u64,
-    /// Start of the process (its group leader) in `CLOCK_BOOTTIME` nanoseconds; with the pid, its identity.
+    /// Start of the process (its group leader) in `CLOCK_BOOTTIME` nanoseconds; with the pid, its
+    /// identity.
     pub start_boottime_ns: u64,
     /// cgroup v2 id of the task: the inode of its directory in the unified hierarchy.
     pub cgroup_id: u64,
-    /// Events since the last sample on this CPU, in the unit of the event (nanoseconds for cpu-clock).
+    /// Events since the last sample on this CPU, in the unit of the event (nanoseconds for
+    /// cpu-clock).
     pub period: u64,
     /// Process id as user space has it (the kernel's tgid), in the initial pid namespace.
     pub pid: u32,
@@ -73,8 +76,8 @@ pub enum UserEnd {
     Unreadable = 2,
     /// [`MAX_USER_FRAMES`] reached.
     DepthLimit = 3,
-    /// The frame pointer is null in the leaf, lies below the stack pointer, or does not grow: the code keeps
-    /// none.
+    /// The frame pointer is null in the leaf, lies below the stack pointer, or does not grow: the
+    /// code keeps none.
     NoFramePointer = 4,
     /// A 32-bit process: only the interrupted instruction is known.
     Compat = 5,
@@ -225,7 +228,8 @@ impl Config {
     }
 }
 
-/// Set in a user frame's address: it was interrupted by a signal, and is no return address. No user address has it.
+/// Set in a user frame's address: it was interrupted by a signal, and is no return address. No user
+/// address has it.
 pub const INTERRUPTED: u64 = 1 << 63;
 
 /// Bytes of the ring buffer, a power of two of pages.

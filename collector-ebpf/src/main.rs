@@ -1,7 +1,8 @@
-//! The eBPF object: a perf_event program that samples, in steps, and tracepoint programs that watch forks and execs.
+//! The eBPF object: a perf_event program that samples, in steps, and tracepoint programs that watch
+//! forks and execs.
 //!
-//! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf` builds
-//! the real one. Loaded and attached by `collector/src/sampler/`.
+//! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf`
+//! builds the real one. Loaded and attached by `collector/src/sampler/`.
 
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 

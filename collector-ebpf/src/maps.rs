@@ -1,4 +1,5 @@
-//! The maps and the one load-time global. Created once at their final size: nothing is added at run time.
+//! The maps and the one load-time global. Created once at their final size: nothing is added at run
+//! time.
 
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
@@ -47,7 +48,8 @@ pub struct Walk {
     pub lowest: u64,
     /// Frames found.
     pub depth: u64,
-    /// [`UserEnd`](stackwire_collector_ebpf::UserEnd) as a number once it is over, else [`WALKING`].
+    /// [`UserEnd`](stackwire_collector_ebpf::UserEnd) as a number once it is over, else
+    /// [`WALKING`].
     pub end: u64,
 }
 
@@ -114,7 +116,8 @@ pub static GENERATION: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
 pub static KNOWN_FILES: Array<vma::File> = Array::with_max_entries(FILES, BPF_F_MMAPABLE);
 #[map]
 pub static QUESTION: Array<Question> = Array::with_max_entries(1, BPF_F_MMAPABLE);
-/// Room to search the kernel's tree of mappings: the sampler's, and that of answers to the collector.
+/// Room to search the kernel's tree of mappings: the sampler's, and that of answers to the
+/// collector.
 #[map]
 pub static SEARCH: PerCpuArray<Search> = PerCpuArray::with_max_entries(2, 0);
 

@@ -1,5 +1,5 @@
-//! Where a process's mappings are for the walk by tables, and what happens between two words of the collector: a fork
-//! passes them on, an exec ends them.
+//! Where a process's mappings are for the walk by tables, and what happens between two words of the
+//! collector: a fork passes them on, an exec ends them.
 
 use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::pt_regs;
@@ -65,8 +65,8 @@ pub fn generation() -> u64 {
     unsafe { core::ptr::read_volatile(slot) }
 }
 
-/// `sched_process_fork(parent, child)`: a child has its parent's mappings. Many have ended before the collector hears of
-/// them.
+/// `sched_process_fork(parent, child)`: a child has its parent's mappings. Many have ended before
+/// the collector hears of them.
 #[raw_tracepoint(tracepoint = "sched_process_fork")]
 pub fn note_fork(ctx: RawTracePointContext) -> i32 {
     let child = Task(ctx.arg::<u64>(1));
@@ -81,7 +81,8 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
         None => 0,
     };
     if let Some(slot) = INHERITED.get_ptr_mut(first_slot(pid)) {
-        // SAFETY: the pointer came from a successful lookup. One of another child there is overwritten: first its word.
+        // SAFETY: the pointer came from a successful lookup. One of another child there is
+        // overwritten: first its word.
         unsafe {
             core::ptr::write_volatile(&raw mut (*slot).process.word, word);
             let since = moment(bpf_ktime_get_ns());
@@ -92,8 +93,9 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
     0
 }
 
-/// `task_rename(task, comm)`: in execve, when the memory is the new program's and the old one's registers are still there.
-/// Until the collector has heard of it, mappings of the old program must not be taken for those of the new.
+/// `task_rename(task, comm)`: in execve, when the memory is the new program's and the old one's
+/// registers are still there. Until the collector has heard of it, mappings of the old program must
+/// not be taken for those of the new.
 ///
 /// Not `sched_process_exec`, which comes after the side-band records of the first mappings.
 ///
@@ -104,7 +106,8 @@ pub fn note_exec(ctx: RawTracePointContext) -> i32 {
         tree::answer(ctx.pid());
         return 0;
     }
-    // SAFETY: `bpf_task_pt_regs` is given the current task, as it demands; bpf_probe_read_kernel checks the address.
+    // SAFETY: `bpf_task_pt_regs` is given the current task, as it demands; bpf_probe_read_kernel
+    // checks the address.
     let saved = unsafe {
         let saved = bpf_task_pt_regs(bpf_get_current_task_btf()) as *const pt_regs;
         bpf_probe_read_kernel(saved)

@@ -34,9 +34,9 @@ const EXECVEAT: u64 = 322;
 /// `__USER32_CS` of arch/x86/include/asm/segment.h.
 const USER32_CS: u64 = 0x23;
 
-/// A program for each event: no helper tells which event a program runs for (`bpf_get_attach_cookie`
-/// would, but before 6.5 no program can be attached with a cookie once CAP_BPF is gone, as to a CPU
-/// that comes online).
+/// A program for each event: no helper tells which event a program runs for
+/// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
+/// CAP_BPF is gone, as to a CPU that comes online).
 macro_rules! sampling_programs {
     ($($name:ident $event:literal)*) => {
         $(
@@ -73,8 +73,9 @@ fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
 
 /// What this sample stands for.
 ///
-/// For an event that counts, what its counter says: the period the kernel tells is what it had in mind, and far from
-/// what came when it has just begun to adapt it. A clock counts idle time as well, and keeps its period.
+/// For an event that counts, what its counter says: the period the kernel tells is what it had in
+/// mind, and far from what came when it has just begun to adapt it. A clock counts idle time as
+/// well, and keeps its period.
 #[inline(always)]
 fn weight(ctx: &PerfEventContext, event: u8) -> u64 {
     // SAFETY: the context of a perf_event program is valid for the length of the program.
@@ -152,8 +153,8 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
             walk_from(scratch, Task(task as u64), pid, &saved);
         }
     }
-    // SAFETY: the map holds programs of this type only. Returns only when the call failed, which the
-    // collector rules out by filling the map before it attaches this program.
+    // SAFETY: the map holds programs of this type only. Returns only when the call failed, which
+    // the collector rules out by filling the map before it attaches this program.
     let _ = unsafe { STAGES.tail_call(&ctx, WALK) };
     count(cpu, Counter::NoScratch);
     0
@@ -178,7 +179,8 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     let scratch = unsafe { &mut *scratch };
     step(scratch);
     if scratch.walk.end == WALKING {
-        // SAFETY: as in `sample`. Fails at the kernel's limit of tail calls, beyond MAX_USER_FRAMES.
+        // SAFETY: as in `sample`. Fails at the kernel's limit of tail calls, beyond
+        // MAX_USER_FRAMES.
         let _ = unsafe { STAGES.tail_call(ctx, WALK) };
         scratch.walk.end = UserEnd::DepthLimit as u64;
     }
@@ -188,8 +190,8 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
 
 /// Whether saved user registers say where the task will go on.
 ///
-/// Not those of an io_uring worker, which never was in user mode: a copy of its creator's without ip and sp.
-/// Nor those of a task inside execve, which are of the program it is leaving.
+/// Not those of an io_uring worker, which never was in user mode: a copy of its creator's without
+/// ip and sp. Nor those of a task inside execve, which are of the program it is leaving.
 #[inline(always)]
 fn is_where_it_will_return(saved: &pt_regs) -> bool {
     saved.rip != 0 && !is_exec(saved)

@@ -1,7 +1,8 @@
-//! The walk of a user stack by unwind tables, with frame pointers where the code was made at run time.
+//! The walk of a user stack by unwind tables, with frame pointers where the code was made at run
+//! time.
 //!
-//! In steps of [`STEP`] frames, each a program that tail-calls the next, as in `user_stack.rs`. Searches are loops the
-//! verifier can count, over arrays that never change their size.
+//! In steps of [`STEP`] frames, each a program that tail-calls the next, as in `user_stack.rs`.
+//! Searches are loops the verifier can count, over arrays that never change their size.
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
@@ -17,8 +18,8 @@ use crate::maps::{
 use crate::processes::{find_process, generation};
 use crate::tree;
 
-/// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk, which cover
-/// MAX_USER_FRAMES.
+/// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk,
+/// which cover MAX_USER_FRAMES.
 const STEP: u64 = 32;
 
 /// The process's own memory.
@@ -100,8 +101,8 @@ pub fn step(scratch: &mut Scratch) {
             scratch.walk.end = end;
         }
     }
-    // What was read may have been of something else by then: only the first frame is certain, of a walk that was begun. Of one
-    // that was not, the buffer still has a frame of the sample before.
+    // What was read may have been of something else by then: only the first frame is certain, of a
+    // walk that was begun. Of one that was not, the buffer still has a frame of the sample before.
     let over = scratch.walk.end != WALKING && scratch.walk.depth > 0;
     if over && scratch.tables.generation != generation() {
         scratch.walk.depth = 1;
@@ -109,8 +110,9 @@ pub fn step(scratch: &mut Scratch) {
     }
 }
 
-/// One frame up. A global function, which the verifier looks at once and not once for each call: 9 ms instead of 170.
-/// It may have no pointer among its arguments that older kernels understand, so it looks for the buffer itself.
+/// One frame up. A global function, which the verifier looks at once and not once for each call: 9
+/// ms instead of 170. It may have no pointer among its arguments that older kernels understand, so
+/// it looks for the buffer itself.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn walk_frame() -> u64 {
@@ -172,8 +174,8 @@ fn frame(scratch: &mut Scratch) -> u64 {
                 &mut scratch.tables.cursor,
                 rule,
             ),
-            // A stack may be made up to return to the beginning of a function, in front of which nothing is: now by what is
-            // there (`makecontext` does so).
+            // A stack may be made up to return to the beginning of a function, in front of which
+            // nothing is: now by what is there (`makecontext` does so).
             Err(UserEnd::NoRule)
                 if scratch.tables.cursor.exact == 0
                     && !unwind::follows_call(&mut User, scratch.tables.cursor.ip, false) =>
@@ -230,7 +232,8 @@ fn find_mapping(walk: &mut TableWalk, ip: u64) -> bool {
 #[inline(always)]
 fn find_rule(executable: u32, offset: u64) -> Result<&'static Rule, UserEnd> {
     let Some(slot) = EXECUTABLES.get_ptr_mut(executable) else { return Err(UserEnd::NoTable) };
-    // SAFETY: the pointer came from a successful lookup. The count may lose some to other CPUs; it ranks, no more.
+    // SAFETY: the pointer came from a successful lookup. The count may lose some to other CPUs; it
+    // ranks, no more.
     let (pages, known) = unsafe {
         (*slot).uses += 1;
         (

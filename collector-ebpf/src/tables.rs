@@ -1,7 +1,8 @@
 //! How unwind tables lie in maps: what the collector writes there and the kernel side searches.
 //!
-//! process id → its executable mappings by address → the executable's pages of 64 KiB → rows by address → rule. All of
-//! it in a few arrays of final size, written through mmap: no capability is needed at run time, and no map is made then.
+//! process id → its executable mappings by address → the executable's pages of 64 KiB → rows by
+//! address → rule. All of it in a few arrays of final size, written through mmap: no capability is
+//! needed at run time, and no map is made then.
 
 /// Slots of the table of processes, a power of two.
 pub const PROCESS_SLOTS: u32 = 1 << 16;
@@ -22,9 +23,11 @@ pub const CHUNKS: u32 = 10 << 10;
 
 /// Number of anonymous code.
 pub const ANONYMOUS: u32 = 0;
-/// Flag of a number: code made at run time that its compiler has described. Where there is no rule, it is as `ANONYMOUS`.
+/// Flag of a number: code made at run time that its compiler has described. Where there is no rule,
+/// it is as `ANONYMOUS`.
 pub const DESCRIBED: u32 = 1 << 15;
-/// Addresses of such code are cut into windows of so many bytes, each with a table of its own: its offsets are what is below.
+/// Addresses of such code are cut into windows of so many bytes, each with a table of its own: its
+/// offsets are what is below.
 pub const WINDOW: u64 = 1 << 33;
 
 /// The slot to look at first.
@@ -54,7 +57,8 @@ pub struct Inherited {
     pub generation: u64,
 }
 
-/// A time of `CLOCK_MONOTONIC` in nanoseconds, in units of 1,024 and 42 bits: it comes round after 52 days.
+/// A time of `CLOCK_MONOTONIC` in nanoseconds, in units of 1,024 and 42 bits: it comes round after
+/// 52 days.
 #[inline(always)]
 #[must_use]
 pub fn moment(time_ns: u64) -> u64 {
@@ -77,7 +81,8 @@ pub fn is_outdated(pid: u32, since: u64, exec: u64) -> bool {
     exec >> 42 == u64::from(pid) && exec.wrapping_sub(since).wrapping_sub(1) & MOMENT < MOMENT / 2
 }
 
-/// What is in a process's slot, one word that is replaced at once: pid, first mapping, number of mappings. 0 is an empty slot.
+/// What is in a process's slot, one word that is replaced at once: pid, first mapping, number of
+/// mappings. 0 is an empty slot.
 #[inline(always)]
 #[must_use]
 pub fn process_word(pid: u32, first: u32, count: u32) -> u64 {
@@ -125,7 +130,8 @@ pub struct Executable {
     pub pages: u64,
     /// One of [`state`].
     pub state: u64,
-    /// How often a frame of it was looked up: who is used least is evicted, who is used most compiled first.
+    /// How often a frame of it was looked up: who is used least is evicted, who is used most
+    /// compiled first.
     pub uses: u64,
 }
 
@@ -141,7 +147,8 @@ pub mod state {
     pub const OVER_SHARE: u64 = 3;
 }
 
-/// Where its pages are: the first, how many, and the number of the first among all pages of its file.
+/// Where its pages are: the first, how many, and the number of the first among all pages of its
+/// file.
 #[inline(always)]
 #[must_use]
 pub fn pages_word(first: u32, count: u32, base: u32) -> u64 {

@@ -31,8 +31,8 @@ pub fn wanted(pid: u32, start: u64) -> bool {
 /// `sched_process_fork(parent, child)`: runs before the child can. Fires for threads as well, which
 /// need no entry of their own.
 ///
-/// Here and not in user space because a child may be gone before the collector wakes; here and not in
-/// the sampler because hash updates are not safe from NMI.
+/// Here and not in user space because a child may be gone before the collector wakes; here and not
+/// in the sampler because hash updates are not safe from NMI.
 #[raw_tracepoint(tracepoint = "sched_process_fork")]
 pub fn follow_fork(ctx: RawTracePointContext) -> i32 {
     let child = Task(ctx.arg::<u64>(1));

@@ -1,7 +1,9 @@
-//! Finds what is mapped at an address of the current process in the kernel's own tree, when the collector has not told it yet.
+//! Finds what is mapped at an address of the current process in the kernel's own tree, when the
+//! collector has not told it yet.
 //!
-//! Reads only, and without the tree's lock: this may have interrupted who holds it. So what is found is checked to be of this
-//! process, to cover the address, and to stay while it is read. The helper that takes the lock, `bpf_find_vma`, does so once an interrupt.
+//! Reads only, and without the tree's lock: this may have interrupted who holds it. So what is
+//! found is checked to be of this process, to cover the address, and to stay while it is read. The
+//! helper that takes the lock, `bpf_find_vma`, does so once an interrupt.
 
 use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use aya_ebpf::helpers::{bpf_probe_read_kernel, bpf_probe_read_kernel_buf};
@@ -45,7 +47,8 @@ struct Vma {
 
 macro_rules! offset {
     ($field:ident) => {
-        // SAFETY: a static of plain integers; volatile because the loader, not this code, writes it.
+        // SAFETY: a static of plain integers; volatile because the loader, not this code, writes
+        // it.
         u64::from(unsafe { core::ptr::read_volatile(&raw const LAYOUT.$field) })
     };
 }
@@ -56,14 +59,16 @@ pub fn is_there() -> bool {
     offset!(mm_root) != 0
 }
 
-/// Puts the mapping of an address into the scratch record: one of the three above. A global function, as `walk_frame`.
+/// Puts the mapping of an address into the scratch record: one of the three above. A global
+/// function, as `walk_frame`.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn find_in_tree(address: u64) -> u64 {
     let (Some(scratch), Some(search)) = (SCRATCH.get_ptr_mut(0), SEARCH.get_ptr_mut(0)) else {
         return NOTHING;
     };
-    // SAFETY: the pointers came from successful lookups; both are this CPU's, and the sampler's alone.
+    // SAFETY: the pointers came from successful lookups; both are this CPU's, and the sampler's
+    // alone.
     let (mapping, search) = unsafe { (&mut (*scratch).tables.mapping, &mut *search) };
     let Some(file) = find(search, address) else { return NOTHING };
     let Vma { start, end, page, flags, key } = &mut search.found;
@@ -100,8 +105,9 @@ pub fn answer(thread: u32) {
     let (Some(question), Some(search)) = (QUESTION.get_ptr_mut(0), SEARCH.get_ptr_mut(1)) else {
         return;
     };
-    // SAFETY: the pointers came from successful lookups; volatile because the collector writes the question. One of its
-    // threads asks at a time, and the others are not answered: the room is this call's alone.
+    // SAFETY: the pointers came from successful lookups; volatile because the collector writes the
+    // question. One of its threads asks at a time, and the others are not answered: the room is
+    // this call's alone.
     unsafe {
         if core::ptr::read_volatile(&raw const (*question).thread) != u64::from(thread) {
             return;
@@ -144,7 +150,8 @@ fn is_vdso(start: u64) -> bool {
     offset!(mm_vdso) != 0 && vdso == Some(start)
 }
 
-/// The number of a file's executable, for a process of the current user: the saved one, as for tables (`unwind/owner.rs`).
+/// The number of a file's executable, for a process of the current user: the saved one, as for
+/// tables (`unwind/owner.rs`).
 #[inline(always)]
 fn number_of(key: &FileKey) -> Option<u32> {
     // SAFETY: a helper without arguments.
@@ -154,8 +161,8 @@ fn number_of(key: &FileKey) -> Option<u32> {
     let first = first_file(key.inode, key.device);
     for probe in 0..FILE_PROBES {
         let file = KNOWN_FILES.get_ptr((first + probe) & (FILES - 1))?;
-        // SAFETY: the pointer came from a successful lookup; volatile because the collector writes it: the inode last, and
-        // none while the rest is another's.
+        // SAFETY: the pointer came from a successful lookup; volatile because the collector writes
+        // it: the inode last, and none while the rest is another's.
         let (before, known, word, after) = unsafe {
             let inode = &raw const (*file).key.inode;
             let before = core::ptr::read_volatile(inode);
@@ -189,7 +196,8 @@ fn find(search: &mut Search, address: u64) -> Option<u64> {
     let mut vma = 0;
     for _ in 0..LEVELS {
         let (node, kind) = node_of(entry);
-        // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault; a node is plain bytes.
+        // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault; a node is
+        // plain bytes.
         unsafe {
             let bytes = (&raw mut search.node).cast::<u8>();
             let bytes = core::slice::from_raw_parts_mut(bytes, size_of::<Node>());

@@ -1,11 +1,14 @@
-//! One step up a stack: from the registers of a frame and the rule of its code to the registers of its caller.
+//! One step up a stack: from the registers of a frame and the rule of its code to the registers of
+//! its caller.
 //!
-//! x86-64. Pure but for the memory it is given, so that the kernel side and tests in user space run the same lines.
-//! Where rules come from is `tables.rs`, what they are made of the unwind compiler's (`unwind/`).
+//! x86-64. Pure but for the memory it is given, so that the kernel side and tests in user space run
+//! the same lines. Where rules come from is `tables.rs`, what they are made of the unwind
+//! compiler's (`unwind/`).
 
 use crate::UserEnd;
 
-/// Registers by DWARF number: rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8 to r15 (System V ABI, figure 3.36).
+/// Registers by DWARF number: rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8 to r15 (System V ABI,
+/// figure 3.36).
 pub const REGISTERS: usize = 16;
 /// DWARF number of rax.
 pub const RAX: u32 = 0;
@@ -18,7 +21,8 @@ pub const RBP: u32 = 6;
 /// DWARF number of rsp.
 pub const RSP: u32 = 7;
 
-/// How to leave a frame. 24 bytes without padding; kinds are constants, not enums, since rules come from outside.
+/// How to leave a frame. 24 bytes without padding; kinds are constants, not enums, since rules come
+/// from outside.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Rule {
@@ -38,9 +42,9 @@ pub struct Rule {
     pub fp_offset: i32,
     /// Where the return address is, or the register that has it.
     pub ra_offset: i32,
-    /// Of files that compute a frame address from one more register that callees keep (the linker's lazy binding does
-    /// from rbx, Go's race detector from r12), where the caller's value of it is: 0 nowhere, positive still in the
-    /// register, negative in memory at CFA + this.
+    /// Of files that compute a frame address from one more register that callees keep (the linker's
+    /// lazy binding does from rbx, Go's race detector from r12), where the caller's value of it is:
+    /// 0 nowhere, positive still in the register, negative in memory at CFA + this.
     pub kept: i32,
 }
 
@@ -58,26 +62,29 @@ pub mod cfa {
     pub const SIGNAL: u8 = 4;
     /// There is no caller: a thread begins here.
     pub const ROOT: u8 = 5;
-    /// rbp points to the caller's rbp and the return address, but where the next instructions say better.
+    /// rbp points to the caller's rbp and the return address, but where the next instructions say
+    /// better.
     pub const FRAME_POINTER: u8 = 6;
-    /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer + offset (or, where `kept` is
-    /// not 0, thread pointer + the word in memory at this instruction + kept), its m at + ra_offset in it, curg at +
-    /// offset2 in that, and in curg, at + fp_offset, where its stack pointer was put: the return address is there, or
-    /// behind the rbp saved there with [`fp::AT_CFA`](super::fp::AT_CFA).
+    /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer +
+    /// offset (or, where `kept` is not 0, thread pointer + the word in memory at this instruction +
+    /// kept), its m at + ra_offset in it, curg at + offset2 in that, and in curg, at + fp_offset,
+    /// where its stack pointer was put: the return address is there, or behind the rbp saved there
+    /// with [`fp::AT_CFA`](super::fp::AT_CFA).
     pub const GO_SYSTEM_STACK: u8 = 7;
-    /// The scheduler's stack where C was called from it: at rsp + offset is the goroutine, of which the second word is
-    /// where its stack begins, at rsp + offset2 how deep below that it was left. The return address is there, or behind
-    /// rbp, likewise.
+    /// The scheduler's stack where C was called from it: at rsp + offset is the goroutine, of which
+    /// the second word is where its stack begins, at rsp + offset2 how deep below that it was left.
+    /// The return address is there, or behind rbp, likewise.
     pub const GO_SAVED_DEPTH: u8 = 8;
-    /// As `GO_SYSTEM_STACK`, where a goroutine's stack grows: where its function goes on was put behind the stack pointer
-    /// (`gobuf`, runtime/runtime2.go), since only what is above that is copied to the new stack.
+    /// As `GO_SYSTEM_STACK`, where a goroutine's stack grows: where its function goes on was put
+    /// behind the stack pointer (`gobuf`, runtime/runtime2.go), since only what is above that is
+    /// copied to the new stack.
     pub const GO_MORE_STACK: u8 = 9;
     /// Register + offset, on another stack: which of the two lies higher says nothing.
     pub const OTHER_STACK: u8 = 10;
     /// This code changes stacks in a way that is not known.
     pub const UNKNOWN_SWITCH: u8 = 11;
-    /// Returns from the system call `clone`, in two tasks. As `REGISTER` in the parent. The child, of which rax is 0 (clone(2)), has
-    /// a new stack and no caller.
+    /// Returns from the system call `clone`, in two tasks. As `REGISTER` in the parent. The child,
+    /// of which rax is 0 (clone(2)), has a new stack and no caller.
     pub const CLONE: u8 = 12;
 }
 
@@ -122,7 +129,8 @@ pub struct Cursor {
     pub exact: u64,
     /// Thread pointer (fs base).
     pub thread: u64,
-    /// Non-zero: the code before was taken to keep a frame pointer, which nothing proves. One of [`guessed`].
+    /// Non-zero: the code before was taken to keep a frame pointer, which nothing proves. One of
+    /// [`guessed`].
     pub guessed: u64,
 }
 
@@ -146,8 +154,8 @@ impl Cursor {
 
     #[inline(always)]
     fn register(&self, number: u64) -> u64 {
-        // SAFETY: masked to less than the length. With a check of its own the code would have a panic, and no kernel
-        // loads that.
+        // SAFETY: masked to less than the length. With a check of its own the code would have a
+        // panic, and no kernel loads that.
         unsafe { *self.registers.get_unchecked(masked::<{ REGISTERS as u64 - 1 }>(number)) }
     }
 
@@ -160,7 +168,8 @@ impl Cursor {
     }
 }
 
-/// `uc_mcontext.gregs` as far as rip: r8 to r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip (sys/ucontext.h).
+/// `uc_mcontext.gregs` as far as rip: r8 to r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip
+/// (sys/ucontext.h).
 pub type SignalFrame = [u64; 17];
 /// Where it is in a `struct ucontext`.
 pub const SIGNAL_FRAME: u64 = 40;
@@ -338,9 +347,10 @@ enum Edge {
     Target,
 }
 
-/// From the next instructions. Where a function was interrupted `push %rbp` and `ret` come before and after its frame, `mov
-/// %rsp,%rbp` makes it. Where it goes on after a call, it may go on to return: `add $N,%rsp; ret` and `pop %rbp; ret` are how
-/// the trampolines of CPython end (Python/asm_trampoline.S), which make nothing of rbp.
+/// From the next instructions. Where a function was interrupted `push %rbp` and `ret` come before
+/// and after its frame, `mov %rsp,%rbp` makes it. Where it goes on after a call, it may go on to
+/// return: `add $N,%rsp; ret` and `pop %rbp; ret` are how the trampolines of CPython end
+/// (Python/asm_trampoline.S), which make nothing of rbp.
 #[inline(always)]
 fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
     let code = memory.word(ip).unwrap_or(0);
@@ -363,9 +373,10 @@ fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
     }
 }
 
-/// Whether the frame that was found may be one, in code of a file with this rule, if it has one: what was guessed must follow
-/// a call, and an indirect one where the code it was guessed from was made at run time. V8's builtins, which keep frame
-/// pointers as well, call others of them that go on to what was compiled.
+/// Whether the frame that was found may be one, in code of a file with this rule, if it has one:
+/// what was guessed must follow a call, and an indirect one where the code it was guessed from was
+/// made at run time. V8's builtins, which keep frame pointers as well, call others of them that go
+/// on to what was compiled.
 #[inline(always)]
 pub fn may_be_called(memory: &mut impl Memory, at: &Cursor, rule: Option<&Rule>) -> bool {
     let kind = rule.map_or(cfa::NONE, |rule| rule.cfa);
@@ -374,8 +385,9 @@ pub fn may_be_called(memory: &mut impl Memory, at: &Cursor, rule: Option<&Rule>)
     at.guessed == guessed::NOT || kind == cfa::SIGNAL || follows_call(memory, at.ip, indirect)
 }
 
-/// Whether a call comes before an address (Intel's manual, CALL): of what lies in a register or memory, or any. A word on the
-/// stack that is taken for a return address and is none rarely points behind one.
+/// Whether a call comes before an address (Intel's manual, CALL): of what lies in a register or
+/// memory, or any. A word on the stack that is taken for a return address and is none rarely points
+/// behind one.
 #[inline(always)]
 pub fn follows_call(memory: &mut impl Memory, ip: u64, indirect: bool) -> bool {
     let Some(before) = memory.word(ip.wrapping_sub(8)) else { return false };
@@ -385,7 +397,8 @@ pub fn follows_call(memory: &mut impl Memory, ip: u64, indirect: bool) -> bool {
     if !indirect && tail(5) as u8 == 0xe8 {
         return true;
     }
-    // ModRM in the high byte: bits 5 to 3 are 2; the mode and whether there is a SIB byte say how long it is.
+    // ModRM in the high byte: bits 5 to 3 are 2; the mode and whether there is a SIB byte say how
+    // long it is.
     let register = is(2, 0xf8ff, 0xd0ff);
     let plain = is(2, 0xf8ff, 0x10ff) && !is(2, 0xfeff, 0x14ff);
     let with_byte = is(3, 0xf8ff, 0x50ff) || is(3, 0xffff, 0x14ff) || is(4, 0xffff, 0x54ff);
@@ -404,8 +417,9 @@ fn left_at_depth(memory: &mut impl Memory, sp: u64, rule: &Rule) -> Option<u64> 
     Some(begin.wrapping_sub(memory.word(plus(sp, rule.offset2))?))
 }
 
-/// Where the running goroutine's stack pointer was put when its stack was left for the scheduler's; 0 when none runs, or
-/// another thread has taken it over, as Go's own traceback asks (`curg.m == m`, runtime/traceback.go).
+/// Where the running goroutine's stack pointer was put when its stack was left for the scheduler's;
+/// 0 when none runs, or another thread has taken it over, as Go's own traceback asks (`curg.m ==
+/// m`, runtime/traceback.go).
 #[inline(always)]
 fn kept_by_goroutine(memory: &mut impl Memory, at: &Cursor, rule: &Rule) -> Option<u64> {
     let slot = match rule.kept {
@@ -421,8 +435,8 @@ fn kept_by_goroutine(memory: &mut impl Memory, at: &Cursor, rule: &Rule) -> Opti
     Some(plus(running, rule.fp_offset))
 }
 
-/// Of a caller no more is known, one more register at times aside: all that callees keep would triple the number of
-/// rules, for one frame in ten thousand.
+/// Of a caller no more is known, one more register at times aside: all that callees keep would
+/// triple the number of rules, for one frame in ten thousand.
 const CALLER: u64 = 1 << RBP | 1 << RSP;
 
 #[inline(always)]
@@ -440,7 +454,8 @@ fn signal_step(memory: &mut impl Memory, signal: &mut SignalFrame, at: &mut Curs
     GO_ON
 }
 
-/// `value & MASK`, in one instruction that LLVM cannot prove needless and drop, or turn into a pointer that runs along.
+/// `value & MASK`, in one instruction that LLVM cannot prove needless and drop, or turn into a
+/// pointer that runs along.
 #[inline(always)]
 #[must_use]
 pub fn masked<const MASK: u64>(value: u64) -> usize {

@@ -1,8 +1,10 @@
-//! The walk of a user stack by frame pointers alone (`--unwind fp`). Its own, because `bpf_get_stackid` on user stacks gives no
-//! end reason, stops at 127 frames, starts from the interrupted registers and has crashed kernels.
+//! The walk of a user stack by frame pointers alone (`--unwind fp`). Its own, because
+//! `bpf_get_stackid` on user stacks gives no end reason, stops at 127 frames, starts from the
+//! interrupted registers and has crashed kernels.
 //!
-//! The walk is cut into steps of [`STEP`] frames, each a program that tail-calls the next. In one loop of
-//! 1,024 the verifier spends 0.8 s at every start; `bpf_loop` needs 5.17 and has regressed since.
+//! The walk is cut into steps of [`STEP`] frames, each a program that tail-calls the next. In one
+//! loop of 1,024 the verifier spends 0.8 s at every start; `bpf_loop` needs 5.17 and has regressed
+//! since.
 
 use aya_ebpf::helpers::bpf_probe_read_user;
 use stackwire_collector_ebpf::unwind::masked;
@@ -10,8 +12,8 @@ use stackwire_collector_ebpf::{MAX_USER_FRAMES, UserEnd};
 
 use crate::maps::{Scratch, WALKING, Walk};
 
-/// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk, which cover
-/// MAX_USER_FRAMES.
+/// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk,
+/// which cover MAX_USER_FRAMES.
 const STEP: u64 = 32;
 
 /// The three registers a walk starts from.
@@ -49,7 +51,8 @@ pub fn step(scratch: &mut Scratch) {
         if end != WALKING {
             break;
         }
-        // Of the leaf's frame pointer a null tells nothing: code without them leaves any number there.
+        // Of the leaf's frame pointer a null tells nothing: code without them leaves any number
+        // there.
         let null = if depth > 1 { UserEnd::Root as u64 } else { UserEnd::NoFramePointer as u64 };
         if fp == 0 {
             end = null;
@@ -62,7 +65,8 @@ pub fn step(scratch: &mut Scratch) {
             match unsafe { bpf_probe_read_user(fp as *const Frame) } {
                 Ok(Frame { return_address: 0, .. }) => end = null,
                 Ok(frame) => {
-                    // SAFETY: the index is masked to less than MAX_USER_FRAMES, the array is longer.
+                    // SAFETY: the index is masked to less than MAX_USER_FRAMES, the array is
+                    // longer.
                     unsafe {
                         *scratch
                             .frames

@@ -1,8 +1,9 @@
-//! What lies in the kernel's own tree of a process's mappings, `struct maple_tree` of kernels 6.1 and newer
-//! (include/linux/maple_tree.h), and how the collector tells which file is which executable.
+//! What lies in the kernel's own tree of a process's mappings, `struct maple_tree` of kernels 6.1
+//! and newer (include/linux/maple_tree.h), and how the collector tells which file is which
+//! executable.
 //!
-//! A program that was just executed has no mappings the collector has heard of; the kernel has them all the same. Pure: who
-//! reads the nodes is `tree.rs`.
+//! A program that was just executed has no mappings the collector has heard of; the kernel has them
+//! all the same. Pure: who reads the nodes is `tree.rs`.
 
 /// Words of a node: 256 bytes.
 pub const NODE_WORDS: usize = 32;
@@ -42,7 +43,8 @@ pub fn is_leaf(kind: u64) -> bool {
     kind == kind::LEAF
 }
 
-/// In which word of a node the entry of an address is; `None` for kinds of nodes that are not known here.
+/// In which word of a node the entry of an address is; `None` for kinds of nodes that are not known
+/// here.
 #[inline(always)]
 #[must_use]
 pub fn entry_of(node: &Node, kind: u64, address: u64) -> Option<usize> {
@@ -151,8 +153,8 @@ impl Layout {
     }
 }
 
-/// A file as the kernel knows it. Other than a path or build-id, no user can give it to another file, where file systems keep
-/// change times: which do is for the collector to say.
+/// A file as the kernel knows it. Other than a path or build-id, no user can give it to another
+/// file, where file systems keep change times: which do is for the collector to say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct FileKey {
@@ -169,14 +171,16 @@ pub struct FileKey {
 /// Instead of an inode.
 pub const VDSO: u64 = u64::MAX;
 
-/// A change time. Of the nanoseconds the kernel uses bit 31 as a mark of its own (`I_CTIME_QUERIED`, since 6.13).
+/// A change time. Of the nanoseconds the kernel uses bit 31 as a mark of its own
+/// (`I_CTIME_QUERIED`, since 6.13).
 #[inline(always)]
 #[must_use]
 pub fn changed(seconds: u64, nanoseconds: u32) -> u64 {
     seconds << 30 | u64::from(nanoseconds & 0x3fff_ffff)
 }
 
-/// Size in bytes, mixed with the generation, which file systems change when they use an inode again.
+/// Size in bytes, mixed with the generation, which file systems change when they use an inode
+/// again.
 #[inline(always)]
 #[must_use]
 pub fn size(bytes: u64, generation: u32) -> u64 {
@@ -206,7 +210,8 @@ pub struct File {
     pub word: u64,
 }
 
-/// Number of the executable, and the user for whose processes it is: [`EVERYONE`], or one by number.
+/// Number of the executable, and the user for whose processes it is: [`EVERYONE`], or one by
+/// number.
 #[inline(always)]
 #[must_use]
 pub fn file_word(executable: u32, user: u32) -> u64 {
@@ -216,8 +221,8 @@ pub fn file_word(executable: u32, user: u32) -> u64 {
 /// All users. No user has this number: it is that of none, `(uid_t)-1`.
 pub const EVERYONE: u32 = u32::MAX;
 
-/// What a thread of the collector asks of a file it has open, or mapped: it names itself anew, which calls the program of
-/// `task_rename`; then the answer is there.
+/// What a thread of the collector asks of a file it has open, or mapped: it names itself anew,
+/// which calls the program of `task_rename`; then the answer is there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Question {

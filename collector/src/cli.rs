@@ -35,8 +35,8 @@ pub struct Args {
     /// Sample children of the processes as well, those that run already and those to come.
     #[arg(long, requires = "pid")]
     follow: bool,
-    /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event is
-    /// a series of its own.
+    /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event
+    /// is a series of its own.
     #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
     event: Vec<Event>,
     /// Samples of each event a second on each CPU.

@@ -1,5 +1,5 @@
-//! A validated configuration: what to sample, how, and where to send it. Nothing reads arguments or
-//! the environment after this.
+//! A validated configuration: what to sample, how, and where to send it. Nothing reads arguments
+//! after this; of the environment `host/mod.rs` reads who the collector's own pod is.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

@@ -52,8 +52,8 @@ pub fn write(
     out.flush()
 }
 
-/// Whether it is samples that are compared, and how many there are on both sides, of the series that
-/// is shown. Bytes, say, were not sampled one by one.
+/// Whether it is samples that are compared, and how many there are on both sides, of the series
+/// that is shown. Bytes, say, were not sampled one by one.
 pub(crate) fn totals(before: Named<'_>, after: Named<'_>) -> (bool, (u64, u64)) {
     let of = |profile: Named<'_>| {
         let shown = profile.shown();

@@ -1,9 +1,9 @@
 //! The contract between collector and symbolizer: messages, and how a capture file frames them.
 //!
-//! No logic beyond framing, compression, the model's words (`convert.rs`) and the lines of kallsyms.
-//! The collector builds these messages in `collector/src/wire.rs`; the symbolizer takes them apart
-//! in `symbolizer/src/ingest/`; nothing else sees them. `proto/README.md` tells the contract in
-//! prose.
+//! No logic beyond framing, compression, the model's words (`convert.rs`) and the lines of
+//! kallsyms. The collector builds these messages in `collector/src/wire.rs`; the symbolizer takes
+//! them apart in `symbolizer/src/ingest/`; nothing else sees them. `proto/README.md` tells the
+//! contract in prose.
 
 mod convert;
 mod frame;

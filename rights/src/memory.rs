@@ -6,8 +6,8 @@
 ///
 /// glibc would otherwise take the size of such a block, once freed, as the one up to which it keeps
 /// memory for itself (mallopt(3), "dynamic mmap threshold"): resolving 5 GB of debug information
-/// then peaks at 390 MiB instead of 212, and takes as long. The collector reads the kernel's types and
-/// symbols at its start.
+/// then peaks at 390 MiB instead of 212, and takes as long. The collector reads the kernel's types
+/// and symbols at its start.
 pub fn give_back_large_blocks() {
     #[cfg(target_env = "gnu")]
     // SAFETY: sets a number in the allocator, before there is a second thread.

@@ -70,8 +70,8 @@ pub struct Record {
     /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     pub sample_rate: u32,
-    /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event is
-    /// a series of its own.
+    /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event
+    /// is a series of its own.
     #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
     pub event: Vec<Event>,
     /// How user stacks are walked.

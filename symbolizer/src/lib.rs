@@ -2,8 +2,8 @@
 //!
 //! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs`
 //! (messages) → `ingest/` (the only reader of the wire) → `Profile` of the crate `model` (tables) →
-//! `resolve/` (names, by the crate `symbols`) → the crate `formats` (pprof, perf.data, folded, flame
-//! graph, report). Profiles of others come in through `input.rs`, read by the same crate.
+//! `resolve/` (names, by the crate `symbols`) → the crate `formats` (pprof, perf.data, folded,
+//! flame graph, report). Profiles of others come in through `input.rs`, read by the same crate.
 //!
 //! ```no_run
 //! use stackwire::{Session, formats};

@@ -18,8 +18,8 @@ use super::mapped::Mapped;
 /// Pages of records a CPU's ring holds: 256 KiB, half of what `kernel.perf_event_mlock_kb` allows
 /// an unprivileged user per CPU.
 const RING_PAGES: usize = 64;
-/// Bytes of events that wake the collector: a quarter of the ring. The kernel side wakes it where it
-/// matters, see `WAKEUPS`. Not every event: the interrupt costs the process that maps, a loop of
+/// Bytes of events that wake the collector: a quarter of the ring. The kernel side wakes it where
+/// it matters, see `WAKEUPS`. Not every event: the interrupt costs the process that maps, a loop of
 /// dlopen a tenth of its time.
 const WAKEUP_BYTES: u32 = 64 << 10;
 

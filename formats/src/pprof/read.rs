@@ -12,7 +12,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use stackwire_model::profile::labels::{Label, LabelValue};
 use stackwire_model::profile::{
     Builder, EndReason, Executable, ExecutableId, Line, Location, LocationId, Mapping, Origin,
-    Process, ProcessId, SampleKey, SeriesId, Stack, Thread, ThreadId, Types, is_place,
+    Process, ProcessId, SampleKey, SeriesId, Stack, Thread, ThreadId, Types, ValueError, is_place,
 };
 
 use stackwire_model::{BuildId, Event, ValueKind};
@@ -22,6 +22,7 @@ use crate::{Host, ReadError};
 
 /// Bytes of a profile, opened: some bytes of it become thirty times as many in memory.
 const MAX_BYTES: u64 = 256 << 20;
+
 /// Reads a profile.
 ///
 /// # Errors
@@ -64,7 +65,8 @@ struct Reader<'a> {
     processes: FxHashMap<(u32, String), ProcessId>,
     told: FxHashSet<u64>,
     main: String,
-    series: SeriesId,
+    /// One; or several, of two values each.
+    series: Vec<SeriesId>,
 }
 
 impl<'a> Reader<'a> {
@@ -86,7 +88,7 @@ impl<'a> Reader<'a> {
             processes: FxHashMap::default(),
             told: FxHashSet::default(),
             main: String::new(),
-            series: SeriesId::default(),
+            series: Vec::new(),
         };
         for mapping in &wire.mapping {
             if is_kernel(reader.text(mapping.filename)?) {
@@ -128,8 +130,14 @@ impl<'a> Reader<'a> {
         let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
         let comments: Vec<String> = comments.collect::<Result<_, _>>()?;
         self.into.capture(number, Origin::default(), 0);
-        let types = Types { default: shown, kinds, period: wire.period, period_type };
-        self.series = self.into.series_of(event, frequency, types)?;
+        let others = self.into.has_other_values();
+        if let Some(events) = several(&kinds).filter(|_| !others) {
+            let series = events.into_iter().map(|event| self.into.series(event, frequency));
+            self.series = series.collect();
+        } else {
+            let types = Types { default: shown, kinds, period: wire.period, period_type };
+            self.series = vec![self.into.series_of(event, frequency, types)?];
+        }
         for comment in comments {
             self.into.comment(comment);
         }
@@ -153,8 +161,20 @@ impl<'a> Reader<'a> {
                 true => None,
                 false => Some(self.into.stack(Stack { locations, end: EndReason::NotSaid })?),
             };
-            let key = SampleKey { series: self.series, thread, user, kernel: None, labels };
-            taken = taken.saturating_add(self.into.values(key, &sample.value)?);
+            let key = |series| SampleKey { series, thread, user, kernel: None, labels };
+            if let [only] = *self.series {
+                taken = taken.saturating_add(self.into.values(key(only), &sample.value)?);
+                continue;
+            }
+            let (values, kinds) = (sample.value.len(), 2 * self.series.len());
+            if values != kinds {
+                return Err(ValueError::Ragged { values, kinds }.into());
+            }
+            for (&series, values) in self.series.iter().zip(sample.value.chunks_exact(2)) {
+                if values != [0, 0] {
+                    taken = taken.saturating_add(self.into.values(key(series), values)?);
+                }
+            }
         }
         self.into.taken(Some(taken));
         Ok(())
@@ -316,6 +336,21 @@ fn undefined(what: &str, id: u64) -> ReadError {
     ReadError::Pprof(format!("{what} {id} is not in it"))
 }
 
+/// The events of a profile of several series, as `write.rs` calls their values: how many samples,
+/// and what they weigh, each.
+fn several(kinds: &[ValueKind]) -> Option<Vec<Event>> {
+    let (first, others) = kinds.split_first_chunk::<2>()?;
+    if first[0] != ValueKind::samples() || others.is_empty() || !others.len().is_multiple_of(2) {
+        return None;
+    }
+    let mut events = vec![Event { weight: first[1].clone(), ..Event::by_name(&first[1].kind) }];
+    for pair in others.chunks_exact(2) {
+        let name = pair[0].kind.strip_suffix("_sample").filter(|_| pair[0].unit == "count")?;
+        events.push(Event { weight: pair[1].clone(), ..Event::by_name(name) });
+    }
+    Some(events)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -406,6 +441,29 @@ mod tests {
     fn a_place_in_a_file_is_no_name() {
         let given = |name: &str| read_all(&[wire(name)]).unwrap().given.len();
         assert_eq!((given("none+0x1000"), given("none+0xg"), given("other+0x1000")), (0, 1, 1));
+    }
+
+    #[test]
+    fn several_series_are_read_as_they_were_written() {
+        let mut two = wire("x");
+        two.string_table.extend(["faults_sample", "faults"].map(str::to_owned));
+        two.sample_type
+            .extend([(9, 2), (10, 2)].map(|(r#type, unit)| proto::ValueType { r#type, unit }));
+        for (index, sample) in two.sample.iter_mut().enumerate() {
+            // The last two are of the second series, the first of both.
+            match index {
+                0 => sample.value.extend([3, 30]),
+                1 | 2 => sample.value.extend([0, 0]),
+                _ => sample.value.splice(..0, [0, 0]).for_each(drop),
+            }
+        }
+        let profile = read_all(&[two.clone()]).unwrap();
+        let amounts = [0, 1].map(|id| profile.count_of(SeriesId(id)));
+        assert_eq!(amounts, [1 + 2 + 4, 3 + 8 + 16]);
+        assert_eq!(profile.amount(), "7 samples of cpu + 27 samples of faults");
+        two.sample[1].value.pop();
+        let error = read_all(&[two]).unwrap_err().to_string();
+        assert!(error.contains("3 values of 4 kinds"), "{error}");
     }
 
     #[test]

@@ -11,7 +11,8 @@ pub struct Series {
     pub event: Event,
     /// Samples a second and CPU that were asked for; 0: not known.
     pub frequency: u32,
-    /// What [`Profile::values`] are; `None`: there are none, and samples have a number and a weight.
+    /// What [`Profile::values`] are; `None`: there are none, and samples have a number and a
+    /// weight.
     pub types: Option<Types>,
 }
 

@@ -1,5 +1,6 @@
 //! Places that differ in nothing but their time become one, once they have names: a process that
-//! writes code has each place of it ten times a second otherwise. Called by who writes what was resolved.
+//! writes code has each place of it ten times a second otherwise. Called by who writes what was
+//! resolved.
 
 use rustc_hash::FxHashMap;
 

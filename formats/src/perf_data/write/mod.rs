@@ -24,8 +24,8 @@ pub struct Options {
     pub program: String,
     /// Its command line, likewise.
     pub command_line: Vec<String>,
-    /// Code made at run time is said to be in files that [`jitted_images`](super::jitted_images) are; otherwise perf
-    /// looks for a perf-map.
+    /// Code made at run time is said to be in files that [`jitted_images`](super::jitted_images)
+    /// are; otherwise perf looks for a perf-map.
     pub jitted: bool,
 }
 

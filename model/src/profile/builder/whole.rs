@@ -26,14 +26,17 @@ impl Builder {
     /// capture has of an event that weighs the same is added up; two events of one capture are not.
     pub fn series(&mut self, event: Event, frequency: u32) -> SeriesId {
         let known = &self.profile.series;
+        let is_plain = |id: usize| known[id].types.is_none();
         let is_free = |id: usize| !self.own_series.contains(&SeriesId(id as u32));
         let is_same = |it: &Event| (&it.name, &it.weight) == (&event.name, &event.weight);
-        let same = known.iter().position(|series| is_same(&series.event));
+        let same = (0..known.len()).find(|&id| is_plain(id) && is_same(&known[id].event));
         // What folded stacks weigh nobody knows.
         let is_alike = |other: &Event| {
             other.weight == event.weight || other.name.is_empty() || event.name.is_empty()
         };
-        let alike = || (0..known.len()).find(|&id| is_free(id) && is_alike(&known[id].event));
+        let alike = || {
+            (0..known.len()).find(|&id| is_plain(id) && is_free(id) && is_alike(&known[id].event))
+        };
         let id = match same.or_else(alike) {
             Some(id) => {
                 let (one, other) = (&known[id].event.name, &event.name);
