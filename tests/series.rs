@@ -11,7 +11,7 @@ use std::process::Command;
 
 use crate::identical::{Server, profiles};
 use crate::support::pprof::{Pprof, Sample, go};
-use crate::support::{Ran, binary, build, privileged, run, stackwire};
+use crate::support::{Ran, binary, build, privileged, recorded, run, stackwire};
 
 const KINDS: [&str; 4] =
     ["samples/count", "cpu/nanoseconds", "page-faults_sample/count", "page-faults/count"];
@@ -149,6 +149,39 @@ fn page_faults_beside_the_clock_are_those_there_were() {
     assert!(top.contains("touch_many") && !top.contains("compute"), "{top}");
 }
 
+/// One has thousands at a time and then none, the other one now and then, on the same CPU: a sample
+/// must not stand for what came before it was the other's turn.
+#[test]
+fn page_faults_are_of_who_had_them() {
+    if !privileged() {
+        return;
+    }
+    let program = |mode: &[&str]| {
+        let mut pinned = Command::new("taskset");
+        pinned.args(["--cpu-list", "0"]).arg(build::faults()).arg("8").args(mode);
+        pinned.stdout(std::process::Stdio::null()).spawn().unwrap()
+    };
+    let programs = [program(&[]), program(&["sparse"])];
+    let directory = tempfile::tempdir().unwrap();
+    let arguments = ["--all", "--event=page-faults", "--duration=5s", "--profile-output=x.pb.gz"];
+    recorded(directory.path(), &arguments).succeeded();
+    let pids = programs.map(|mut program| {
+        program.kill().unwrap();
+        program.wait().unwrap();
+        program.id().to_string()
+    });
+    let profile = Pprof::read(&directory.path().join("x.pb.gz"));
+    let of = |pid: &String| {
+        let own = profile.samples.iter().filter(|sample| sample.labels["pid"] == *pid);
+        own.map(|sample| sample.values[1]).sum::<u64>()
+    };
+    let [dense, sparse] = [of(&pids[0]), of(&pids[1])];
+    assert!(
+        dense > 100_000 && sparse * 10 < dense,
+        "{dense} and {sparse}, truly a thousand to one"
+    );
+}
+
 #[test]
 fn each_series_is_reported_and_can_be_chosen() {
     if !privileged() {
@@ -162,19 +195,22 @@ fn each_series_is_reported_and_can_be_chosen() {
         Ran::of(command.arg("report").arg(&capture).args(more))
     };
     let profile = Pprof::read(&directory.path().join("out.pb.gz"));
-    let counts = [0, 2].map(|value| profile.samples.iter().map(|it| it.values[value]).sum::<u64>());
+    let sums =
+        [0, 2, 3].map(|value| profile.samples.iter().map(|it| it.values[value]).sum::<u64>());
     let both = report(&[]).succeeded().stdout;
-    let [clock, faults] = counts;
-    let heads = format!("{clock} samples of cpu-clock + {faults} samples of page-faults");
+    let [clock, samples, faults] = sums;
+    // Shares of page faults are of faults: one sample stands for more of them than another.
+    let faults_head = format!("{faults} page-faults in {samples} samples");
+    let heads = format!("{clock} samples of cpu-clock + {faults_head}");
     assert!(both.starts_with(&heads), "{both}");
     let (of_clock, of_faults) =
-        both.split_once("\n\n").unwrap().1.split_once("page-faults\n").unwrap();
+        both.split_once("\n\n").unwrap().1.split_once(&faults_head).unwrap();
     assert!(of_clock.contains(" compute [faults]"), "{both}");
     let table = of_faults.split_once("frames   named").unwrap().0;
     assert!(table.contains(" touch_few [faults]") && !table.contains(" compute ["), "{both}");
 
     let one = report(&["--event=page-faults"]).succeeded().stdout;
-    assert!(one.starts_with(&format!("{faults} samples of page-faults at 499 Hz")), "{one}");
+    assert!(one.starts_with(&format!("{faults_head} at 499 Hz")), "{one}");
     assert!(!one.contains("compute [faults]"), "{one}");
     let folded = report(&["--event=page-faults", "--folded=-"]).succeeded().stdout;
     let sum = |text: &str| {

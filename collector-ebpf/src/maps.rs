@@ -61,7 +61,12 @@ const BPF_F_MMAPABLE: u32 = 1 << 10;
 #[map]
 pub static SAMPLES: RingBuf = RingBuf::with_byte_size(RING_BYTES, 0);
 
-/// By event, what its counter had counted at the last sample.
+/// By CPU and event, whether the next sample is due only because the collector had the event begin
+/// anew. Written by the collector through mmap, and taken back here.
+#[map]
+pub static REFRESHED: Array<u64> =
+    Array::with_max_entries(MAX_CPUS * MAX_EVENTS as u32, BPF_F_MMAPABLE);
+/// By event, how much of what its counter has counted is in samples.
 #[map]
 pub static COUNTED: PerCpuArray<u64> = PerCpuArray::with_max_entries(MAX_EVENTS as u32, 0);
 

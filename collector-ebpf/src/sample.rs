@@ -13,12 +13,12 @@ use aya_ebpf::helpers::generated::{
 use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES, SAMPLE, SampleHeader,
-    Unwind, UserEnd, WALK,
+    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES,
+    SAMPLE, SampleHeader, Unwind, UserEnd, WALK,
 };
 
 use crate::maps::{
-    COUNTED, SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector,
+    COUNTED, REFRESHED, SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector,
 };
 use crate::processes::generation;
 use crate::targets::wanted;
@@ -60,43 +60,62 @@ sampling_programs! {
 
 #[inline(always)]
 fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
+    // SAFETY: a helper without arguments.
+    let Some(weight) = weight(ctx, event, unsafe { bpf_get_smp_processor_id() }) else { return 0 };
     if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
         // SAFETY: as in `sample`.
         let header = unsafe { &mut (*scratch).header };
         header.event = event;
-        header.period = weight(ctx, event);
+        header.period = weight;
     }
     // SAFETY: as in `sample`.
     let _ = unsafe { STAGES.tail_call(ctx, SAMPLE) };
     0
 }
 
-/// What this sample stands for.
+/// What this sample stands for; none where it is to be passed over.
 ///
-/// For an event that counts, what its counter says: the period the kernel tells is what it had in
-/// mind, and far from what came when it has just begun to adapt it. A clock counts idle time as
-/// well, and keeps its period.
+/// For a clock, its period: it counts idle time as well. For an event that counts, never more than
+/// its counter says: the kernel's period may be a thousand times what came, when it has just begun
+/// to adapt it. Of what came beyond the period a quarter of it is made up for, and the rest stays
+/// for samples to come: it came before, and is not of who happens to be next.
 #[inline(always)]
-fn weight(ctx: &PerfEventContext, event: u8) -> u64 {
+fn weight(ctx: &PerfEventContext, event: u8, cpu: u32) -> Option<u64> {
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let period = unsafe { (*ctx.ctx).sample_period };
     if config().counted & (1 << event) == 0 {
-        return period;
+        return Some(period);
+    }
+    let row = if cpu < MAX_CPUS { cpu } else { MAX_CPUS - 1 };
+    if let Some(refreshed) = REFRESHED.get_ptr_mut(row * MAX_EVENTS as u32 + u32::from(event)) {
+        // SAFETY: the pointer came from a successful lookup; volatile because the collector writes
+        // it.
+        unsafe {
+            if core::ptr::read_volatile(refreshed) != 0 {
+                core::ptr::write_volatile(refreshed, 0);
+                return None;
+            }
+        }
     }
     let mut value = bpf_perf_event_value { counter: 0, enabled: 0, running: 0 };
     let size = size_of::<bpf_perf_event_value>() as u32;
     // SAFETY: the context is the program's own, the buffer has the size that is told.
     let failed = unsafe { bpf_perf_prog_read_value(ctx.ctx, &raw mut value, size) };
-    let Some(before) = COUNTED.get_ptr_mut(u32::from(event)) else { return period };
+    let Some(told) = COUNTED.get_ptr_mut(u32::from(event)) else { return Some(period) };
     if failed != 0 {
-        return period;
+        return Some(period);
     }
     // SAFETY: the pointer came from a successful lookup; the slot is this CPU's, see `sample`.
     unsafe {
-        let since = value.counter.wrapping_sub(*before);
-        *before = value.counter;
-        // Of a CPU that was away the counter began anew.
-        if since > value.counter { value.counter } else { since }
+        if value.counter < *told {
+            // Of a CPU that was away the counter begins anew.
+            *told = 0;
+        }
+        let more = period + period / 4 + 1;
+        let came = value.counter - *told;
+        let weight = if came < more { came } else { more };
+        *told += weight;
+        Some(weight)
     }
 }
 

@@ -25,7 +25,9 @@ pub fn write(
     mut out: impl Write,
 ) -> io::Result<()> {
     let (counted, totals) = totals(before, after);
-    writeln!(out, "{} samples before, {} after", totals.0, totals.1)?;
+    let shown = after.series_of(after.shown());
+    let what = if counted { "samples".to_owned() } else { shown.shown_kind().to_string() };
+    writeln!(out, "{} {what} before, {} after", totals.0, totals.1)?;
     if let Some(key) = by {
         let values = |profile: Named<'_>| report::by_value(&profile, profile.shown(), key);
         let rows = both(values(before), values(after));
@@ -52,12 +54,12 @@ pub fn write(
     out.flush()
 }
 
-/// Whether it is samples that are compared, and how many there are on both sides, of the series
+/// Whether it is samples that are compared, and how much there is on both sides, of the series
 /// that is shown. Bytes, say, were not sampled one by one.
 pub(crate) fn totals(before: Named<'_>, after: Named<'_>) -> (bool, (u64, u64)) {
     let of = |profile: Named<'_>| {
         let shown = profile.shown();
-        (profile.series_of(shown).types.is_none(), profile.count_of(shown))
+        (profile.series_of(shown).weighs_evenly(), profile.total_of(shown))
     };
     let (one, two) = (of(before), of(after));
     (one.0 && two.0, (one.1, two.1))

@@ -244,9 +244,14 @@ impl Pprof {
         lines.map(|(function, ..)| function.as_str()).collect()
     }
 
-    /// Share of the samples whose leaf is in `function`, in percent.
+    /// Share of the samples whose leaf is in `function`, in percent. What the kernel does on top of a
+    /// program is its own: beside a busy neighbour it handles interrupts of others there.
     pub(crate) fn share_of(&self, function: &str) -> f64 {
-        let leaf = |sample: &&Sample| self.functions(sample).first() == Some(&function);
+        let leaf = |sample: &&Sample| {
+            let user = sample.locations.iter().find(|id| self.file_of(**id) != "[kernel]");
+            let lines = user.and_then(|id| self.locations[id].lines.first());
+            lines.is_some_and(|(leaf, ..)| leaf == function)
+        };
         let count: u64 = self.samples.iter().filter(leaf).map(|sample| sample.count).sum();
         count as f64 * 100.0 / self.count() as f64
     }

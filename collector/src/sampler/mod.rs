@@ -214,10 +214,14 @@ impl Sampler {
     /// Looks after events that count, which the kernel may have lost sight of. To be called some
     /// times a second.
     pub fn refresh(&self) {
-        let events = self.events.values().flat_map(|events| events.iter().zip(&self.kinds));
-        for (event, _) in events.filter(|(_, kind)| !kind.is_clock()) {
-            // Fails only for events of a CPU that went offline.
-            let _ = event.begin_anew(self.frequency);
+        for (&cpu, events) in &self.events {
+            for (number, (event, kind)) in events.iter().zip(&self.kinds).enumerate() {
+                if !kind.is_clock() {
+                    self.object.expect_refreshed(cpu, number);
+                    // Fails only for events of a CPU that went offline.
+                    let _ = event.begin_anew(self.frequency);
+                }
+            }
         }
     }
 

@@ -10,7 +10,9 @@ use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use stackwire_collector_ebpf::vma::Layout;
-use stackwire_collector_ebpf::{COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, SAMPLE, Unwind, WALK};
+use stackwire_collector_ebpf::{
+    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, SAMPLE, Unwind, WALK,
+};
 
 use super::btf::{Btf, BtfError};
 use super::mapped::Mapped;
@@ -66,6 +68,7 @@ pub struct Filter {
 pub struct Object {
     ebpf: Ebpf,
     counters: Mapped,
+    refreshed: Mapped,
     /// The kernel empties it with the last descriptor.
     _stages: ProgramArray<MapData>,
 }
@@ -111,13 +114,16 @@ impl Object {
         if filter.follow {
             attach(&mut ebpf, "follow_fork", "sched_process_fork")?;
         }
-        let counters = {
-            let map = ebpf.map("COUNTERS").ok_or_else(|| missing("COUNTERS"))?;
-            let aya::maps::Map::Array(data) = map else { return Err(missing("COUNTERS")) };
-            Mapped::read_only(data.fd().as_fd(), (MAX_CPUS * COUNTERS_PER_CPU * 8) as usize)
-                .map_err(|error| LoadError::Kernel(format!("cannot map the counters: {error}")))?
-        };
-        Ok(Self { ebpf, counters, _stages: stages })
+        let mapped =
+            |name: &str, map: fn(BorrowedFd<'_>, usize) -> std::io::Result<Mapped>, words| {
+                let found = ebpf.map(name).ok_or_else(|| missing(name))?;
+                let aya::maps::Map::Array(data) = found else { return Err(missing(name)) };
+                map(data.fd().as_fd(), words as usize * 8)
+                    .map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
+            };
+        let counters = mapped("COUNTERS", Mapped::read_only, MAX_CPUS * COUNTERS_PER_CPU)?;
+        let refreshed = mapped("REFRESHED", Mapped::read_write, MAX_CPUS * MAX_EVENTS as u32)?;
+        Ok(Self { ebpf, counters, refreshed, _stages: stages })
     }
 
     /// Lets samples of these processes through.
@@ -194,6 +200,12 @@ impl Object {
             .and_then(|program| program.try_into().ok())
             .ok_or_else(|| missing(&name))?;
         program.fd().map(AsFd::as_fd).map_err(load_error)
+    }
+
+    /// The next sample of an event on a CPU is due to a new beginning, and to be passed over.
+    pub fn expect_refreshed(&self, cpu: u32, event: usize) {
+        let slot = cpu.min(MAX_CPUS - 1) as usize * MAX_EVENTS + event;
+        self.refreshed.atomic(slot * 8).store(1, std::sync::atomic::Ordering::Relaxed);
     }
 
     /// Sum of a counter over all CPUs. Takes no system call and no capability.

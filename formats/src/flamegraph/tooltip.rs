@@ -24,7 +24,7 @@ impl Tooltips {
         let mut counts: FxHashMap<LocationId, u64> = FxHashMap::default();
         for sample in profile.samples_of(profile.shown()) {
             for location in profile.frames(sample.key) {
-                *counts.entry(location).or_default() += sample.count;
+                *counts.entry(location).or_default() += profile.share_of(sample);
             }
         }
         let mut functions: HashMap<String, Places> = HashMap::new();

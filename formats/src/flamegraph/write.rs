@@ -41,6 +41,8 @@ pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io
     let series = profile.series_of(profile.shown());
     if series.types.is_some() {
         options.count_name = series.shown_kind().unit.clone();
+    } else if !series.weighs_evenly() {
+        options.count_name = series.shown_kind().kind.clone();
     }
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);

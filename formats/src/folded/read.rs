@@ -23,7 +23,7 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
     into.capture(number, Origin::default(), 0);
     // What is counted nobody says; most often it is time.
     let event = Event { name: String::new(), weight: ValueKind::cpu(), perf: None };
-    let series = into.series(event, 0);
+    let series = into.series(vec![(event, 0)])?[0];
     let mut input = BufReader::new(input);
     let mut threads: FxHashMap<String, ThreadId> = FxHashMap::default();
     let (mut line, mut at, mut taken) = (Vec::new(), 0u64, 0u64);

@@ -37,7 +37,7 @@ impl Marks {
     pub const KERNEL: Self = Self { all: false, inlined: true };
 }
 
-/// Stacks with their sample counts, in order of their text.
+/// Stacks with what their samples count for, in order of their text.
 pub(crate) fn lines(profile: Named<'_>, by: Option<&str>, marks: Marks) -> BTreeMap<String, u64> {
     // Threads of one name share stacks: each is put into words once.
     let mut counts = FxHashMap::default();
@@ -48,7 +48,7 @@ pub(crate) fn lines(profile: Named<'_>, by: Option<&str>, marks: Marks) -> BTree
             Some(key) => profile.label(sample.key, key).unwrap_or("?".into()),
         };
         let stack = (first, sample.key.kernel, sample.key.user);
-        counts.entry(stack).or_insert((sample.key, 0)).1 += sample.count;
+        counts.entry(stack).or_insert((sample.key, 0)).1 += profile.share_of(sample);
     }
     let frames: Vec<String> = (0..profile.locations.len() as u32)
         .map(|index| frames(profile, LocationId(index), marks))

@@ -47,7 +47,7 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
     let period_ns = words.nth(3).unwrap_or(0).saturating_mul(1000);
     let frequency = u32::try_from(1_000_000_000 / period_ns.max(1)).unwrap_or(0);
     into.capture(number, Origin::default(), 0);
-    let series = into.series(Event::by_name("cpu"), frequency);
+    let series = into.series(vec![(Event::by_name("cpu"), frequency)])?[0];
     words.next();
     let mut samples = Vec::new();
     let mut used = 5;

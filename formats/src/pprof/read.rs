@@ -125,15 +125,16 @@ impl<'a> Reader<'a> {
             ("nanoseconds", period @ 1..) => 1_000_000_000 / period,
             _ => 0,
         };
-        let event = Event::by_name(kinds.get(shown).map_or("", |shown| &shown.kind));
+        let of = if kinds.first() == Some(&ValueKind::samples()) { 1 } else { shown };
+        let event = Event::by_name(kinds.get(of).map_or("", |kind| &kind.kind));
         let frequency = u32::try_from(frequency).unwrap_or(0);
         let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
         let comments: Vec<String> = comments.collect::<Result<_, _>>()?;
         self.into.capture(number, Origin::default(), 0);
         let others = self.into.has_other_values();
         if let Some(events) = several(&kinds).filter(|_| !others) {
-            let series = events.into_iter().map(|event| self.into.series(event, frequency));
-            self.series = series.collect();
+            let events = events.into_iter().map(|event| (event, frequency));
+            self.series = self.into.series(events.collect())?;
         } else {
             let types = Types { default: shown, kinds, period: wire.period, period_type };
             self.series = vec![self.into.series_of(event, frequency, types)?];
@@ -346,7 +347,10 @@ fn several(kinds: &[ValueKind]) -> Option<Vec<Event>> {
     let mut events = vec![Event { weight: first[1].clone(), ..Event::by_name(&first[1].kind) }];
     for pair in others.chunks_exact(2) {
         let name = pair[0].kind.strip_suffix("_sample").filter(|_| pair[0].unit == "count")?;
-        events.push(Event { weight: pair[1].clone(), ..Event::by_name(name) });
+        let event = Event::by_name(name);
+        // What others weigh, too, has the name of its event.
+        let weight = if pair[1].kind == name { event.weight.clone() } else { pair[1].clone() };
+        events.push(Event { weight, ..event });
     }
     Some(events)
 }
@@ -458,9 +462,8 @@ mod tests {
             }
         }
         let profile = read_all(&[two.clone()]).unwrap();
-        let amounts = [0, 1].map(|id| profile.count_of(SeriesId(id)));
-        assert_eq!(amounts, [1 + 2 + 4, 3 + 8 + 16]);
-        assert_eq!(profile.amount(), "7 samples of cpu + 27 samples of faults");
+        // 1 + 2 + 4, and 30 + 80 + 160 in 3 + 8 + 16.
+        assert_eq!(profile.amount(), "7 samples of cpu + 270 faults in 27 samples");
         two.sample[1].value.pop();
         let error = read_all(&[two]).unwrap_err().to_string();
         assert!(error.contains("3 values of 4 kinds"), "{error}");

@@ -10,7 +10,9 @@ use prost::Message;
 use rustc_hash::FxHashMap;
 use stackwire_model::ValueKind;
 use stackwire_model::profile::labels::LabelValue;
-use stackwire_model::profile::{Executable, Line, LocationId, Missing, Named, Profile, Resolution};
+use stackwire_model::profile::{
+    Executable, Line, LocationId, Missing, Named, Profile, Resolution, Series, SeriesId,
+};
 
 use super::proto;
 use crate::kernel_place;
@@ -44,7 +46,8 @@ fn build(profile: Named<'_>, options: &Options) -> proto::Profile {
     let samples = profile.samples.iter().enumerate();
     let samples = samples.map(|(index, sample)| writer.sample(index, sample)).collect();
     let shown = profile.series_of(profile.shown());
-    let default_sample_type = writer.value_type(shown.shown_kind()).r#type;
+    let default = writer.columns.shown(profile.shown(), shown);
+    let default_sample_type = writer.value_type(&default).r#type;
     let (period_type, period) = match &shown.types {
         Some(types) => (types.period_type.clone(), types.period),
         None => {
@@ -167,12 +170,24 @@ impl Columns {
                 _ => ValueKind::new(&format!("{}_sample", series.event.name), "count"),
             };
             columns.first.push(columns.kinds.len());
+            // A kind that is there twice is none for readers.
+            let mut weight = series.event.weight.clone();
+            if columns.kinds.contains(&weight) {
+                weight.kind.clone_from(&series.event.name);
+            }
             match &series.types {
                 Some(types) => columns.kinds.extend_from_slice(&types.kinds),
-                None => columns.kinds.extend([samples, series.event.weight.clone()]),
+                None => columns.kinds.extend([samples, weight]),
             }
         }
         columns
+    }
+
+    /// What is shown of a series unless told otherwise.
+    fn shown(&self, id: SeriesId, series: &Series) -> ValueKind {
+        let value = series.types.as_ref().map_or(1, |types| types.default);
+        let first = self.first.get(id.index()).copied().unwrap_or(0);
+        self.kinds.get(first + value).cloned().unwrap_or_default()
     }
 }
 

@@ -60,8 +60,7 @@ pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> 
     let series: Vec<SeriesId> = profile.sampled_series().collect();
     for &id in &series {
         if series.len() > 1 {
-            let series = profile.series_of(id);
-            writeln!(out, "\n{}", plain(&series.amount(profile.count_of(id))))?;
+            writeln!(out, "\n{}", plain(&profile.amount_of(id)))?;
         }
         if let Some(key) = options.by {
             values(&profile, id, key, &mut out)?;
@@ -107,18 +106,18 @@ fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Samples of a series by the values of a label.
+/// What samples of a series count for, by the values of a label.
 pub(crate) fn by_value(profile: &Profile, series: SeriesId, key: &str) -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
     for sample in profile.samples_of(series) {
         let value = profile.label(sample.key, key).unwrap_or("without".into());
-        *counts.entry(value.into_owned()).or_default() += sample.count;
+        *counts.entry(value.into_owned()).or_default() += profile.share_of(sample);
     }
     counts
 }
 
 fn values(profile: &Profile, series: SeriesId, key: &str, out: &mut impl Write) -> io::Result<()> {
-    let total = profile.count_of(series);
+    let total = profile.total_of(series);
     let mut rows: Vec<_> = by_value(profile, series, key).into_iter().collect();
     rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
     writeln!(out, "\n   share samples  {key}")?;
@@ -159,15 +158,16 @@ pub(crate) fn functions(
     // The sample each was last counted for: a function that calls itself counts once.
     let mut counted = vec![usize::MAX; numbers.len()];
     for (index, sample) in profile.samples_of(series).enumerate() {
+        let share = profile.share_of(sample);
         let mut frames =
             profile.frames(sample.key).flat_map(|at| &of_location[at.index()]).peekable();
         if let Some(&&leaf) = frames.peek() {
-            counts[leaf].own += sample.count;
+            counts[leaf].own += share;
         }
         for &function in frames {
             if counted[function] != index {
                 counted[function] = index;
-                counts[function].all += sample.count;
+                counts[function].all += share;
             }
         }
     }
@@ -186,7 +186,7 @@ fn top(
     options: &Options<'_>,
     out: &mut impl Write,
 ) -> io::Result<()> {
-    let total = profile.count_of(series);
+    let total = profile.total_of(series);
     let room = options
         .window
         .map_or(TOP, |window| (window.rows.saturating_sub(OTHER_ROWS) / of).clamp(5, TOP));

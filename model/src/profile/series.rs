@@ -38,16 +38,25 @@ impl Series {
         given.unwrap_or(&self.event.weight)
     }
 
-    /// In words, of this many: "12 samples of cpu-clock", "4096 bytes of inuse_space", "3
-    /// contentions".
+    /// Whether shares are of samples, since one weighs as much as another. Otherwise they are of what
+    /// samples weigh.
     #[must_use]
-    pub fn amount(&self, count: u64) -> String {
+    pub fn weighs_evenly(&self) -> bool {
+        self.types.is_none() && (self.event.is_clock() || self.event.name.is_empty())
+    }
+
+    /// In words, of a total of so many samples: "12 samples of cpu-clock", "4096 page-faults in 12
+    /// samples", "4096 bytes of inuse_space", "3 contentions".
+    #[must_use]
+    pub fn amount(&self, total: u64, samples: u64) -> String {
         let ValueKind { kind, unit } = self.shown_kind();
         match (&self.types, unit.as_str()) {
-            (None, _) if self.event.name.is_empty() => format!("{count} samples"),
-            (None, _) => format!("{count} samples of {}", self.event.name),
-            (Some(_), "count") => format!("{count} {kind}"),
-            (Some(_), unit) => format!("{count} {unit} of {kind}"),
+            (None, _) if self.event.name.is_empty() => format!("{total} samples"),
+            (None, _) if self.weighs_evenly() => format!("{total} samples of {}", self.event.name),
+            (None, "count") => format!("{total} {kind} in {samples} samples"),
+            (None, unit) => format!("{total} {unit} in {samples} samples of {}", self.event.name),
+            (Some(_), "count") => format!("{total} {kind}"),
+            (Some(_), unit) => format!("{total} {unit} of {kind}"),
         }
     }
 }
@@ -86,17 +95,31 @@ impl Profile {
         self.samples.iter().filter(move |sample| sample.key.series == id)
     }
 
-    /// How many samples a series has.
+    /// What a sample counts for where shares are shown.
     #[must_use]
-    pub fn count_of(&self, id: SeriesId) -> u64 {
-        self.samples_of(id).map(|sample| sample.count).sum()
+    pub fn share_of(&self, sample: &Sample) -> u64 {
+        let series = self.series_of(sample.key.series);
+        let by_count = series.types.is_some() || series.weighs_evenly();
+        if by_count { sample.count } else { sample.value }
+    }
+
+    /// What all samples of a series count for where shares are shown.
+    #[must_use]
+    pub fn total_of(&self, id: SeriesId) -> u64 {
+        self.samples_of(id).map(|sample| self.share_of(sample)).sum()
+    }
+
+    /// How much there is of a series, in words.
+    #[must_use]
+    pub fn amount_of(&self, id: SeriesId) -> String {
+        let samples = self.samples_of(id).map(|sample| sample.count).sum();
+        self.series_of(id).amount(self.total_of(id), samples)
     }
 
     /// How much there is, in words, of each series that has samples.
     #[must_use]
     pub fn amount(&self) -> String {
-        let amount = |id| self.series_of(id).amount(self.count_of(id));
-        let all: Vec<String> = self.sampled_series().map(amount).collect();
+        let all: Vec<String> = self.sampled_series().map(|id| self.amount_of(id)).collect();
         if all.is_empty() { "0 samples".to_owned() } else { all.join(" + ") }
     }
 }

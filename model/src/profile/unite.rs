@@ -85,7 +85,7 @@ mod tests {
     fn places_of_equal_names_are_one_and_others_stay_apart() {
         let mut into = Builder::new();
         into.keep_timeline();
-        let series = into.series(crate::Event::cpu_clock(), 99);
+        let series = into.series(vec![(crate::Event::cpu_clock(), 99)]).unwrap()[0];
         let executable = into.executable(Executable::Anonymous).unwrap();
         let process = into.process(Process { pid: 7, ..Process::default() }).unwrap();
         let thread = into.thread(Thread { process, tid: 7, comm: "x".to_owned() }).unwrap();

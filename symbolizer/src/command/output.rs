@@ -176,7 +176,7 @@ fn is_plain(path: &Path) -> bool {
 /// is missing.
 fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
     let amount = match profile.series.as_slice() {
-        [only] if only.types.is_none() => format!("{} samples", profile.sample_count()),
+        [only] if only.weighs_evenly() => format!("{} samples", profile.sample_count()),
         _ => profile.amount(),
     };
     let named = match unsymbolized {
@@ -203,6 +203,5 @@ pub fn title(profile: &Profile) -> String {
         [process] => format!("{} ({})", process.comm, process.pid),
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
-    let shown = profile.shown();
-    format!("{what}: {}", profile.series_of(shown).amount(profile.count_of(shown)))
+    format!("{what}: {}", profile.amount_of(profile.shown()))
 }

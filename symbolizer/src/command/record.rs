@@ -125,9 +125,13 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
     if profile.taken == Some(0) && lost.is_empty() {
         let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
         let took = took.as_secs_f64();
-        return anyhow!(
-            "no samples: {whom} used no CPU in {took:.1} s, so there is no profile to write"
-        );
+        let clocks = profile.series.iter().all(|series| series.event.is_clock());
+        let names: Vec<_> = profile.series.iter().map(|it| it.event.name.as_str()).collect();
+        let did = match clocks {
+            true => "used no CPU".to_owned(),
+            false => format!("had no {}", names.join(" and no ")),
+        };
+        return anyhow!("no samples: {whom} {did} in {took:.1} s, so there is no profile to write");
     }
     anyhow!("no samples, so there is no profile to write{lost}{notes}")
 }

@@ -20,7 +20,7 @@ use crate::profile::{
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
 const MAX_DEPTH: usize = 4096;
 /// Most events of a capture.
-const MAX_EVENTS: usize = 1024;
+const MAX_EVENTS: usize = 64;
 /// Most frames of all stacks of an epoch, for the same reason. A collector cuts at some millions.
 const MAX_FRAMES: usize = 16 << 20;
 
@@ -76,7 +76,9 @@ impl Context {
     pub fn begin(&mut self, into: &mut Builder, number: usize, origin: Origin) {
         into.capture(number, origin, self.wall(0));
         let events = self.events.iter().take(MAX_EVENTS);
-        self.series = events.map(|event| into.series(event.clone(), self.frequency)).collect();
+        let events = events.map(|event| (event.clone(), self.frequency)).collect();
+        // Without series its epochs are refused, each with a note.
+        self.series = into.series(events).unwrap_or_default();
     }
 
     /// Nanoseconds since the Unix epoch.

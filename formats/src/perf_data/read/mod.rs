@@ -11,8 +11,8 @@ use std::fs::File;
 use std::io::{BufReader, Read, Seek};
 
 use linux_perf_data::linux_perf_event_reader::{
-    AttrFlags, CpuMode, EventRecord, Mmap2FileId, RawData, SampleFormat, SampleRecord,
-    SamplingPolicy,
+    AttrFlags, CpuMode, EventRecord, Mmap2FileId, PerfEventType, RawData, SampleFormat,
+    SampleRecord, SamplingPolicy, SoftwareCounterType,
 };
 use linux_perf_data::{
     AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
@@ -23,7 +23,7 @@ use stackwire_model::profile::{
     ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey,
     SeriesId, StackId,
 };
-use stackwire_model::{BuildId, Device, Event, ExecutableKey, FileId};
+use stackwire_model::{BuildId, Device, Event, ExecutableKey, FileId, ValueKind};
 
 use self::kernel::Kernel;
 use self::stack_copy::{Copied, Walker};
@@ -152,7 +152,7 @@ impl<'a> Reader<'a> {
     ) -> Result<(), ReadError> {
         // Numbers of processes are those of this file.
         self.into.capture(number, self.origin(), 0);
-        self.begin_series();
+        self.begin_series()?;
         loop {
             match records.next_record(&mut self.file) {
                 Ok(Some(PerfFileRecord::EventRecord { attr_index, record })) => {
@@ -339,19 +339,31 @@ impl<'a> Reader<'a> {
     }
 
     /// Makes a series of each event, in the order they were asked for.
-    fn begin_series(&mut self) {
+    fn begin_series(&mut self) -> Result<(), ReadError> {
+        let mut places = Vec::new();
+        let mut events = Vec::new();
         for (index, attribute) in self.file.event_attributes().iter().enumerate() {
             let (frequency, period) = match attribute.attr.sampling_policy {
                 SamplingPolicy::Frequency(asked) => (u32::try_from(asked).unwrap_or(0), 1),
                 SamplingPolicy::Period(fixed) => (0, fixed.get()),
                 SamplingPolicy::NoSampling => (0, 1),
             };
-            let event = Event::by_name(&event_name(attribute));
-            // perf adds it for what is no sample.
-            if event.name != "dummy" {
-                self.series.insert(index, (self.into.series(event, frequency), period));
+            let mut event = Event::by_name(&event_name(attribute));
+            // Whatever it is called.
+            match attribute.attr.type_ {
+                PerfEventType::Software(
+                    SoftwareCounterType::CpuClock | SoftwareCounterType::TaskClock,
+                ) => event.weight = ValueKind::cpu(),
+                // perf adds it for what is no sample.
+                PerfEventType::Software(SoftwareCounterType::Dummy) => continue,
+                _ => {}
             }
+            events.push((event, frequency));
+            places.push((index, period));
         }
+        let series = self.into.series(events)?.into_iter().zip(places);
+        self.series = series.map(|(series, (index, period))| (index, (series, period))).collect();
+        Ok(())
     }
 
     /// Kernel and user addresses of a sample, leaf first, and why the user stack ends.

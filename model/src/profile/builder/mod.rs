@@ -13,11 +13,14 @@ pub use self::samples::ValueError;
 use super::labels::Label;
 use super::{
     ArtifactHash, Executable, ExecutableId, JitFile, Line, Location, LocationId, Mapping, Process,
-    ProcessId, Profile, SampleKey, SeriesId, Stack, StackId, Thread, ThreadId,
+    ProcessId, Profile, SampleKey, Stack, StackId, Thread, ThreadId,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
 const MAX_ENTRIES: usize = 16 << 20;
+
+/// Most series a profile has; nobody samples more at once.
+const MAX_SERIES: usize = 64;
 
 /// A profile in the making.
 #[derive(Debug, Default)]
@@ -35,8 +38,6 @@ pub struct Builder {
     /// Where that of this capture begins.
     timeline_start: usize,
     mapping_start: usize,
-    /// Series of this capture.
-    own_series: Vec<SeriesId>,
     variants: FxHashMap<(LocationId, Arc<[Line]>), LocationId>,
     names: FxHashMap<(ExecutableId, Arc<[Line]>), u64>,
     label_sets: FxHashMap<Vec<Label>, u32>,

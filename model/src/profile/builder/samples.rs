@@ -105,7 +105,7 @@ impl Builder {
         let mut all = self.profile.series.iter().zip(0..);
         let known = all.find_map(|(series, id)| Some((series.types.as_ref()?, SeriesId(id))));
         match (known, is_cpu_time) {
-            (None, true) => Ok(self.series(event, frequency)),
+            (None, true) => Ok(self.series(vec![(event, frequency)])?[0]),
             (Some((known, id)), false) if known.kinds == types.kinds => Ok(id),
             (None, false) if self.profile.samples.is_empty() => {
                 self.profile.series.push(Series { event, frequency, types: Some(types) });

@@ -1,6 +1,6 @@
 //! What holds for a whole capture or profile: where it is from, its times, what was lost.
 
-use super::Builder;
+use super::{Builder, Full, MAX_SERIES};
 use crate::Event;
 use crate::profile::{
     ArtifactHash, ExecutableId, LostReason, Origin, Series, SeriesId, UnwindTables,
@@ -11,7 +11,6 @@ impl Builder {
     /// all. `clock_zero_ns`: the wall clock when the clock of its times was zero.
     pub fn capture(&mut self, capture: usize, origin: Origin, clock_zero_ns: u64) {
         self.capture = capture;
-        self.own_series.clear();
         self.timeline_start = self.profile.timeline.len();
         self.mapping_start = self.profile.mappings.len();
         let first = &mut self.profile.origin;
@@ -22,38 +21,46 @@ impl Builder {
         }
     }
 
-    /// The series of an event of this capture, at so many samples a second and CPU. What another
-    /// capture has of an event that weighs the same is added up; two events of one capture are not.
-    pub fn series(&mut self, event: Event, frequency: u32) -> SeriesId {
-        let known = &self.profile.series;
-        let is_plain = |id: usize| known[id].types.is_none();
-        let is_free = |id: usize| !self.own_series.contains(&SeriesId(id as u32));
-        let is_same = |it: &Event| (&it.name, &it.weight) == (&event.name, &event.weight);
-        let same = (0..known.len()).find(|&id| is_plain(id) && is_same(&known[id].event));
-        // What folded stacks weigh nobody knows.
-        let is_alike = |other: &Event| {
-            other.weight == event.weight || other.name.is_empty() || event.name.is_empty()
-        };
-        let alike = || {
-            (0..known.len()).find(|&id| is_plain(id) && is_free(id) && is_alike(&known[id].event))
-        };
-        let id = match same.or_else(alike) {
-            Some(id) => {
-                let (one, other) = (&known[id].event.name, &event.name);
-                if one != other && !one.is_empty() && !other.is_empty() {
-                    let note = format!("captures of {one} and of {other} are added up");
-                    self.note(note);
+    /// The series of the events of this capture, at so many samples a second and CPU each. What
+    /// another capture has of an event that weighs the same is added up; two events of one capture
+    /// are not.
+    pub fn series(&mut self, events: Vec<(Event, u32)>) -> Result<Vec<SeriesId>, Full> {
+        let mut found: Vec<Option<usize>> = vec![None; events.len()];
+        // First those of the same name: another must not take their place.
+        for same_name in [true, false] {
+            for (index, (event, _)) in events.iter().enumerate() {
+                if found[index].is_none() {
+                    let fits = |(at, known): &(usize, &Series)| {
+                        known.types.is_none()
+                            && known.event.weight == event.weight
+                            && (!same_name || known.event.name == event.name)
+                            && !found.contains(&Some(*at))
+                    };
+                    let fitting = self.profile.series.iter().enumerate().find(fits);
+                    found[index] = fitting.map(|(at, _)| at);
                 }
-                id
             }
-            None => {
-                self.profile.series.push(Series { event, frequency, types: None });
-                self.profile.series.len() - 1
-            }
-        };
-        let id = SeriesId(id as u32);
-        self.own_series.push(id);
-        id
+        }
+        let mut ids = Vec::with_capacity(events.len());
+        for ((event, frequency), found) in events.into_iter().zip(found) {
+            let id = match found {
+                Some(id) => {
+                    let (one, other) = (&self.profile.series[id].event.name, &event.name);
+                    if one != other && !one.is_empty() && !other.is_empty() {
+                        let note = format!("captures of {one} and of {other} are added up");
+                        self.note(note);
+                    }
+                    id
+                }
+                None if self.profile.series.len() >= MAX_SERIES => return Err(Full("events")),
+                None => {
+                    self.profile.series.push(Series { event, frequency, types: None });
+                    self.profile.series.len() - 1
+                }
+            };
+            ids.push(SeriesId(id as u32));
+        }
+        Ok(ids)
     }
 
     /// Widens the span to include `start..end`, nanoseconds since the Unix epoch.
