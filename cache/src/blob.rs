@@ -76,11 +76,13 @@ impl<'c> Pending<'c> {
         let parent = path.parent().unwrap_or(Path::new("."));
         DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(failed)?;
         let checksum = self.hasher.digest();
-        // A file without a row is taken in with what it has: killed in between, the row of the blob
-        // before must not be there to condemn the new one.
-        self.cache.index().forget(key)?;
-        // In one transaction with the row: who meets the file without it waits here, and finds it.
-        self.cache.index().insert_with(key, (self.size, checksum), &meta, || {
+        let found = (self.size, checksum);
+        // Killed between rename and commit, the row of another blob would condemn this one.
+        if self.cache.index().row(key)?.is_some_and(|row| (row.size, row.checksum) != found) {
+            self.cache.remove(key)?;
+        }
+        self.cache.index().change(|index| {
+            index.insert(key, found, &meta)?;
             fs::rename(&self.path, &path).map_err(failed)?;
             File::open(parent).and_then(|directory| directory.sync_all()).map_err(failed)
         })?;

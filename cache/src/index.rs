@@ -131,6 +131,27 @@ impl Index {
         Ok(rows.collect::<rusqlite::Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
+    /// Changes files and their rows together, one process at a time: nobody who does likewise sees
+    /// the ones without the others, but after a kill.
+    pub fn change<T>(
+        &self,
+        change: impl FnOnce(&Self) -> Result<T, CacheError>,
+    ) -> Result<T, CacheError> {
+        self.connection.execute_batch("BEGIN IMMEDIATE")?;
+        match change(self) {
+            Ok(done) => {
+                self.connection.execute_batch("COMMIT")?;
+                Ok(done)
+            }
+            Err(error) => {
+                // The error that came first is the one to tell.
+                let _ = self.connection.execute_batch("ROLLBACK");
+                Err(error)
+            }
+        }
+    }
+
+    /// Adds a row, in the place of the one before; what was missing is there now.
     pub fn insert(
         &self,
         key: &Key,
@@ -150,38 +171,6 @@ impl Index {
         let sql = "DELETE FROM negatives WHERE id = ?1 AND kind = ?2";
         self.connection.prepare_cached(sql)?.execute(params![key.id.as_str(), key.kind.name()])?;
         Ok(())
-    }
-
-    /// Adds a row together with what `place` does: nobody sees the one without the other but after
-    /// a kill.
-    pub fn insert_with(
-        &self,
-        key: &Key,
-        found: (u64, u64),
-        meta: &Meta,
-        place: impl FnOnce() -> Result<(), CacheError>,
-    ) -> Result<(), CacheError> {
-        self.connection.execute_batch("BEGIN IMMEDIATE")?;
-        let done = self.insert(key, found, meta).map_err(CacheError::from).and_then(|()| place());
-        match done {
-            Ok(()) => Ok(self.connection.execute_batch("COMMIT")?),
-            Err(error) => {
-                // The error that came first is the one to tell.
-                let _ = self.connection.execute_batch("ROLLBACK");
-                Err(error)
-            }
-        }
-    }
-
-    /// Adds a row for a file that has none; one that another process was just adding stays.
-    pub fn take_in(&self, key: &Key, (size, checksum): (u64, u64)) -> rusqlite::Result<Row> {
-        let sql = "INSERT OR IGNORE INTO blobs VALUES (?1, ?2, ?3, ?4, 0, '', ?5)";
-        let (id, kind) = (key.id.as_str(), key.kind.name());
-        let row = params![id, kind, size as i64, checksum as i64, now() as i64];
-        self.connection.prepare_cached(sql)?.execute(row)?;
-        let meta = Meta::default();
-        let taken = Row { key: key.clone(), size, checksum, meta, last_use: now() };
-        Ok(self.row(key)?.unwrap_or(taken))
     }
 
     pub fn touch(&self, key: &Key) -> rusqlite::Result<()> {

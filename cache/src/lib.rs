@@ -15,9 +15,9 @@
 //!
 //! # What holds
 //!
-//! - A blob comes into its place by rename once it is whole and on disk. Killed at any instruction,
-//!   the store holds each blob whole or not at all; a file without a row is taken in when it is
-//!   met, a row without a file forgotten.
+//! - A blob comes into its place by rename once it is whole and on disk, in one transaction with
+//!   its row. Killed at any instruction, the store holds each blob whole or not at all; a file
+//!   without a row is taken in when it is met, a row without a file forgotten.
 //! - The index is a memory of the files, and made again from them when it is lost or damaged.
 //! - Every blob is checked against its checksum when it is opened; one that differs is removed.
 //! - [`Cache::lock`] gives a key to one task of one process at a time.
@@ -31,11 +31,12 @@ mod blob;
 mod index;
 mod key;
 mod lock;
+mod look;
 #[cfg(test)]
 mod tests;
 mod verify;
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -45,6 +46,7 @@ pub use self::blob::{Blob, Meta, Pending};
 pub use self::index::{Negative, Row};
 pub use self::key::{BadId, Id, Key, Kind};
 pub use self::lock::Lock;
+use self::look::Look;
 pub use self::verify::Verified;
 
 /// The store cannot be used.
@@ -133,35 +135,13 @@ impl Cache {
     /// # Errors
     /// When the index cannot be used; a damaged blob is none.
     pub fn get(&self, key: &Key) -> Result<Option<Blob>, CacheError> {
-        let path = key.path(&self.directory);
-        // Twice: between a look at the file and one at its row another process may replace both.
-        for last in [false, true] {
-            let file = match File::open(&path) {
-                Ok(file) => file,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    self.index().forget(key)?;
-                    return Ok(None);
-                }
-                Err(error) => return Err(CacheError::File { path, error }),
-            };
-            let found = blob::checksum(&file);
-            let found = found.map_err(|error| CacheError::File { path: path.clone(), error })?;
-            let row = self.index().row(key)?;
-            let row = match row {
-                Some(row) if (row.size, row.checksum) != found => {
-                    if last {
-                        self.remove(key)?;
-                    }
-                    continue;
-                }
-                Some(row) => row,
-                // Its writer was killed before it came to the index.
-                None => self.index().take_in(key, found)?,
-            };
-            self.index().touch(key)?;
-            return Ok(Some(Blob { file, path, meta: row.meta }));
+        match self.look(key)? {
+            Look::Whole(blob) => {
+                self.index().touch(key)?;
+                Ok(Some(blob))
+            }
+            Look::Damaged | Look::NotThere => Ok(None),
         }
-        Ok(None)
     }
 
     /// Begins a blob; it is in the store once [`Pending::keep`] has returned.
@@ -220,13 +200,15 @@ impl Cache {
     /// See [`CacheError`].
     pub fn remove(&self, key: &Key) -> Result<bool, CacheError> {
         let path = key.path(&self.directory);
-        let removed = match fs::remove_file(&path) {
-            Ok(()) => true,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
-            Err(error) => return Err(CacheError::File { path, error }),
-        };
-        self.index().forget(key)?;
-        Ok(removed)
+        self.index().change(|index| {
+            let removed = match fs::remove_file(&path) {
+                Ok(()) => true,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+                Err(error) => return Err(CacheError::File { path: path.clone(), error }),
+            };
+            index.forget(key)?;
+            Ok(removed)
+        })
     }
 
     /// Forgets that anything of an id is missing or malformed; whether something was.

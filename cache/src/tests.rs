@@ -160,6 +160,44 @@ fn one_at_a_time_holds_a_key() {
     assert!(cache.lock(&key("deadbeef00"), Duration::from_millis(20)).unwrap().is_none());
 }
 
+/// Processes that compile the same table put it at the same time, and others read it then.
+#[test]
+fn a_blob_never_loses_where_it_is_from() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = || Cache::open(directory.path(), 1 << 20).unwrap();
+    let origin = |content: &str| Meta { quality: 1, origin: format!("origin of {content}") };
+    let asked = key("deadbeef00");
+    let put = |cache: &Cache, content: &str| {
+        cache.put(&asked, content.as_bytes(), origin(content)).unwrap();
+    };
+    open();
+    std::thread::scope(|scope| {
+        for content in ["one", "one", "another"] {
+            scope.spawn(move || {
+                let cache = open();
+                (0..100).for_each(|_| put(&cache, content));
+            });
+        }
+        scope.spawn(|| {
+            let cache = open();
+            (0..100).for_each(|_| _ = cache.remove(&asked).unwrap());
+        });
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let cache = open();
+                for _ in 0..500 {
+                    let Some(blob) = cache.get(&asked).unwrap() else { continue };
+                    let content = std::io::read_to_string(blob.file).unwrap();
+                    assert_eq!(blob.meta, origin(&content));
+                }
+            });
+        }
+    });
+    put(&open(), "one");
+    assert_eq!(open().get(&asked).unwrap().unwrap().meta, origin("one"));
+    assert_eq!(open().verify().unwrap(), crate::Verified { good: 1, ..Default::default() });
+}
+
 #[test]
 fn a_directory_others_can_write_is_refused() {
     let directory = tempfile::tempdir().unwrap();

@@ -5,7 +5,8 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{Cache, CacheError, Key, Row, blob};
+use crate::look::Look;
+use crate::{Cache, CacheError, Key};
 
 /// What a look at all blobs found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,29 +30,13 @@ impl Cache {
     pub fn verify(&self) -> Result<Verified, CacheError> {
         let mut found = Verified { repaired: self.take_in_files()?, ..Verified::default() };
         for row in self.rows()? {
-            match self.is_whole(&row)? {
-                Some(true) => found.good += 1,
-                Some(false) => {
-                    self.remove(&row.key)?;
-                    found.damaged.push(row.key);
-                }
-                None => {
-                    self.index().forget(&row.key)?;
-                    found.repaired += 1;
-                }
+            match self.look(&row.key)? {
+                Look::Whole(_) => found.good += 1,
+                Look::Damaged => found.damaged.push(row.key),
+                Look::NotThere => found.repaired += 1,
             }
         }
         Ok(found)
-    }
-
-    /// `None` when the file is gone.
-    fn is_whole(&self, row: &Row) -> Result<Option<bool>, CacheError> {
-        let path = row.key.path(&self.directory);
-        let Ok(file) = File::open(&path) else { return Ok(None) };
-        let sum = blob::checksum(&file).map_err(|error| CacheError::File { path, error })?;
-        // A blob may have been replaced since the rows were read; its row then is another.
-        let same = |row: &Row| (row.size, row.checksum) == sum;
-        Ok(Some(same(row) || self.index().row(&row.key)?.is_none_or(|row| same(&row))))
     }
 
     /// Adds rows for files that have none; how many.
@@ -69,10 +54,8 @@ impl Cache {
                     if self.index().row(&key)?.is_some() {
                         continue;
                     }
-                    let path = key.path(&self.directory);
-                    let Ok(file) = File::open(&path) else { continue };
-                    if let Ok(sum) = blob::checksum(&file) {
-                        self.index().take_in(&key, sum)?;
+                    // One that cannot be read is no reason to do without all others.
+                    if matches!(self.look(&key), Ok(Look::Whole(_))) {
                         taken += 1;
                     }
                 }
