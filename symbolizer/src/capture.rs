@@ -11,8 +11,8 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1};
 
 use crate::handed::{Handed, key};
-use crate::ingest::{self, Context};
-use crate::profile::{ArtifactHash, Builder, Profile};
+use crate::ingest::{self, Context, IngestError, Met};
+use crate::profile::{ArtifactHash, Builder, Executable, ExecutableId, Profile};
 
 /// A capture that gives no profile.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +26,9 @@ pub enum CaptureError {
         "the capture does not start with a greeting: it is a piece of one, or its first frame is damaged"
     )]
     NoHello,
+    /// An epoch of a stream that does not hold together. In a capture it is left out, with a note.
+    #[error(transparent)]
+    Ingest(#[from] IngestError),
 }
 
 /// Most bytes of artifacts kept of one capture.
@@ -122,7 +125,7 @@ impl Artifacts {
     }
 }
 
-/// Puts messages together.
+/// Puts messages together: those of a file as they are read, those of a stream as they come.
 #[derive(Debug)]
 pub struct Assembler {
     builder: Builder,
@@ -166,6 +169,13 @@ impl Assembler {
         let mut new = Self::default();
         new.builder.keep_timeline();
         new
+    }
+
+    /// The same, of a stream whose collector hands files over.
+    #[must_use]
+    pub fn beside(mut self, handed: Arc<Handed>) -> Self {
+        self.artifacts.handed = handed;
+        self
     }
 
     /// Gives each sample its CPU as a label.
@@ -238,22 +248,42 @@ impl Assembler {
             return Ok(()); // sent again after a broken connection, or the file named twice
         }
         let opened = open_epoch(sealed).map_err(|error| error.to_string());
-        let added = opened.and_then(|epoch| {
-            ingest::epoch(&epoch, &current.context, &mut self.builder)
-                .map(|()| epoch.lost)
-                .map_err(|error| error.to_string())
-        });
-        match added {
-            Ok(lost) => {
-                current.epochs += 1;
-                current.lost_said.extend(lost);
-            }
-            Err(error) => {
-                current.left_out += 1;
-                self.builder.note(format!("epoch {} left out: {error}", sealed.number));
-            }
+        let added = opened.and_then(|epoch| self.take(&epoch).map_err(|error| error.to_string()));
+        if let (Err(error), Some(current)) = (added, &mut self.current) {
+            current.left_out += 1;
+            self.builder.note(format!("epoch {} left out: {error}", sealed.number));
         }
         Ok(())
+    }
+
+    /// Adds an epoch that has not been added before.
+    ///
+    /// # Errors
+    /// When it does not hold together, or no greeting came before it.
+    pub fn take(&mut self, epoch: &v1::Epoch) -> Result<Met, CaptureError> {
+        let current = self.current.as_mut().ok_or(CaptureError::NoHello)?;
+        let met = ingest::epoch(epoch, &current.context, &mut self.builder)?;
+        current.epochs += 1;
+        current.lost_said.extend(&epoch.lost);
+        Ok(met)
+    }
+
+    /// An executable that an epoch was about.
+    #[must_use]
+    pub fn executable(&self, id: ExecutableId) -> &Executable {
+        self.builder.executable_of(id)
+    }
+
+    /// The content behind a hash, if it has come.
+    #[must_use]
+    pub fn artifact(&self, hash: &ArtifactHash) -> Option<&[u8]> {
+        self.artifacts.get(hash)
+    }
+
+    /// Files that were handed over.
+    #[must_use]
+    pub fn handed(&self) -> &Arc<Handed> {
+        &self.artifacts.handed
     }
 
     /// The profile with what it needs to be resolved.

@@ -1,7 +1,8 @@
 //! The capture log: a stream as it came, on disk before it is acknowledged.
 //!
-//! One file a window, in the format of captures. Knows which artifacts the epochs in it refer to
-//! and which of them it has. Used by `server.rs`; read back by `capture.rs`.
+//! One file a window, in the format of captures; what is added to it is put together at once, so
+//! that a window is resolved without its file being read. Knows which artifacts the epochs in it
+//! refer to and which of them it has. Used by `serve/` and `session/`; read back by `capture.rs`.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
@@ -17,10 +18,9 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 use stackwire_symbols::table;
 
-use crate::capture::Artifacts;
+use crate::capture::{Assembler, CaptureError};
 use crate::handed::{Taken, key};
-use crate::ingest::{self, IngestError};
-use crate::profile::{ArtifactHash, Builder, Executable, Origin};
+use crate::profile::{ArtifactHash, Executable};
 use crate::resolve::Pinned;
 
 /// A log that cannot go on.
@@ -40,7 +40,7 @@ pub enum LogError {
     Seal(#[from] SealError),
     /// An epoch that does not hold together.
     #[error(transparent)]
-    Ingest(#[from] IngestError),
+    Capture(#[from] CaptureError),
 }
 
 /// What to answer to a message.
@@ -62,10 +62,21 @@ type Wants = (Vec<ArtifactHash>, Vec<(ExecutableKey, u64)>);
 pub struct Files {
     /// The collector is on this host, so files of its processes are worth opening while they live.
     pub local: bool,
-    /// Held open while their processes live, and handed over by the collector.
+    /// Held open while their processes live.
     pub pinned: Pinned,
     /// Files fetched and tables made before.
     pub cache: Option<Arc<Cache>>,
+}
+
+/// What a log leaves when it is closed.
+#[derive(Debug, Default)]
+pub struct Closed {
+    /// The file.
+    pub path: PathBuf,
+    /// What its processes ran.
+    pub pinned: Pinned,
+    /// What was added to it.
+    pub assembler: Assembler,
 }
 
 /// A log being written.
@@ -73,10 +84,9 @@ pub struct Files {
 pub struct Log {
     path: PathBuf,
     out: FrameWriter<File>,
-    artifacts: Artifacts,
+    assembler: Assembler,
     asked: HashSet<ArtifactHash>,
     files: Files,
-    context: ingest::Context,
     /// Every file is asked for.
     share_all: bool,
     /// Looked for already.
@@ -98,45 +108,44 @@ impl Log {
     /// Makes a file, or empties the one that is there, and starts it with a greeting.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// See [`LogError`].
     pub fn create(
         path: PathBuf,
         hello: &v1::CollectorMessage,
         next_epoch: u64,
         files: Files,
+        assembler: Assembler,
     ) -> Result<Self, LogError> {
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true).mode(0o600);
         match options.open(&path) {
-            Ok(file) => Self::start(path, file, hello, next_epoch, files),
+            Ok(file) => Self::start(path, file, hello, next_epoch, files, assembler),
             Err(error) => Err(LogError::Write { path, error }),
         }
     }
 
-    /// Starts an empty file with a greeting; `path` is for messages.
+    /// Starts an empty file with a greeting; `path` is for messages. What comes is put together by
+    /// `assembler`.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// See [`LogError`].
     pub fn start(
         path: PathBuf,
         file: File,
         hello: &v1::CollectorMessage,
         next_epoch: u64,
         files: Files,
+        mut assembler: Assembler,
     ) -> Result<Self, LogError> {
         let mut out = FrameWriter::new(file);
         if let Err(error) = out.write(hello) {
             return Err(LogError::Write { path, error });
         }
-        let context = match &hello.body {
-            Some(Body::Hello(hello)) => ingest::hello(hello).1,
-            _ => ingest::Context::default(),
-        };
+        assembler.add(hello)?;
         Ok(Self {
             path,
             out,
-            context,
-            artifacts: Artifacts::default(),
+            assembler,
             asked: HashSet::new(),
             files,
             share_all: matches!(&hello.body, Some(Body::Hello(hello)) if hello.share_all),
@@ -163,7 +172,7 @@ impl Log {
             }
             Some(Body::Epoch(sealed)) => {
                 let epoch = open_epoch(sealed)?;
-                let (want, want_files) = self.look_at(&epoch)?;
+                let (want, want_files) = self.take_epoch(&epoch)?;
                 self.write(message)?;
                 self.sync()?;
                 self.next_epoch = sealed.number + 1;
@@ -185,15 +194,16 @@ impl Log {
             Some(Body::Artifact(chunk)) => {
                 let hash = ArtifactHash::try_from(chunk.hash.as_slice()).unwrap_or_default();
                 // Unasked for, it would only fill the disk.
-                if self.asked.contains(&hash) && self.artifacts.get(&hash).is_none() {
+                if self.asked.contains(&hash) && self.assembler.artifact(&hash).is_none() {
                     self.write(message)?;
-                    self.artifacts.add(chunk);
+                    self.assembler.add(message)?;
                 }
                 Ok(Answer::default())
             }
             Some(Body::End(_)) => {
                 self.write(message)?;
                 self.sync()?;
+                self.assembler.add(message)?;
                 self.ended = true;
                 Ok(Answer::default())
             }
@@ -204,8 +214,8 @@ impl Log {
     /// Everything asked for has come.
     #[must_use]
     pub fn has_its_artifacts(&self) -> bool {
-        self.asked.iter().all(|hash| self.artifacts.get(hash).is_some())
-            && self.files.pinned.handed().is_complete()
+        self.asked.iter().all(|hash| self.assembler.artifact(hash).is_some())
+            && self.assembler.handed().is_complete()
     }
 
     /// The stream has ended as it should.
@@ -249,16 +259,16 @@ impl Log {
         self.files.pinned.try_clone()
     }
 
-    /// Gives up the file and hands out its path and what is pinned.
+    /// Closes the file.
     #[must_use]
-    pub fn close(self) -> (PathBuf, Pinned) {
-        (self.path, self.files.pinned)
+    pub fn close(self) -> Closed {
+        Closed { path: self.path, pinned: self.files.pinned, assembler: self.assembler }
     }
 
     /// A piece of a file. Kept outside until it is whole, so that a transfer may go on in another
     /// log; then here, for who resolves this one again.
     fn take_file(&mut self, chunk: &v1::ArtifactChunk) -> Result<Answer, LogError> {
-        let handed = Arc::clone(self.files.pinned.handed());
+        let handed = Arc::clone(self.assembler.handed());
         match handed.take(chunk) {
             Taken::Nothing => Ok(Answer::default()),
             Taken::Refused(message) => self.write(&message).map(|()| Answer::default()),
@@ -273,23 +283,21 @@ impl Log {
         }
     }
 
-    /// Checks an epoch, pins its files, and tells which artifacts and files to ask for.
-    fn look_at(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
-        let mut builder = Builder::new();
-        self.context.begin(&mut builder, 0, Origin::default());
-        ingest::epoch(epoch, &self.context, &mut builder)?;
-        let mut want = builder.artifacts();
-        want.retain(|hash| self.artifacts.get(hash).is_none() && !self.asked.contains(hash));
+    /// Adds an epoch to the profile, pins its files, and tells which artifacts and files to ask for.
+    fn take_epoch(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
+        let met = self.assembler.take(epoch)?;
+        let mut want = self.assembler.wanted();
+        want.retain(|hash| !self.asked.contains(hash));
         self.asked.extend(&want);
-        let profile = builder.build();
         let mut want_files = Vec::new();
-        for (index, executable) in profile.executables.iter().enumerate() {
+        for id in met.executables {
+            let executable = self.assembler.executable(id);
             let Executable::File { key, .. } = executable else { continue };
-            let pids: Vec<u32> = profile
-                .mappings
+            let pids: Vec<u32> = met
+                .mapped
                 .iter()
-                .filter(|mapping| self.files.local && mapping.executable.index() == index)
-                .map(|mapping| profile.processes[mapping.process.index()].pid)
+                .filter(|(mapped, _)| self.files.local && *mapped == id)
+                .map(|(_, pid)| *pid)
                 .collect();
             // The inodes of another host mean nothing here.
             let here = (self.files.local || executable.build_id().is_some())
@@ -299,7 +307,7 @@ impl Log {
                 continue;
             }
             want_files.extend(key.and_then(|key| {
-                let offset = self.files.pinned.handed().ask(key)?;
+                let offset = self.assembler.handed().ask(key)?;
                 Some((key, offset))
             }));
         }

@@ -164,7 +164,7 @@ async fn keep(
                 tracing::warn!("cannot keep a capture: {error}");
                 let status = match &error {
                     LogError::Write { .. } => Status::unavailable(error.to_string()),
-                    LogError::Seal(_) | LogError::Ingest(_) => {
+                    LogError::Seal(_) | LogError::Capture(_) => {
                         Status::invalid_argument(error.to_string())
                     }
                 };

@@ -166,11 +166,20 @@ impl Writing {
 /// How exactly a collector knows when code was written.
 const TENTH: u64 = 100_000_000;
 
+/// What an epoch is about.
+#[derive(Debug, Default)]
+pub struct Met {
+    /// Executables it defines.
+    pub executables: Vec<ExecutableId>,
+    /// Which it says are mapped, each with the pid of a process.
+    pub mapped: Vec<(ExecutableId, u32)>,
+}
+
 /// Adds an epoch to a profile.
 ///
 /// # Errors
 /// See [`IngestError`].
-pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result<(), IngestError> {
+pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result<Met, IngestError> {
     let reader = Reader { epoch, context };
     let mut executables: Vec<ExecutableId> = epoch
         .executables
@@ -211,6 +220,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         });
         processes.push(id);
     }
+    let mut mapped = Vec::with_capacity(epoch.mappings.len());
     for wire in &epoch.mappings {
         let mapping = Mapping {
             process: reader.at(&processes, wire.process, "process")?,
@@ -223,6 +233,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         if wire.start.checked_add(wire.length).is_none() {
             return Err(reader.invalid("a mapping ends beyond the address space"));
         }
+        mapped.push((mapping.executable, epoch.processes[wire.process as usize].pid));
         into.mapping(mapping).map_err(|e| reader.invalid(e))?;
     }
     let threads: Vec<(ThreadId, u32)> = epoch
@@ -344,7 +355,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         evicted: tables.evicted,
     });
     into.span(context.wall(epoch.start_ns), context.wall(epoch.end_ns));
-    Ok(())
+    Ok(Met { executables, mapped })
 }
 
 /// What is lost after the last epoch, or in epochs that are not there: totals at the end less what
@@ -494,7 +505,7 @@ mod tests {
             let events = vec![Event::cpu_clock()];
             let mut context = Context { events, ..Context::default() };
             context.begin(&mut builder, 0, Origin::default());
-            epoch(&wire, &context, &mut builder)
+            epoch(&wire, &context, &mut builder).map(drop)
         };
         wide(1).unwrap();
         let said = wide(2).unwrap_err().to_string();

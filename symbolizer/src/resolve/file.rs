@@ -10,7 +10,7 @@ use std::fs::{File, Metadata};
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
@@ -103,7 +103,6 @@ pub struct Opened {
 /// when names are looked for.
 #[derive(Debug, Default)]
 pub struct Pinned {
-    handed: Arc<Handed>,
     files: HashMap<Executable, Opened>,
     tried: HashMap<Executable, u32>,
 }
@@ -114,18 +113,6 @@ const MAX_PINNED: usize = 512;
 const MAX_TRIES: u32 = 3;
 
 impl Pinned {
-    /// None yet, beside what the collector hands over.
-    #[must_use]
-    pub fn beside(handed: Arc<Handed>) -> Self {
-        Self { handed, ..Self::default() }
-    }
-
-    /// What the collector hands over.
-    #[must_use]
-    pub fn handed(&self) -> &Arc<Handed> {
-        &self.handed
-    }
-
     /// The same files, held a second time. One that cannot be is left out, and looked for again.
     #[must_use]
     pub fn try_clone(&self) -> Self {
@@ -133,8 +120,7 @@ impl Pinned {
             let opened = Opened::of(file.try_clone().ok()?, path.clone());
             Some((executable.clone(), opened))
         });
-        let handed = Arc::clone(&self.handed);
-        Self { handed, files: files.collect(), tried: HashMap::new() }
+        Self { files: files.collect(), tried: HashMap::new() }
     }
 
     /// Opens the file of `executable` through one of `pids`, unless it is held already; whether it
@@ -162,7 +148,7 @@ impl Opened {
 }
 
 /// Opens the file of an executable: pinned, through a process's root, at its path, or as the
-/// collector handed it over, with this capture (`pinned`) or in it (`handed`).
+/// collector handed it over.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -179,7 +165,7 @@ pub fn open(
         Ok(opened) => return Ok(opened),
         Err(reason) => reason,
     };
-    match handed.get(executable).or_else(|| pinned.handed.get(executable)) {
+    match handed.get(executable) {
         Some(Ok(file)) => Ok(Opened { file, path: executable.name(), handed_over: true }),
         Some(Err(there)) => Err(FileError::Neither { here: Box::new(here), there }),
         None => Err(here),

@@ -14,6 +14,7 @@ use stackwire_proto::v1;
 use stackwire_proto::v1::collector_message::Body;
 
 use super::{Config, window};
+use crate::capture::Assembler;
 use crate::handed::Handed;
 use crate::log::{Answer, Files, Held, Log, LogError, inspect};
 use crate::profile::hex;
@@ -80,8 +81,8 @@ impl Keepers {
         for path in window::files(&self.config.log_dir, "open") {
             let tried = path.with_extension(window::TRIED);
             match fs::rename(&path, &tried) {
-                Ok(()) => window::finish(&self.config, &tried, Pinned::default()),
-                Err(_) => window::finish(&self.config, &path, Pinned::default()),
+                Ok(()) => window::finish_old(&self.config, &tried),
+                Err(_) => window::finish_old(&self.config, &path),
             }
         }
     }
@@ -121,6 +122,8 @@ impl Accept for Keepers {
         }
         let local = fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
+        // A transfer that broke off goes on in this stream.
+        let handed = self.shared.handed(&id, &self.config.sources.scratch);
         let mut keeper = Keeper {
             config: Arc::clone(&self.config),
             hello: message.clone(),
@@ -133,12 +136,11 @@ impl Accept for Keepers {
             next_epoch: held.next_epoch,
             lost_before: held.lost,
             local,
+            handed,
             turn,
             _alive: self.alive.clone(),
         };
-        // A transfer that broke off goes on in this stream.
-        let handed = self.shared.handed(&keeper.id, &self.config.sources.scratch);
-        let opened = keeper.open(Pinned::beside(handed));
+        let opened = keeper.open(Pinned::default());
         opened.map_err(|error| NotKept::Failed(error.to_string()))?;
         Ok(Box::new(keeper))
     }
@@ -193,6 +195,8 @@ struct Keeper {
     /// Said by windows before this one.
     lost_before: Vec<v1::Lost>,
     local: bool,
+    /// Files handed over, in whichever window.
+    handed: Arc<Handed>,
     turn: Turn,
     _alive: tokio::sync::mpsc::Sender<()>,
 }
@@ -203,7 +207,8 @@ impl Keeper {
         // What was opened while its processes lived serves every window after.
         let files = Files { local: self.local, pinned, cache };
         let path = self.config.log_dir.join(format!("{}-{:06}.open", self.id, self.window));
-        self.log = Some(Log::create(path, &self.hello, self.next_epoch, files)?);
+        let assembler = Assembler::default().beside(Arc::clone(&self.handed));
+        self.log = Some(Log::create(path, &self.hello, self.next_epoch, files, assembler)?);
         Ok(())
     }
 
@@ -228,14 +233,14 @@ impl Keeper {
 
     fn resolve(&self, log: Log) {
         let (samples, lost) = log.totals();
-        let (path, pinned) = log.close();
+        let closed = log.close();
         if samples == 0 && lost.is_empty() {
             // Nothing happened in it that anyone could miss.
-            let _ = fs::remove_file(&path);
+            let _ = fs::remove_file(&closed.path);
             return;
         }
         self.turn.shared.unresolved.fetch_add(1, Ordering::Relaxed);
-        window::finish(&self.config, &path, pinned);
+        window::finish(&self.config, closed);
         self.turn.shared.unresolved.fetch_sub(1, Ordering::Relaxed);
     }
 

@@ -9,13 +9,28 @@ use std::path::{Path, PathBuf};
 use stackwire_formats::pprof;
 
 use super::Config;
-use crate::capture;
-use crate::profile::unite;
+use crate::capture::{self, Artifacts};
+use crate::log::Closed;
+use crate::profile::{Profile, unite};
 use crate::resolve::{Pinned, resolve};
 
 /// Resolves a window, writes its profile, and keeps its log as a capture like any other.
-pub(super) fn finish(config: &Config, path: &Path, pinned: Pinned) {
-    match write_profile(config, path, pinned) {
+pub(super) fn finish(config: &Config, closed: Closed) {
+    let Closed { path, pinned, assembler } = closed;
+    keep(config, &path, write_profile(config, &path, assembler.finish(), pinned));
+}
+
+/// The same of a log that an earlier server left.
+pub(super) fn finish_old(config: &Config, path: &Path) {
+    let captured = fs::File::open(path).map_err(anyhow::Error::from);
+    let captured = captured.and_then(|file| Ok(capture::read(io::BufReader::new(file))?));
+    let written =
+        captured.and_then(|captured| write_profile(config, path, captured, Pinned::default()));
+    keep(config, path, written);
+}
+
+fn keep(config: &Config, path: &Path, written: anyhow::Result<Option<PathBuf>>) {
+    match written {
         Ok(Some(written)) => tracing::info!("wrote {}", written.display()),
         Ok(None) => {}
         Err(error) => {
@@ -45,9 +60,12 @@ pub(super) fn give_up(path: &Path) {
     }
 }
 
-fn write_profile(config: &Config, path: &Path, pinned: Pinned) -> anyhow::Result<Option<PathBuf>> {
-    let file = fs::File::open(path)?;
-    let (mut profile, artifacts) = capture::read(io::BufReader::new(file))?;
+fn write_profile(
+    config: &Config,
+    path: &Path,
+    (mut profile, artifacts): (Profile, Artifacts),
+    pinned: Pinned,
+) -> anyhow::Result<Option<PathBuf>> {
     if profile.samples.is_empty() {
         for (reason, (count, _)) in &profile.lost {
             tracing::warn!("{}: no samples, lost {count} {}", path.display(), reason.text());

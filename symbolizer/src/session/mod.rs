@@ -4,8 +4,7 @@
 mod builder;
 
 use std::fs::File;
-use std::io::{BufReader, Read};
-use std::os::fd::AsRawFd;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -21,8 +20,8 @@ use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
 
 pub use self::builder::Builder;
-use crate::capture::{self, Assembler, CaptureError};
-use crate::log::{Answer, Files, Log, LogError};
+use crate::capture::Assembler;
+use crate::log::{Answer, Closed, Files, Log, LogError};
 use crate::profile::{Names, Profile, unite};
 use crate::resolve::{Pinned, Sources, lay_out, resolve};
 use crate::server::{Accept, Keep, NotKept, service};
@@ -58,9 +57,6 @@ pub enum SessionError {
     /// The socket, a directory, the runtime.
     #[error("cannot set up the capture: {0}")]
     Setup(String),
-    /// The capture that came.
-    #[error("cannot read the capture back: {0}")]
-    Capture(#[from] CaptureError),
 }
 
 /// Where the raw stream is kept: a new file beside the path it is for, and put there only when the
@@ -84,7 +80,9 @@ impl Kept {
             SessionError::Setup(format!("cannot write {}: {why}", path.display()))
         };
         if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-            return Err(cannot(&"a capture is read back, so it has to be a regular file"));
+            return Err(cannot(
+                &"a capture replaces what is there, so that has to be a regular file",
+            ));
         }
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let file = NamedTempFile::new_in(parent.unwrap_or(Path::new(".")));
@@ -139,14 +137,12 @@ impl Builder {
             None => tempfile::tempfile(),
         };
         let log = log.map_err(setup)?;
-        // To be read back from, at a position of its own.
-        let read = File::open(format!("/proc/self/fd/{}", log.as_raw_fd())).map_err(setup)?;
         // Mode 0700: nobody else connects.
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir().map_err(setup)?;
         let socket = directory.path().join("collector.sock");
         let listener = std::os::unix::net::UnixListener::bind(&socket).map_err(setup)?;
         let child = self.collect(&collector, &socket)?;
-        Ok(Spawned { builder: self, log, read, kept, listener, child, directory })
+        Ok(Spawned { builder: self, log, kept, listener, child, directory })
     }
 }
 
@@ -155,7 +151,6 @@ impl Builder {
 pub struct Spawned {
     builder: Builder,
     log: File,
-    read: File,
     kept: Option<Kept>,
     listener: std::os::unix::net::UnixListener,
     child: Child,
@@ -168,7 +163,7 @@ impl Spawned {
     /// # Errors
     /// See [`SessionError`].
     pub fn start(self, cache: Option<Arc<Cache>>) -> Result<Session, SessionError> {
-        let Self { builder, log, read, kept, listener, mut child, directory } = self;
+        let Self { builder, log, kept, listener, mut child, directory } = self;
         let stdin = child.stdin.take();
         let stderr = child.stderr.take().map(|mut pipe| {
             std::thread::spawn(move || {
@@ -188,7 +183,7 @@ impl Spawned {
         let (finished, finish) = mpsc::channel();
         let state = Mutex::new(Some((log, kept, greeted, finished)));
         let (open, closing) = tokio::sync::watch::channel(false);
-        let acceptor = Arc::new(OneStream { cache, state });
+        let acceptor = Arc::new(OneStream { cache, timeline: builder.timeline, state });
         {
             let _guard = runtime.enter();
             listener.set_nonblocking(true).map_err(setup)?;
@@ -203,8 +198,6 @@ impl Spawned {
             stdin,
             stderr,
             finish,
-            log: read,
-            timeline: builder.timeline,
             buildid_dir: builder.buildid_dir,
             _open: open,
             _runtime: runtime,
@@ -225,9 +218,7 @@ pub struct Session {
     child: Child,
     stdin: Option<ChildStdin>,
     stderr: Option<JoinHandle<String>>,
-    finish: Receiver<(Pinned, bool)>,
-    log: File,
-    timeline: bool,
+    finish: Receiver<(Closed, bool)>,
     buildid_dir: Option<PathBuf>,
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
@@ -271,13 +262,16 @@ impl Session {
         drop(self.stdin.take());
         let finished = self.finish.recv_timeout(STOP);
         let status = self.reap();
+        // The stream may have been cut by a collector that died: what came is there all the same.
+        let finished = finished.or_else(|_| self.finish.recv_timeout(STOP));
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        // The stream may have been cut by a collector that died: what came is in the log all the
-        // same.
-        let (pinned, ended) = finished.unwrap_or_default();
-        let assembler =
-            if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
-        let (mut profile, artifacts) = capture::read_with(BufReader::new(&self.log), assembler)?;
+        let (Closed { pinned, assembler, .. }, ended) = finished.map_err(|_waited| {
+            SessionError::Collector(format!(
+                "its stream did not end ({status}): {}",
+                message(&said)
+            ))
+        })?;
+        let (mut profile, artifacts) = assembler.finish();
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
@@ -364,11 +358,12 @@ pub fn find_collector() -> Option<PathBuf> {
 }
 
 /// The log to be, and who is told that the collector has greeted and that its stream is over.
-type Ends = (File, Option<Kept>, Sender<Result<(), NotKept>>, Sender<(Pinned, bool)>);
+type Ends = (File, Option<Kept>, Sender<Result<(), NotKept>>, Sender<(Closed, bool)>);
 
 /// Accepts the one stream of a session.
 struct OneStream {
     cache: Option<Arc<Cache>>,
+    timeline: bool,
     state: Mutex<Option<Ends>>,
 }
 
@@ -383,7 +378,11 @@ impl Accept for OneStream {
             taken.ok_or_else(|| NotKept::Failed("a collector is connected already".to_owned()))?;
         let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
         let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
-        let log = Log::start(path, file, message, 0, files);
+        let assembler = match self.timeline {
+            true => Assembler::with_timeline(),
+            false => Assembler::default(),
+        };
+        let log = Log::start(path, file, message, 0, files, assembler);
         let log = log.map_err(|error| NotKept::Failed(error.to_string()));
         let log = log.and_then(|log| {
             let Some(Kept { file, path, put }) = kept else { return Ok(log) };
@@ -399,7 +398,7 @@ impl Accept for OneStream {
 
 struct KeepOne {
     log: Log,
-    finished: Sender<(Pinned, bool)>,
+    finished: Sender<(Closed, bool)>,
 }
 
 impl Keep for KeepOne {
@@ -417,7 +416,6 @@ impl Keep for KeepOne {
 
     fn finish(self: Box<Self>) {
         let ended = self.log.has_ended();
-        let (_, pinned) = self.log.close();
-        let _ = self.finished.send((pinned, ended));
+        let _ = self.finished.send((self.log.close(), ended));
     }
 }
