@@ -10,7 +10,7 @@ use std::rc::Rc;
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
     Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, LocationId, Mapping,
-    Process, ProcessId, Stack, StackId, Thread, ThreadId, lookup_offset,
+    Process, ProcessId, StackId, Thread, ThreadId, lookup_offset,
 };
 
 /// Mappings of all processes together: a child shares its parent's until it maps something itself.
@@ -195,7 +195,7 @@ impl Tasks {
             };
             locations.push(into.location(location)?);
         }
-        into.stack(Stack { locations, end }).map(Some)
+        into.stack(&locations, end).map(Some)
     }
 
     fn tell(

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
-    Builder, EndReason, Executable, Line, Origin, Process, SampleKey, Stack, StackId, Thread,
-    ThreadId,
+    Builder, EndReason, Executable, Line, Origin, Process, SampleKey, StackId, Thread, ThreadId,
 };
 use stackwire_model::{Event, ValueKind};
 
@@ -90,7 +89,7 @@ fn stacks(
     }
     let mut stack = |locations: Vec<_>| match locations.is_empty() {
         true => Ok(None),
-        false => into.stack(Stack { locations, end: EndReason::NotSaid }).map(Some),
+        false => into.stack(&locations, EndReason::NotSaid).map(Some),
     };
     Ok((stack(kernel)?, stack(user)?))
 }

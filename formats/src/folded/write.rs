@@ -53,10 +53,11 @@ pub(crate) fn lines(profile: Named<'_>, by: Option<&str>, marks: Marks) -> BTree
     let frames: Vec<String> = (0..profile.locations.len() as u32)
         .map(|index| frames(profile, LocationId(index), marks))
         .collect();
-    let mut folded = BTreeMap::new();
+    let (mut folded, mut stack) = (BTreeMap::new(), Vec::new());
     for ((first, ..), (key, count)) in counts {
         let mut line = clean(&first);
-        for location in profile.frames(key).rev() {
+        stack.extend(profile.frames(key));
+        for location in stack.drain(..).rev() {
             line.push_str(&frames[location.index()]);
         }
         // A profile without names of processes begins with functions.

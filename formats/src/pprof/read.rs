@@ -12,7 +12,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use stackwire_model::profile::labels::{Label, LabelValue};
 use stackwire_model::profile::{
     Builder, EndReason, Executable, ExecutableId, Line, Location, LocationId, Mapping, Origin,
-    Process, ProcessId, SampleKey, SeriesId, Stack, Thread, ThreadId, Types, ValueError, is_place,
+    Process, ProcessId, SampleKey, SeriesId, Thread, ThreadId, Types, ValueError, is_place,
 };
 
 use stackwire_model::{BuildId, Event, ValueKind};
@@ -160,7 +160,7 @@ impl<'a> Reader<'a> {
             }
             let user = match locations.is_empty() {
                 true => None,
-                false => Some(self.into.stack(Stack { locations, end: EndReason::NotSaid })?),
+                false => Some(self.into.stack(&locations, EndReason::NotSaid)?),
             };
             let key = |series| SampleKey { series, thread, user, kernel: None, labels };
             if let [only] = *self.series {

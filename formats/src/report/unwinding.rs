@@ -37,14 +37,13 @@ pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
         let end = profile.end(stack);
         *ends.entry(end).or_default() += sample.count;
         total += sample.count;
-        let frames = &profile.stacks[stack.index()].locations;
-        let mut executables = frames.iter().map(|at| profile.locations[at.index()].executable);
+        let executables = profile.stack(stack).map(|at| profile.locations[at.index()].executable);
         for executable in executables.clone().collect::<HashSet<_>>() {
             let row = rows.entry(executable).or_default();
             row.stacks += sample.count;
             row.roots += if end == EndReason::Root { sample.count } else { 0 };
         }
-        if let Some(last) = executables.next_back().filter(|_| end != EndReason::Root) {
+        if let Some(last) = executables.last().filter(|_| end != EndReason::Root) {
             *rows.entry(last).or_default().ends.entry(end).or_default() += sample.count;
         }
     }

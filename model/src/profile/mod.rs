@@ -16,6 +16,7 @@ mod quality;
 mod series;
 mod shares;
 mod slice;
+mod stack;
 mod unite;
 mod unwind_tables;
 
@@ -34,6 +35,7 @@ pub use self::names::{Line, Named, Names, Resolution, Source, is_place, place};
 pub use self::quality::Quality;
 pub use self::series::{Series, Types};
 pub use self::shares::{Cut, Share, Unnamed};
+pub use self::stack::{Frame, Stack};
 pub use self::unite::unite;
 pub use self::unwind_tables::UnwindTables;
 
@@ -69,6 +71,10 @@ handle!(
 handle!(
     /// Into [`Profile::locations`].
     LocationId
+);
+handle!(
+    /// Into [`Profile::tree`].
+    FrameId
 );
 handle!(
     /// Into [`Profile::stacks`].
@@ -135,15 +141,6 @@ pub struct Mapping {
     pub file_offset: u64,
     /// Since when, nanoseconds since the Unix epoch; 0: as long as the process.
     pub since_ns: u64,
-}
-
-/// A stack, leaf first.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Stack {
-    /// Frames.
-    pub locations: Vec<LocationId>,
-    /// Why it ends.
-    pub end: EndReason,
 }
 
 /// What samples share: series, thread and stacks.
@@ -225,6 +222,8 @@ pub struct Profile {
     pub mappings: Vec<Mapping>,
     /// Distinct places in code.
     pub locations: Vec<Location>,
+    /// Frames with their callers, a caller before what it calls.
+    pub tree: Vec<Frame>,
     /// Stacks.
     pub stacks: Vec<Stack>,
     /// What was sampled.
@@ -288,14 +287,6 @@ impl Profile {
     #[must_use]
     pub fn lost_samples(&self) -> u64 {
         self.lost.values().filter(|(_, samples)| *samples).map(|(count, _)| count).sum()
-    }
-
-    /// The frames of a sample, leaf first: kernel, then user.
-    pub fn frames(&self, key: SampleKey) -> impl DoubleEndedIterator<Item = LocationId> + '_ {
-        let of = |stack: Option<StackId>| {
-            stack.map_or(&[][..], |stack| self.stacks[stack.index()].locations.as_slice())
-        };
-        of(key.kernel).iter().chain(of(key.user)).copied()
     }
 }
 

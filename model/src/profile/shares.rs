@@ -104,7 +104,7 @@ impl<'a> Named<'a> {
         self.profile.samples.iter().filter_map(move |sample| {
             let stack = sample.key.user?;
             let end = self.end(stack);
-            let last = self.stacks[stack.index()].locations.last();
+            let last = self.stack(stack).last();
             let executable = last.map(|at| self.locations[at.index()].executable);
             let thread = sample.key.thread;
             let is_cut = !matches!(end, EndReason::Root | EndReason::NotSaid);
@@ -115,13 +115,13 @@ impl<'a> Named<'a> {
     /// Why a user stack ends.
     #[must_use]
     pub fn end(self, stack: StackId) -> EndReason {
-        let stack = &self.stacks[stack.index()];
-        let begun = stack.locations.last().is_some_and(|at| {
+        let mut frames = self.stack(stack).enumerate();
+        let begun = frames.by_ref().last().is_some_and(|(callers, at)| {
             let Some(Resolution::Found { lines, .. }) = self.names.resolutions.get(at.index())
             else {
                 return false;
             };
-            let called = stack.locations.len() > 1;
+            let called = callers > 0;
             let Some(first) = lines.last() else { return false };
             let name = first.function.trim_start_matches("__GI_");
             let known = |names: &[&str]| {
@@ -129,6 +129,6 @@ impl<'a> Named<'a> {
             };
             known(&FIRST_FUNCTIONS) || called && known(&CLONES)
         });
-        if begun { EndReason::Root } else { stack.end }
+        if begun { EndReason::Root } else { self.stacks[stack.index()].end }
     }
 }

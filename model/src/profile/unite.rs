@@ -4,19 +4,25 @@
 
 use rustc_hash::FxHashMap;
 
-use super::{LocationId, Names, Profile, Sample, SampleKey, Stack, StackId};
+use super::{Frame, FrameId, LocationId, Names, Profile, Sample, SampleKey, Stack, StackId};
 
-/// Makes one of equal places, and then of equal stacks and samples. What is left over of places and
-/// stacks stays in the tables, where nothing refers to it.
+/// Makes one of equal places, and then of equal frames, stacks and samples. What is left over of
+/// the first three stays in its table, where nothing refers to it.
 pub fn unite(profile: &mut Profile, names: &Names) {
     let Some(places) = places(profile, names) else { return };
+    let mut known: FxHashMap<Frame, u32> = FxHashMap::default();
+    let mut frames = Vec::<u32>::with_capacity(profile.tree.len());
+    for (index, frame) in profile.tree.iter_mut().enumerate() {
+        frame.location = LocationId(places[frame.location.index()]);
+        frame.caller = frame.caller.map(|caller| FrameId(frames[caller.index()]));
+        frames.push(*known.entry(*frame).or_insert(index as u32));
+    }
+    drop(known);
     let mut known: FxHashMap<Stack, u32> = FxHashMap::default();
     let mut stacks = Vec::with_capacity(profile.stacks.len());
     for (index, stack) in profile.stacks.iter_mut().enumerate() {
-        for location in &mut stack.locations {
-            *location = LocationId(places[location.index()]);
-        }
-        stacks.push(*known.entry(stack.clone()).or_insert(index as u32));
+        stack.leaf = stack.leaf.map(|leaf| FrameId(frames[leaf.index()]));
+        stacks.push(*known.entry(*stack).or_insert(index as u32));
     }
     drop(known);
     let mut known: FxHashMap<SampleKey, u32> = FxHashMap::default();
@@ -91,8 +97,8 @@ mod tests {
         let thread = into.thread(Thread { process, tid: 7, comm: "x".to_owned() }).unwrap();
         for seen_ns in [10, 20, 30, 20] {
             let at = Location { executable, process: Some(process), offset: 0x1000, seen_ns };
-            let locations = vec![into.location(at).unwrap()];
-            let user = Some(into.stack(Stack { locations, end: EndReason::Root }).unwrap());
+            let location = into.location(at).unwrap();
+            let user = Some(into.stack(&[location], EndReason::Root).unwrap());
             let key = SampleKey { series, thread, user, kernel: None, labels: 0 };
             into.sample(key, 5, (Some(seen_ns), Some(0))).unwrap();
         }

@@ -5,24 +5,22 @@
 //! with the place that is wrong, and what was taken of it before stays harmless: tables, no
 //! samples.
 
+mod stacks;
 mod tables;
 
 use stackwire_model::Event;
 use stackwire_proto::v1;
 
+use self::stacks::Stacks;
 use self::tables::Reader;
 
 use crate::profile::{
-    Builder, Executable, ExecutableId, Location, Mapping, Origin, ProcessId, SampleKey, SeriesId,
-    Stack, StackId, Thread, ThreadId, UnwindTables, labels, lookup_offset,
+    Builder, Executable, ExecutableId, Mapping, Origin, SampleKey, SeriesId, Thread, ThreadId,
+    UnwindTables, labels,
 };
 
-/// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
-const MAX_DEPTH: usize = 4096;
 /// Most events of a capture.
 const MAX_EVENTS: usize = 64;
-/// Most frames of all stacks of an epoch, for the same reason. A collector cuts at some millions.
-const MAX_FRAMES: usize = 16 << 20;
 
 /// A message that does not hold together.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -250,63 +248,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     if nodes.iter().any(|node| node.executable == nowhere) {
         executables.push(into.executable(Executable::Unmapped).map_err(|e| reader.invalid(e))?);
     }
-    for stack in &epoch.stacks {
-        if stack.node as usize > nodes.len() {
-            return Err(reader.undefined("node", stack.node));
-        }
-    }
-
-    // A stack's locations depend on the process where memory is anonymous, and on the time where it
-    // is written to.
-    let is_anonymous = |executable: u32| {
-        let found = epoch.executables.get(executable as usize);
-        found.is_some_and(|found| found.kind() == v1::ExecutableKind::Anonymous)
-    };
-    let mut anonymous = vec![false; nodes.len()];
-    for (index, node) in nodes.iter().enumerate() {
-        let of_callers = node.parent.checked_sub(1).is_some_and(|at| anonymous[at as usize]);
-        anonymous[index] = of_callers || is_anonymous(node.executable);
-    }
-    let mut frames = 0;
-    let mut known = rustc_hash::FxHashMap::<(u32, ProcessId, u64), StackId>::default();
-    let mut stack = |index: u32, (process, seen_ns): (ProcessId, u64), into: &mut Builder| {
-        let Some(at) = index.checked_sub(1) else { return Ok(None) };
-        let has_anonymous = epoch.stacks.get(at as usize).is_some_and(|stack| {
-            stack.node.checked_sub(1).is_some_and(|node| anonymous[node as usize])
-        });
-        // Of many deep stacks there is not one for each time.
-        let seen_ns = if has_anonymous && frames < MAX_FRAMES / 2 { seen_ns } else { 0 };
-        if let Some(&found) = known.get(&(at, process, seen_ns)) {
-            return Ok(Some(found));
-        }
-        let wire = epoch.stacks.get(at as usize).ok_or_else(|| reader.undefined("stack", at))?;
-        let mut locations = Vec::new();
-        let mut node = wire.node;
-        while let Some(at) = node.checked_sub(1) {
-            let found = &nodes[at as usize];
-            let executable = executables[found.executable as usize];
-            let kind = epoch.executables.get(found.executable as usize).map(v1::Executable::kind);
-            let private = matches!(
-                kind,
-                Some(v1::ExecutableKind::Anonymous | v1::ExecutableKind::Unmapped) | None
-            );
-            let offset = lookup_offset(found.offset, found.kind);
-            let process = private.then_some(process);
-            let seen_ns = if kind == Some(v1::ExecutableKind::Anonymous) { seen_ns } else { 0 };
-            let location = Location { executable, process, offset, seen_ns };
-            locations.push(into.location(location).map_err(|e| reader.invalid(e))?);
-            frames += 1;
-            if locations.len() > MAX_DEPTH || frames > MAX_FRAMES {
-                return Err(reader.invalid("stacks are deeper than any collector records"));
-            }
-            node = found.parent;
-        }
-        let end = wire.end().into();
-        let id = into.stack(Stack { locations, end }).map_err(|e| reader.invalid(e))?;
-        known.insert((at, process, seen_ns), id);
-        Ok(Some(id))
-    };
-
+    let mut stacks = Stacks::new(reader, nodes, executables.clone())?;
     let mut keys = Vec::new();
     for samples in &epoch.samples {
         let count = samples.time_delta.len();
@@ -326,8 +268,8 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
             keys.push(SampleKey {
                 series,
                 thread,
-                user: stack(samples.user_stack[index], of, into)?,
-                kernel: stack(samples.kernel_stack[index], of, into)?,
+                user: stacks.stack(samples.user_stack[index], of, into)?,
+                kernel: stacks.stack(samples.kernel_stack[index], of, into)?,
                 labels: 0,
             });
         }
@@ -477,12 +419,12 @@ mod tests {
         // collector.
         let wide = |processes: u32| {
             let mut wire = sample();
-            let nodes = MAX_DEPTH as u32;
+            let nodes = stacks::MAX_DEPTH;
             wire.nodes = Some(v1::StackNodes {
                 parent: (0..nodes).collect(),
-                executable: vec![0; MAX_DEPTH],
-                offset_delta: vec![1; MAX_DEPTH],
-                kind: vec![0; MAX_DEPTH],
+                executable: vec![0; nodes as usize],
+                offset_delta: vec![1; nodes as usize],
+                kind: vec![0; nodes as usize],
             });
             wire.stacks =
                 (1..=nodes).map(|node| v1::Stack { node, ..Default::default() }).collect();
@@ -491,10 +433,10 @@ mod tests {
             wire.threads = (0..processes)
                 .map(|process| v1::Thread { process, ..Default::default() })
                 .collect();
-            let count = MAX_DEPTH * processes as usize;
+            let count = (nodes * processes) as usize;
             wire.samples = vec![v1::Samples {
                 time_delta: vec![0; count],
-                thread: (0..processes).flat_map(|thread| vec![thread; MAX_DEPTH]).collect(),
+                thread: (0..processes).flat_map(|thread| vec![thread; nodes as usize]).collect(),
                 cpu: vec![0; count],
                 user_stack: (0..processes).flat_map(|_| 1..=nodes).collect(),
                 kernel_stack: vec![0; count],

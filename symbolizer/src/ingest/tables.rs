@@ -17,6 +17,7 @@ pub(super) struct Node {
     pub(super) kind: FrameKind,
 }
 
+#[derive(Clone, Copy)]
 pub(super) struct Reader<'a> {
     pub(super) epoch: &'a v1::Epoch,
     pub(super) context: &'a Context,

@@ -6,8 +6,8 @@
 
 use stackwire_model::BuildId;
 use stackwire_model::profile::{
-    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, Stack,
-    StackId, lookup_offset,
+    ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, StackId,
+    lookup_offset,
 };
 
 use crate::{Host, Module};
@@ -123,7 +123,7 @@ impl Kernel {
                 seen_ns: 0,
             })?);
         }
-        into.stack(Stack { locations, end: EndReason::NotSaid }).map(Some)
+        into.stack(&locations, EndReason::NotSaid).map(Some)
     }
 }
 

@@ -306,11 +306,11 @@ impl<'a, W: Write> Player<'a, W> {
 
     fn chain(&self, key: SampleKey, process: u32) -> Chain {
         let addresses = |stack: Option<stackwire_model::profile::StackId>| -> Vec<u64> {
-            let locations = stack.map(|stack| &self.profile.stacks[stack.index()].locations);
-            let address = |&location: &LocationId| {
+            let locations = stack.into_iter().flat_map(|stack| self.profile.stack(stack));
+            let address = |location: LocationId| {
                 self.address(&self.profile.locations[location.index()], process)
             };
-            locations.into_iter().flatten().map(address).collect()
+            locations.map(address).collect()
         };
         chain(&addresses(key.kernel), &addresses(key.user))
     }

@@ -12,8 +12,8 @@ use rustc_hash::FxHashMap;
 pub use self::samples::ValueError;
 use super::labels::Label;
 use super::{
-    ArtifactHash, Executable, ExecutableId, JitFile, Line, Location, LocationId, Mapping, Process,
-    ProcessId, Profile, SampleKey, Stack, StackId, Thread, ThreadId,
+    ArtifactHash, EndReason, Executable, ExecutableId, Frame, FrameId, JitFile, Line, Location,
+    LocationId, Mapping, Process, ProcessId, Profile, SampleKey, Stack, StackId, Thread, ThreadId,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
@@ -49,6 +49,7 @@ pub struct Builder {
     threads: FxHashMap<Thread, u32>,
     mappings: FxHashMap<Mapping, u32>,
     locations: FxHashMap<Location, u32>,
+    frames: FxHashMap<Frame, u32>,
     stacks: FxHashMap<Stack, u32>,
     samples: FxHashMap<SampleKey, u32>,
 }
@@ -114,8 +115,7 @@ impl Builder {
     /// Whether a stack leads through code made at run time.
     #[must_use]
     pub fn runs_anonymous(&self, stack: StackId) -> bool {
-        let locations = &self.profile.stacks[stack.index()].locations;
-        locations.iter().any(|location| {
+        self.profile.stack(stack).any(|location| {
             let executable = self.profile.locations[location.index()].executable;
             matches!(self.profile.executables[executable.index()], Executable::Anonymous)
         })
@@ -207,10 +207,23 @@ impl Builder {
         intern(&mut self.label_sets, table, labels, Clone::clone, "labels").map(|id| id + 1)
     }
 
-    /// The id of a stack.
-    pub fn stack(&mut self, stack: Stack) -> Result<StackId, Full> {
+    /// The id of a frame with its callers.
+    pub fn frame(&mut self, frame: Frame) -> Result<FrameId, Full> {
+        let table = &mut self.profile.tree;
+        intern(&mut self.frames, table, frame, Clone::clone, "frames").map(FrameId)
+    }
+
+    /// The id of a stack of these frames, leaf first.
+    pub fn stack(&mut self, frames: &[LocationId], end: EndReason) -> Result<StackId, Full> {
+        let called = |caller, &location| self.frame(Frame { location, caller }).map(Some);
+        let leaf = frames.iter().rev().try_fold(None, called)?;
+        self.stack_from(leaf, end)
+    }
+
+    /// The id of a stack with this frame as its leaf.
+    pub fn stack_from(&mut self, leaf: Option<FrameId>, end: EndReason) -> Result<StackId, Full> {
         let table = &mut self.profile.stacks;
-        intern(&mut self.stacks, table, stack, Clone::clone, "stacks").map(StackId)
+        intern(&mut self.stacks, table, Stack { leaf, end }, Clone::clone, "stacks").map(StackId)
     }
 
     /// Artifacts the profile refers to.
