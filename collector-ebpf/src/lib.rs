@@ -175,7 +175,7 @@ pub struct Config {
     /// [`Unwind`] as a number.
     pub unwind: u32,
     /// Offset of `thread.fsbase`.
-    pub task_fsbase: u32,
+    pub task_thread_pointer: u32,
     /// Offset of `mm`.
     pub task_mm: u32,
     /// The collector, in the initial pid namespace.
@@ -215,7 +215,7 @@ impl Config {
             self.task_group_leader,
             self.task_start_boottime,
             self.unwind,
-            self.task_fsbase,
+            self.task_thread_pointer,
             self.task_mm,
             self.collector,
             self.counted,

@@ -165,7 +165,7 @@ static CONFIG: Config = Config {
     task_group_leader: 0,
     task_start_boottime: 0,
     unwind: 0,
-    task_fsbase: 0,
+    task_thread_pointer: 0,
     task_mm: 0,
     collector: 0,
     counted: 0,

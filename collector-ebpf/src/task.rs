@@ -39,7 +39,7 @@ impl Task {
 
     /// Where the thread's own variables are; 0 if unreadable.
     pub fn thread_pointer(self) -> u64 {
-        self.read(config().task_fsbase).unwrap_or(0)
+        self.read(config().task_thread_pointer).unwrap_or(0)
     }
 
     #[inline(always)]

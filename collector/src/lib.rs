@@ -19,6 +19,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod arch;
 mod artifact;
 mod batch;
 mod clock;

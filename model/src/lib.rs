@@ -6,6 +6,7 @@
 mod build_id;
 mod event;
 mod executable;
+mod machine;
 pub mod profile;
 mod reason;
 mod sampling;
@@ -13,6 +14,7 @@ mod sampling;
 pub use build_id::{BadBuildId, BuildId};
 pub use event::{Event, PerfType, UnknownEvent, ValueKind};
 pub use executable::{Device, ExecutableKey, FileId};
+pub use machine::Machine;
 pub use profile::Profile;
 pub use reason::{EndReason, LostReason};
 pub use sampling::{Share, Unwind};

@@ -5,12 +5,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use gimli::{BaseAddresses, EhFrameHdr, Pointer};
-use object::Endianness;
-use object::elf;
+use object::{Endianness, elf};
 use stackwire_elf::{ElfError, Headers, Section, Segment};
-use stackwire_model::BuildId;
+use stackwire_model::{BuildId, Machine};
 
 use crate::error::CompileError;
+use crate::table::MACHINE;
 
 /// Largest section read: that of a browser with all its symbols has 60 MB.
 const MAX_SECTION: u64 = 256 << 20;
@@ -59,11 +59,11 @@ impl<'f> Elf<'f> {
     /// When it is none, or not of this machine.
     pub fn open(file: &'f File) -> Result<Self, CompileError> {
         let headers = Headers::read(file)?;
-        if !headers.is_64
-            || headers.endian != Endianness::Little
-            || headers.machine != elf::EM_X86_64
-        {
-            return Err(CompileError::Foreign);
+        let is_known = headers.is_64 && headers.endian == Endianness::Little;
+        match Machine::of_elf(headers.machine).filter(|_| is_known) {
+            Some(MACHINE) => {}
+            Some(other) => return Err(CompileError::Foreign(other)),
+            None => return Err(CompileError::Unknown),
         }
         let eh_frame = match headers.has(".eh_frame") {
             true => None,
@@ -193,6 +193,21 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+
+    #[test]
+    fn a_program_of_another_machine_has_a_reason_and_no_table() {
+        let bytes = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        let of_machine = |number: u16| {
+            let mut other = bytes.clone();
+            other[18..20].copy_from_slice(&number.to_le_bytes());
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(&other).unwrap();
+            crate::compile(&file).unwrap_err().to_string()
+        };
+        let said = of_machine(Machine::Aarch64.elf());
+        assert_eq!(said, "a program for aarch64, and the rules are those of x86_64");
+        assert_eq!(of_machine(3), "not a 64-bit x86_64 program");
+    }
 
     #[test]
     fn call_frame_information_is_found_without_section_headers() {

@@ -3,6 +3,7 @@
 use std::io;
 
 use stackwire_elf::ElfError;
+use stackwire_model::Machine;
 
 /// There is no table to be had.
 #[derive(Debug, thiserror::Error)]
@@ -12,8 +13,11 @@ pub enum CompileError {
     #[error(transparent)]
     Elf(#[from] ElfError),
     /// Of another machine.
-    #[error("not a 64-bit x86 program")]
-    Foreign,
+    #[error("a program for {}, and the rules are those of {}", .0.name(), crate::table::MACHINE.name())]
+    Foreign(Machine),
+    /// Of a machine nobody here knows, of 32 bits or of the other byte order.
+    #[error("not a 64-bit {} program", crate::table::MACHINE.name())]
+    Unknown,
     /// A section that the loader needs is compressed.
     #[error("not a readable ELF file: its {0} is compressed")]
     Compressed(String),

@@ -21,4 +21,4 @@ mod v8;
 pub use compile::{build_id, compile};
 pub use error::CompileError;
 pub use shared::Shared;
-pub use table::{Table, TableError, VERSION};
+pub use table::{MACHINE, Table, TableError, VERSION};

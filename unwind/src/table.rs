@@ -2,19 +2,22 @@
 //!
 //! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
 //! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
-//! pages and rows, number of the first page, length of the build-id; the build-id, rules of 24
-//! bytes, rows of each page, rows.
+//! pages and rows, number of the first page, length of the build-id, machine; the build-id, rules of
+//! 24 bytes, rows of each page, rows.
 
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
-use stackwire_model::BuildId;
+use stackwire_model::{BuildId, Machine};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
 /// tables are kept on disk.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
+
+/// Whose registers the rules are about, as ELF files name it.
+pub const MACHINE: Machine = Machine::X86_64;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
-const HEADER: usize = 36;
+const HEADER: usize = 40;
 const RULE: usize = 24;
 /// More than any file of 8 GiB needs.
 pub(crate) const MAX_PAGES: u32 = 1 << 17;
@@ -65,6 +68,7 @@ impl Table {
         for word in counts.into_iter().chain([self.base, build_id.len() as u32]) {
             bytes.extend(word.to_le_bytes());
         }
+        bytes.extend(u32::from(MACHINE.elf()).to_le_bytes());
         bytes.extend(build_id);
         for rule in &self.rules {
             bytes.extend([rule.cfa, rule.register, rule.fp, rule.ra]);
@@ -92,6 +96,9 @@ impl Table {
         }
         if word(head, 12) != crc32fast::hash(&bytes[16..]) {
             return error("damaged");
+        }
+        if word(head, 36) != u32::from(MACHINE.elf()) {
+            return error("of another machine");
         }
         let [rules, pages, rows, base, id] = [16, 20, 24, 28, 32].map(|at| word(head, at));
         if pages > MAX_PAGES || base > MAX_PAGES || rules > u32::from(u16::MAX) {

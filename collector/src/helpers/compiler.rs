@@ -14,12 +14,13 @@ use std::time::Duration;
 use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, Resource, Rlimit, WaitOptions, setrlimit, waitpid};
-use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
+use seccompiler::{SeccompAction, SeccompFilter};
 use stackwire_model::BuildId;
 use stackwire_rights::capabilities;
 use stackwire_unwind::{CompileError, build_id, compile, jitdump};
 
 use super::channel::{Client, NoAnswer, Question, Server, ends};
+use crate::arch;
 
 /// How long a file may take; the largest libraries take a quarter of a second.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -194,9 +195,10 @@ fn confine() -> io::Result<()> {
         .and_then(|rules| rules.handle_access(AccessNet::from_all(abi)))
         .and_then(|rules| rules.create())
         .and_then(|rules| rules.restrict_self());
-    let rules: BTreeMap<i64, _> = ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
+    let allowed = ALLOWED.iter().chain(arch::OLDER_CALLS);
+    let rules: BTreeMap<i64, _> = allowed.map(|&call| (call, Vec::new())).collect();
     let kill = SeccompAction::KillProcess;
-    let filter = SeccompFilter::new(rules, kill, SeccompAction::Allow, TargetArch::x86_64)
+    let filter = SeccompFilter::new(rules, kill, SeccompAction::Allow, arch::SECCOMP)
         .and_then(seccompiler::BpfProgram::try_from)
         .map_err(io::Error::other)?;
     seccompiler::apply_filter(&filter).map_err(io::Error::other)
@@ -211,7 +213,6 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_fcntl,
-    libc::SYS_fork,
     libc::SYS_fstat,
     libc::SYS_futex,
     libc::SYS_getpid,
@@ -226,7 +227,6 @@ const ALLOWED: &[i64] = &[
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_pidfd_open,
-    libc::SYS_poll,
     libc::SYS_ppoll,
     libc::SYS_pread64,
     libc::SYS_prlimit64,

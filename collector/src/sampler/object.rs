@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
 use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use stackwire_collector_ebpf::vma::Layout;
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, SAMPLE, Unwind, WALK,
@@ -16,10 +16,8 @@ use stackwire_collector_ebpf::{
 
 use super::btf::{Btf, BtfError};
 use super::mapped::Mapped;
+use crate::arch;
 use crate::unwind::Descriptors;
-
-/// The programs, compiled from `collector-ebpf/`.
-static OBJECT: &[u8] = aya::include_bytes_aligned!("../../ebpf/stackwire.bpf.o");
 
 const FRAME_POINTERS: u32 = Unwind::FramePointers as u32;
 
@@ -30,6 +28,11 @@ pub const BTF_PATH: &str = "/sys/kernel/btf/vmlinux";
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
+    /// No programs for this processor.
+    #[error(
+        "there are no eBPF programs for {} yet: record on an x86_64 host; captures are resolved anywhere", arch::MACHINE.name()
+    )]
+    NoObject,
     /// No BTF.
     #[error(
         "cannot read {BTF_PATH}: {0}; Stackwire needs a kernel built with CONFIG_DEBUG_INFO_BTF (any distribution kernel from 5.15 on)"
@@ -79,12 +82,13 @@ impl Object {
     /// # Errors
     /// See [`LoadError`].
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
+        let object = arch::OBJECT.ok_or(LoadError::NoObject)?;
         let (config, layout) = offsets(filter)?;
         let (bytes, layout) = (config.to_bytes(), layout.to_bytes());
         let mut ebpf = loader()
             .override_global("CONFIG", bytes.as_slice(), true)
             .override_global("LAYOUT", layout.as_slice(), true)
-            .load(OBJECT)
+            .load(object)
             .map_err(load_error)?;
 
         let walk = match config.unwind {
@@ -232,10 +236,10 @@ fn sampling_name(event: usize) -> String {
 /// Where the kernel has no seccomp, starting takes longer.
 fn loader() -> EbpfLoader<'static> {
     let without = || {
-        let calls = [libc::SYS_open, libc::SYS_openat].map(|call| (call, Vec::new()));
+        let calls = arch::OPENING_CALLS.iter().map(|&call| (call, Vec::new()));
         let refused = SeccompAction::Errno(libc::EACCES as u32);
         let filter =
-            SeccompFilter::new(calls.into(), SeccompAction::Allow, refused, TargetArch::x86_64);
+            SeccompFilter::new(calls.collect(), SeccompAction::Allow, refused, arch::SECCOMP);
         let filter = filter.and_then(BpfProgram::try_from);
         let _ = filter.map(|filter| seccompiler::apply_filter(&filter));
         EbpfLoader::new()
@@ -247,8 +251,9 @@ fn loader() -> EbpfLoader<'static> {
 fn offsets(filter: &Filter) -> Result<(Config, Layout), LoadError> {
     let bytes = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
     let btf = Btf::new(&bytes)?;
-    let members = ["flags", "pid", "tgid", "group_leader", "start_boottime", "thread.fsbase", "mm"];
-    let [flags, pid, tgid, group_leader, start_boottime, fsbase, mm] =
+    let members =
+        ["flags", "pid", "tgid", "group_leader", "start_boottime", arch::THREAD_POINTER, "mm"];
+    let [flags, pid, tgid, group_leader, start_boottime, thread_pointer, mm] =
         btf.offsets("task_struct", members)?;
     let config = Config {
         task_flags: flags,
@@ -256,7 +261,7 @@ fn offsets(filter: &Filter) -> Result<(Config, Layout), LoadError> {
         task_tgid: tgid,
         task_group_leader: group_leader,
         task_start_boottime: start_boottime,
-        task_fsbase: fsbase,
+        task_thread_pointer: thread_pointer,
         task_mm: mm,
         collector: std::process::id(),
         ..filter.config

@@ -33,7 +33,8 @@ pub fn lay_out(
     directory: &Path,
 ) -> io::Result<()> {
     let profile = named.profile;
-    for (name, id, image) in jitted_images(named) {
+    for image in jitted_images(named) {
+        let (name, id, image) = image?;
         if let Some(place) = place(directory, &name, BuildId::new(&id))? {
             put(&place, "elf", &mut &*image)?;
         }
@@ -67,7 +68,7 @@ pub fn lay_out(
                     }
                 }
                 // Names that were known from before.
-                if let Some(image) = is_gone.then(|| stand_in(named, index)).flatten() {
+                if is_gone && let Some(image) = stand_in(named, index)? {
                     put(&place, "elf", &mut &*image)?;
                 }
             }

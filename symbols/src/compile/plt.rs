@@ -9,6 +9,7 @@ use std::collections::HashMap;
 
 use object::elf;
 use stackwire_elf::Elf;
+use stackwire_model::Machine;
 
 use super::symbols::{Raw, dynamic_name};
 use crate::table::{Kind, NodeKey, Writer};
@@ -20,7 +21,10 @@ const MAX_RELOCATIONS: usize = 4 << 20;
 
 /// Adds the stubs of a file where the table has nothing better.
 pub fn write(elf: &Elf, writer: &mut Writer) {
-    if !elf.is_64 || elf.machine != elf::EM_X86_64 || !STUBS.iter().any(|(name, _)| elf.has(name)) {
+    if !elf.is_64
+        || elf.machine != Machine::X86_64.elf()
+        || !STUBS.iter().any(|(name, _)| elf.has(name))
+    {
         return;
     }
     let Some(names) = names(elf) else { return };

@@ -23,7 +23,8 @@ use stackwire_model::profile::{
     ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey,
     SeriesId, StackId,
 };
-use stackwire_model::{BuildId, Device, Event, ExecutableKey, FileId, ValueKind};
+use stackwire_model::{BuildId, Device, Event, ExecutableKey, FileId, Machine, ValueKind};
+use stackwire_unwind::MACHINE;
 
 use self::kernel::Kernel;
 use self::stack_copy::{Copied, Walker};
@@ -85,8 +86,8 @@ struct Reader<'a> {
     vdso: Option<Option<ArtifactHash>>,
     /// Processes that ran code they made themselves, once they were looked at.
     jits: rustc_hash::FxHashSet<u32>,
-    /// Copied stacks are walked by rules for this processor.
-    x86_64: bool,
+    /// Copied stacks are walked where there are rules for it.
+    machine: Machine,
 }
 
 impl<'a> Reader<'a> {
@@ -99,11 +100,11 @@ impl<'a> Reader<'a> {
         if file.endian() != Endianness::LittleEndian {
             return Err(ReadError::PerfData("it is of a big-endian host".to_owned()));
         }
-        let arch = file.arch().ok().flatten().unwrap_or("x86_64");
-        if !matches!(arch, "x86_64" | "aarch64") {
+        let arch = file.arch().ok().flatten().unwrap_or(Machine::X86_64.name());
+        let Some(machine) = Machine::of_name(arch) else {
             let message = format!("it is of {arch}: only x86_64 and aarch64 are read");
             return Err(ReadError::PerfData(message));
-        }
+        };
         if file
             .event_attributes()
             .iter()
@@ -113,11 +114,10 @@ impl<'a> Reader<'a> {
                 "its samples hold counter values (perf record of a group with :S): not read";
             return Err(ReadError::PerfData(message.to_owned()));
         }
-        let x86_64 = arch == "x86_64";
         let copies = |attr: &AttributeDescription| {
             attr.attr.sample_format.contains(SampleFormat::STACK_USER)
         };
-        if !x86_64 && file.event_attributes().iter().any(copies) {
+        if machine != MACHINE && file.event_attributes().iter().any(copies) {
             into.note(format!(
                 "copies of stacks of {arch} are not walked: user stacks are one frame"
             ));
@@ -141,7 +141,7 @@ impl<'a> Reader<'a> {
             modified,
             vdso: None,
             jits: rustc_hash::FxHashSet::default(),
-            x86_64,
+            machine,
         })
     }
 
@@ -396,7 +396,7 @@ impl<'a> Reader<'a> {
         }
         let mut end = EndReason::NotSaid;
         if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack)
-            && self.x86_64
+            && self.machine == MACHINE
         {
             let stack = stack.as_slice();
             let size = usize::try_from(*size).unwrap_or(0).min(stack.len());

@@ -4,14 +4,16 @@
 //! Pure.
 
 use std::collections::BTreeMap;
+use std::io;
 
+use object::elf;
+use object::write::elf::{FileHeader, ProgramHeader, SectionHeader, Sym, Writer};
 use rustc_hash::FxHashMap;
 use sha2::{Digest, Sha256};
+use stackwire_model::Machine;
 use stackwire_model::profile::{
     Executable, ExecutableId, Mapping, Named, ProcessId, Profile, Resolution,
 };
-
-use super::record::words;
 
 /// Bytes of the build-ids linkers write, and of perf's.
 const SHA_1: usize = 20;
@@ -39,10 +41,10 @@ pub fn identity(profile: &Profile, index: usize) -> (String, [u8; SHA_1]) {
     (format!("jitted-{}-{index}.so", process.pid), id)
 }
 
-/// All such files for code made at run time: name, build-id and content.
+/// All such files for code made at run time: name, build-id and content; or why one cannot be made.
 pub fn images<'a>(
     named: Named<'a>,
-) -> impl Iterator<Item = (String, [u8; SHA_1], Vec<u8>)> + use<'a> {
+) -> impl Iterator<Item = io::Result<(String, [u8; SHA_1], Vec<u8>)>> + use<'a> {
     let Named { profile, .. } = named;
     let anonymous = move |mapping: &Mapping| {
         matches!(profile.executables[mapping.executable.index()], Executable::Anonymous)
@@ -52,7 +54,8 @@ pub fn images<'a>(
     mappings.filter(move |(_, mapping)| anonymous(mapping)).filter_map(move |(index, mapping)| {
         let (name, id) = identity(profile, index);
         let symbols = symbols(sampled.get(&(mapping.process, mapping.executable))?, mapping);
-        Some((name, id, image(&symbols, (TEXT, mapping.length), &id)))
+        let image = image(&symbols, (TEXT, mapping.length), &id, machine(profile));
+        Some(image.map(|image| (name, id, image)).map_err(io::Error::other))
     })
 }
 
@@ -74,19 +77,28 @@ fn sampled<'a>(named: Named<'a>) -> FxHashMap<(ProcessId, ExecutableId), Sampled
 
 /// Such a file of an executable with a build-id, if anything in it was named: addresses are offsets
 /// in the true one.
-#[must_use]
-pub fn stand_in(profile: Named<'_>, id: ExecutableId) -> Option<Vec<u8>> {
+///
+/// # Errors
+/// When it has more symbols than a file can hold.
+pub fn stand_in(profile: Named<'_>, id: ExecutableId) -> io::Result<Option<Vec<u8>>> {
     let of_it = profile.locations.iter().zip(&profile.names.resolutions);
     let of_it = of_it.filter(|(location, _)| location.executable == id);
     let symbols: Sampled<'_> =
         of_it.map(|(location, resolution)| (location.offset, name(resolution))).collect();
-    let (last, _) = symbols.last_key_value().filter(|_| symbols.values().any(Option::is_some))?;
+    let last = symbols.last_key_value().filter(|_| symbols.values().any(Option::is_some));
+    let known = profile.executables[id.index()].build_id();
+    let (Some((last, _)), Some(known)) = (last, known) else { return Ok(None) };
     let mut build_id = [0; SHA_1];
-    let known = profile.executables[id.index()].build_id()?;
     let known = known.as_bytes();
     let size = known.len().min(SHA_1);
     build_id[..size].copy_from_slice(&known[..size]);
-    Some(image(&symbols, (0, last.saturating_add(1)), &build_id))
+    let image = image(&symbols, (0, last.saturating_add(1)), &build_id, machine(&profile));
+    image.map(Some).map_err(io::Error::other)
+}
+
+/// Other profilers do not say; perf looks at it for disassembling alone.
+fn machine(profile: &Profile) -> Machine {
+    Machine::of_name(&profile.origin.machine).unwrap_or(Machine::X86_64)
 }
 
 /// The function that was compiled, not what is inlined there.
@@ -104,72 +116,121 @@ fn symbols<'a>(sampled: &Sampled<'a>, mapping: &Mapping) -> Sampled<'a> {
     inside.map(|(address, name)| (address - mapping.start, *name)).collect()
 }
 
-/// Sizes of `Elf64_Ehdr`, `Elf64_Phdr`, `Elf64_Shdr`, `Elf64_Sym`.
-const EHDR: u64 = 64;
-const PHDR: u64 = 56;
-const SHDR: u64 = 64;
-const SYM: u64 = 24;
-/// Names of sections, each at a place of its own.
-const SECTIONS: &str = "\0.text\0.note.gnu.build-id\0.symtab\0.strtab\0.shstrtab\0";
-
 /// `text`: address and offset of code, and how much there is.
-fn image(symbols: &Sampled<'_>, (text, length): (u64, u64), id: &[u8; SHA_1]) -> Vec<u8> {
-    const NOTE: u64 = EHDR + 2 * PHDR;
-    const NOTE_SIZE: u64 = 36;
-    let mut names = vec![0u8];
-    let mut table = vec![0u8; SYM as usize];
+fn image(
+    symbols: &Sampled<'_>,
+    (text, length): (u64, u64),
+    id: &[u8; SHA_1],
+    machine: Machine,
+) -> Result<Vec<u8>, object::write::Error> {
+    let note =
+        [&4u32.to_le_bytes()[..], &(SHA_1 as u32).to_le_bytes(), &[3, 0, 0, 0], b"GNU\0", id];
+    let note = note.concat();
     let mut ahead = symbols.keys().skip(1);
-    for (&offset, name) in symbols {
+    let sized = symbols.iter().map(|(&offset, name)| {
         let size = ahead.next().map_or(1, |next| next - offset);
-        let Some(name) = name else { continue };
-        table.extend((names.len() as u32).to_le_bytes());
-        // STB_GLOBAL, STT_FUNC, in section 1.
-        table.extend([1 << 4 | 2, 0, 1, 0]);
-        table.extend((text + offset).to_le_bytes());
-        table.extend(size.to_le_bytes());
-        names.extend(name.bytes().filter(|&byte| byte != 0));
-        names.push(0);
-    }
-    let symtab = (NOTE + NOTE_SIZE).next_multiple_of(8);
-    let strtab = symtab + table.len() as u64;
-    let shstrtab = strtab + names.len() as u64;
-    let headers = (shstrtab + SECTIONS.len() as u64).next_multiple_of(8);
+        (offset, size, name.map(|name| name.replace('\0', "")))
+    });
+    let named: Vec<_> =
+        sized.filter_map(|(offset, size, name)| Some((offset, size, name?))).collect();
 
-    let mut out = Vec::new();
-    out.extend(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
-    // ET_DYN, EM_X86_64, EV_CURRENT.
-    words(&mut out, [3 | 62 << 16 | 1 << 32, 0, EHDR, headers]);
-    out.extend(0u32.to_le_bytes());
-    for half in [EHDR, PHDR, 2, SHDR, 6, 5] {
-        out.extend((half as u16).to_le_bytes());
+    let mut bytes = Vec::new();
+    let mut out = Writer::new(object::Endianness::Little, true, &mut bytes);
+    let [text_name, note_name] =
+        [&b".text"[..], b".note.gnu.build-id"].map(|name| out.add_section_name(name));
+    let names: Vec<_> = named.iter().map(|(.., name)| out.add_string(name.as_bytes())).collect();
+    out.reserve_null_section_index();
+    let text_section = out.reserve_section_index();
+    out.reserve_section_index();
+    out.reserve_null_symbol_index();
+    for _ in &named {
+        out.reserve_symbol_index(Some(text_section));
     }
-    // PT_LOAD, R + X: no bytes of the file.
-    words(&mut out, [1 | 5 << 32, text, text, text, 0, length, 0x1000]);
-    // PT_NOTE, R.
-    words(&mut out, [4 | 4 << 32, NOTE, NOTE, NOTE, NOTE_SIZE, NOTE_SIZE, 4]);
-    words(&mut out, [4 | 20 << 32]);
-    out.extend(3u32.to_le_bytes());
-    out.extend(b"GNU\0");
-    out.extend(id);
-    out.resize(symtab as usize, 0);
-    out.extend(table);
-    out.extend(names);
-    out.extend(SECTIONS.as_bytes());
-    out.resize(headers as usize, 0);
-    let name = |of: &str| SECTIONS.find(of).unwrap_or(0) as u64;
-    words(&mut out, [0; 8]);
-    // Name and type, flags, address, offset, size, link and info, alignment, size of an entry.
-    const NOBITS: u64 = 8;
-    for section in [
-        [name(".text") | NOBITS << 32, 2 | 4, text, text, length, 0, 16, 0],
-        [name(".note") | 7 << 32, 2, NOTE, NOTE, NOTE_SIZE, 0, 4, 0],
-        [name(".symtab") | 2 << 32, 0, 0, symtab, strtab - symtab, 4 | 1 << 32, 8, SYM],
-        [name(".strtab") | 3 << 32, 0, 0, strtab, shstrtab - strtab, 0, 1, 0],
-        [name(".shstrtab") | 3 << 32, 0, 0, shstrtab, SECTIONS.len() as u64, 0, 1, 0],
-    ] {
-        words(&mut out, section);
+    out.reserve_symtab_section_index();
+    out.reserve_strtab_section_index();
+    out.reserve_shstrtab_section_index();
+    out.reserve_file_header();
+    out.reserve_program_headers(2);
+    let note_at = out.reserve(note.len(), 4) as u64;
+    out.reserve_symtab();
+    out.reserve_strtab();
+    out.reserve_shstrtab();
+    out.reserve_section_headers();
+
+    out.write_file_header(&FileHeader {
+        os_abi: elf::ELFOSABI_NONE,
+        abi_version: 0,
+        e_type: elf::ET_DYN,
+        e_machine: machine.elf(),
+        e_entry: 0,
+        e_flags: 0,
+    })?;
+    out.write_align_program_headers();
+    // No bytes of the file.
+    out.write_program_header(&ProgramHeader {
+        p_type: elf::PT_LOAD,
+        p_flags: elf::PF_R | elf::PF_X,
+        p_offset: text,
+        p_vaddr: text,
+        p_paddr: text,
+        p_filesz: 0,
+        p_memsz: length,
+        p_align: 0x1000,
+    });
+    out.write_program_header(&ProgramHeader {
+        p_type: elf::PT_NOTE,
+        p_flags: elf::PF_R,
+        p_offset: note_at,
+        p_vaddr: note_at,
+        p_paddr: note_at,
+        p_filesz: note.len() as u64,
+        p_memsz: note.len() as u64,
+        p_align: 4,
+    });
+    out.write_align(4);
+    out.write(&note);
+    out.write_null_symbol();
+    for ((offset, size, _), name) in named.iter().zip(names) {
+        out.write_symbol(&Sym {
+            name: Some(name),
+            section: Some(text_section),
+            st_info: elf::STB_GLOBAL << 4 | elf::STT_FUNC,
+            st_other: 0,
+            st_shndx: 0,
+            st_value: text + offset,
+            st_size: *size,
+        });
     }
-    out
+    out.write_strtab();
+    out.write_shstrtab();
+    out.write_null_section_header();
+    let section = SectionHeader {
+        name: Some(text_name),
+        sh_type: elf::SHT_NOBITS,
+        sh_flags: u64::from(elf::SHF_ALLOC | elf::SHF_EXECINSTR),
+        sh_addr: text,
+        sh_offset: text,
+        sh_size: length,
+        sh_link: 0,
+        sh_info: 0,
+        sh_addralign: 16,
+        sh_entsize: 0,
+    };
+    out.write_section_header(&section);
+    out.write_section_header(&SectionHeader {
+        name: Some(note_name),
+        sh_type: elf::SHT_NOTE,
+        sh_flags: u64::from(elf::SHF_ALLOC),
+        sh_addr: note_at,
+        sh_offset: note_at,
+        sh_size: note.len() as u64,
+        sh_addralign: 4,
+        ..section
+    });
+    out.write_symtab_section_header(1);
+    out.write_strtab_section_header();
+    out.write_shstrtab_section_header();
+    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -182,8 +243,9 @@ mod tests {
     fn others_read_the_file() {
         let symbols =
             BTreeMap::from([(0x10, Some("first")), (0x40, None), (0x50, Some("second one"))]);
-        let bytes = image(&symbols, (TEXT, 0x5000), &[7; 20]);
+        let bytes = image(&symbols, (TEXT, 0x5000), &[7; 20], Machine::Aarch64).unwrap();
         let elf = object::File::parse(&*bytes).unwrap();
+        assert_eq!(elf.architecture(), object::Architecture::Aarch64);
         assert_eq!(elf.build_id().unwrap(), Some(&[7; 20][..]));
         let found: Vec<_> = elf
             .symbols()
