@@ -7,7 +7,9 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::UserEnd;
-use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON, Memory, Rule, SignalFrame, cfa};
+use stackwire_collector_ebpf::arch::{SignalFrame, follows_call};
+use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON};
+use stackwire_collector_ebpf::{Memory, Rule, cfa};
 
 use crate::support::build;
 use crate::support::calls::{Frame, Functions};
@@ -22,8 +24,8 @@ impl Memory for &Stopped {
         Stopped::word(self, address)
     }
 
-    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool {
-        let Some(bytes) = self.read(address, size_of::<SignalFrame>()) else { return false };
+    fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
+        let Some(bytes) = self.read(address, N * 8) else { return false };
         for (word, bytes) in to.iter_mut().zip(bytes.chunks_exact(8)) {
             *word = u64::from_le_bytes(bytes.try_into().unwrap());
         }
@@ -60,9 +62,7 @@ fn ours_with_kinds(stopped: &Stopped, modules: &mut Modules) -> (Vec<Frame>, Str
             let Some(table) = table else { break "no table".to_owned() };
             match table.rule(offset) {
                 Some(rule) => *rule,
-                None if cursor.exact == 0
-                    && !unwind::follows_call(&mut memory, cursor.ip, false) =>
-                {
+                None if cursor.exact == 0 && !follows_call(&mut memory, cursor.ip, false) => {
                     cursor.exact = 1;
                     continue;
                 }

@@ -1,244 +1,26 @@
-//! The ABI between the eBPF programs and the collector: record layout, map names, counters, limits.
+//! What the eBPF programs share with the collector and the unwind compiler: records and
+//! configuration, the tables programs search, the step up a stack.
 //!
-//! Compiled twice, for `bpfel-unknown-none` and for the host, from this one file. It holds plain
-//! data only; the programs are in `main.rs`, the only host-side decoder in
+//! Compiled twice, for `bpfel-unknown-none` and for the host, from these files. The programs are in
+//! `main.rs` and the files it names, the only host-side decoder of records in
 //! `collector/src/sample.rs`.
 
 #![cfg_attr(target_arch = "bpf", no_std, feature(asm_experimental_arch))]
 
+pub mod arch;
+mod masked;
+mod memory;
+mod record;
+mod rule;
 pub mod tables;
 pub mod unwind;
 pub mod vma;
 
-/// Frames of user stack a sample may carry, the interrupted instruction included.
-pub const MAX_USER_FRAMES: usize = 1024;
-/// Frames of kernel stack a sample may carry: `kernel.perf_event_max_stack`'s default.
-pub const MAX_KERNEL_FRAMES: usize = 127;
-/// CPUs that have counters of their own. Samples on a higher CPU share the last row.
-pub const MAX_CPUS: u32 = 1024;
-/// Events that may be sampled at once: one program each.
-pub const MAX_EVENTS: usize = 8;
-/// Places in the map of programs that others call: what takes a sample, what walks its stack.
-pub const SAMPLE: u32 = 0;
-/// See [`SAMPLE`].
-pub const WALK: u32 = 1;
-/// Processes a followed capture may hold at once.
-pub const MAX_TARGETS: u32 = 65_536;
-
-/// Head of a ring-buffer record. `user_frames` then `kernel_frames` native-endian `u64`
-/// instruction pointers follow it, each leaf first.
-///
-/// Every field has its natural alignment and the size is a multiple of 8, so there is no padding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct SampleHeader {
-    /// `CLOCK_MONOTONIC`, nanoseconds.
-    pub time_ns: u64,
-    /// Start of the process (its group leader) in `CLOCK_BOOTTIME` nanoseconds; with the pid, its
-    /// identity.
-    pub start_boottime_ns: u64,
-    /// cgroup v2 id of the task: the inode of its directory in the unified hierarchy.
-    pub cgroup_id: u64,
-    /// Events since the last sample on this CPU, in the unit of the event (nanoseconds for
-    /// cpu-clock).
-    pub period: u64,
-    /// Process id as user space has it (the kernel's tgid), in the initial pid namespace.
-    pub pid: u32,
-    /// Thread id.
-    pub tid: u32,
-    /// CPU the sample was taken on.
-    pub cpu: u32,
-    /// Number of user frames that follow.
-    pub user_frames: u16,
-    /// Number of kernel frames that follow.
-    pub kernel_frames: u16,
-    /// [`UserEnd`] as a number.
-    pub user_end: u8,
-    /// [`KernelEnd`] as a number.
-    pub kernel_end: u8,
-    /// Which event it is of: the number of the program that took it, `sample_0` and so on.
-    pub event: u8,
-    /// Zero; keeps the size a multiple of 8.
-    pub reserved: [u8; 5],
-    /// Name of the thread, NUL-padded.
-    pub comm: [u8; 16],
-}
-
-/// Why a user stack ended where it did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum UserEnd {
-    /// The chain ended in a null frame pointer or return address: the thread's first function.
-    Root = 0,
-    /// A kernel thread, an io_uring worker, or a task that is executing a new program or ending.
-    NoUserStack = 1,
-    /// The next frame's memory could not be read (paged out or not mapped).
-    Unreadable = 2,
-    /// [`MAX_USER_FRAMES`] reached.
-    DepthLimit = 3,
-    /// The frame pointer is null in the leaf, lies below the stack pointer, or does not grow: the
-    /// code keeps none.
-    NoFramePointer = 4,
-    /// A 32-bit process: only the interrupted instruction is known.
-    Compat = 5,
-    /// A return address outside executable memory.
-    NotCode = 6,
-    /// The unwind table of this code is not there yet.
-    NoTableYet = 7,
-    /// There is no unwind table of this code.
-    NoTable = 8,
-    /// The table has no rule for this address.
-    NoRule = 9,
-    /// The rule needs a register that is not known in this frame.
-    RegisterLost = 10,
-    /// The caller's frame would not lie above.
-    BadStack = 11,
-    /// The mappings of the process are not known yet.
-    NoMappingsYet = 12,
-    /// Tables were replaced while this stack was walked.
-    TablesReplaced = 13,
-    /// The code changes from one stack to another in a way that is not known.
-    UnknownSwitch = 14,
-    /// The user of this process has more mapped than is their share of the maps.
-    OverShare = 15,
-}
-
-/// Why a kernel stack ended where it did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum KernelEnd {
-    /// The kernel's unwinder gave all it had.
-    Complete = 0,
-    /// The sample was taken in user mode, or kernel stacks were not asked for.
-    None = 1,
-    /// [`MAX_KERNEL_FRAMES`] reached.
-    DepthLimit = 2,
-    /// `bpf_get_stack` refused.
-    Failed = 3,
-}
-
-/// What no record can tell, for there is none: how stacks ended travels with them.
-///
-/// Rows of the `COUNTERS` map: slot `cpu * COUNTERS_PER_CPU + counter`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Counter {
-    /// Samples the filter let through: what a profile must add up to.
-    Taken = 0,
-    /// Of those, records the ring buffer had no room for.
-    RingFull = 1,
-    /// Of those, samples dropped for want of a scratch buffer; never seen, counted all the same.
-    NoScratch = 2,
-    /// Children that did not fit into `TARGETS`; their samples are not in `Taken`.
-    TargetsFull = 3,
-}
-
-/// Slots each CPU has in `COUNTERS`.
-pub const COUNTERS_PER_CPU: u32 = 4;
-
-/// Which tasks are sampled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Scope {
-    /// Every task but idle.
-    #[default]
-    All = 0,
-    /// Threads of the processes in `TARGETS`.
-    Processes = 1,
-    /// Tasks in one cgroup and those below it.
-    Cgroup = 2,
-}
-
-/// Set by the collector before load, as the `CONFIG` global. Offsets are bytes into
-/// `struct task_struct`, read from the running kernel's BTF: Rust eBPF has no CO-RE.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub struct Config {
-    /// Id of the cgroup asked for, with [`Scope::Cgroup`].
-    pub cgroup_id: u64,
-    /// [`Scope`] as a number.
-    pub scope: u32,
-    /// Depth of that cgroup below the root of the unified hierarchy (0 = the root).
-    pub cgroup_level: u32,
-    /// Non-zero: record kernel stacks.
-    pub kernel_stacks: u32,
-    /// Offset of `flags`.
-    pub task_flags: u32,
-    /// Offset of `pid` (a thread id).
-    pub task_pid: u32,
-    /// Offset of `tgid`.
-    pub task_tgid: u32,
-    /// Offset of `group_leader`.
-    pub task_group_leader: u32,
-    /// Offset of `start_boottime`.
-    pub task_start_boottime: u32,
-    /// [`Unwind`] as a number.
-    pub unwind: u32,
-    /// Offset of `thread.fsbase`.
-    pub task_thread_pointer: u32,
-    /// Offset of `mm`.
-    pub task_mm: u32,
-    /// The collector, in the initial pid namespace.
-    pub collector: u32,
-    /// A bit for each event whose samples weigh what its counter has counted since the one before.
-    pub counted: u32,
-    /// Zero; keeps the size a multiple of 8.
-    pub reserved: u32,
-}
-
-/// How user stacks are walked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Unwind {
-    /// By frame pointers alone.
-    FramePointers = 0,
-    /// By tables, and by frame pointers through code made at run time.
-    #[default]
-    Auto = 1,
-    /// By tables alone.
-    Tables = 2,
-}
-
-impl Config {
-    /// The bytes of the `CONFIG` global, as the loader wants them.
-    #[must_use]
-    pub fn to_bytes(self) -> [u8; size_of::<Config>()] {
-        let mut bytes = [0; size_of::<Config>()];
-        bytes[..8].copy_from_slice(&self.cgroup_id.to_ne_bytes());
-        let words = [
-            self.scope,
-            self.cgroup_level,
-            self.kernel_stacks,
-            self.task_flags,
-            self.task_pid,
-            self.task_tgid,
-            self.task_group_leader,
-            self.task_start_boottime,
-            self.unwind,
-            self.task_thread_pointer,
-            self.task_mm,
-            self.collector,
-            self.counted,
-            self.reserved,
-        ];
-        for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
-            slot.copy_from_slice(&word.to_ne_bytes());
-        }
-        bytes
-    }
-}
-
-/// Set in a user frame's address: it was interrupted by a signal, and is no return address. No user
-/// address has it.
-pub const INTERRUPTED: u64 = 1 << 63;
-
-/// Bytes of the ring buffer, a power of two of pages.
-pub const RING_BYTES: u32 = 8 << 20;
-
-#[cfg(not(target_arch = "bpf"))]
-mod layout {
-    //! What the two compilations must agree on.
-    use super::{Config, SampleHeader};
-    const _: () = assert!(size_of::<SampleHeader>() == 72 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 64);
-}
+pub use masked::masked;
+pub use memory::Memory;
+pub use record::{
+    COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
+    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, RING_BYTES, SAMPLE, SampleHeader, Scope,
+    Unwind, UserEnd, WALK,
+};
+pub use rule::{NO_RULE, Rule, cfa, fp, ra};

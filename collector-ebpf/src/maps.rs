@@ -3,15 +3,15 @@
 
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
+use stackwire_collector_ebpf::Rule;
+use stackwire_collector_ebpf::arch::SignalFrame;
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
-use stackwire_collector_ebpf::unwind::{Cursor, Rule, SignalFrame};
-use stackwire_collector_ebpf::vma::{self, FILES, Layout, Question};
+use stackwire_collector_ebpf::unwind::Cursor;
+use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS,
     MAX_USER_FRAMES, RING_BYTES, SampleHeader,
 };
-
-use crate::tree::Search;
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
 #[repr(C)]
@@ -121,6 +121,24 @@ pub static GENERATION: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
 pub static KNOWN_FILES: Array<vma::File> = Array::with_max_entries(FILES, BPF_F_MMAPABLE);
 #[map]
 pub static QUESTION: Array<Question> = Array::with_max_entries(1, BPF_F_MMAPABLE);
+/// Room to search the kernel's tree of mappings.
+#[repr(C)]
+pub struct Search {
+    pub node: Node,
+    pub at: u64,
+    pub found: Vma,
+}
+
+/// A mapping, as the kernel has it.
+#[repr(C)]
+pub struct Vma {
+    pub start: u64,
+    pub end: u64,
+    pub page: u64,
+    pub flags: u64,
+    pub key: FileKey,
+}
+
 /// Room to search the kernel's tree of mappings: the sampler's, and that of answers to the
 /// collector.
 #[map]

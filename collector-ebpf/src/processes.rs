@@ -7,13 +7,13 @@ use aya_ebpf::helpers::bpf_probe_read_kernel;
 use aya_ebpf::helpers::generated::{bpf_get_current_task_btf, bpf_ktime_get_ns, bpf_task_pt_regs};
 use aya_ebpf::macros::raw_tracepoint;
 use aya_ebpf::programs::RawTracePointContext;
+use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::tables::{
     PROCESS_PROBES, PROCESS_SLOTS, Process, exec_word, first_slot, is_outdated, moment, process_of,
     process_word,
 };
 
 use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config, wake_collector};
-use crate::sample::is_exec;
 use crate::task::Task;
 use crate::tree;
 
@@ -113,7 +113,7 @@ pub fn note_exec(ctx: RawTracePointContext) -> i32 {
         bpf_probe_read_kernel(saved)
     };
     let pid = ctx.tgid();
-    if saved.is_ok_and(|saved| is_exec(&saved))
+    if saved.is_ok_and(|saved| saved::is_exec(&saved))
         && let Some(slot) = EXECS.get_ptr_mut(first_slot(pid))
     {
         // SAFETY: the pointer came from a successful lookup; a helper without arguments.

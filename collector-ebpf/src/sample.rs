@@ -12,6 +12,7 @@ use aya_ebpf::helpers::generated::{
 };
 use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
+use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{
     Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES,
     SAMPLE, SampleHeader, Unwind, UserEnd, WALK,
@@ -25,14 +26,6 @@ use crate::targets::wanted;
 use crate::task::Task;
 use crate::user_stack::Registers;
 use crate::{table_walk, user_stack};
-
-/// Requested privilege level 3 in the code segment: the registers are of user mode.
-const USER_MODE: u64 = 3;
-/// System call numbers of arch/x86/entry/syscalls/syscall_64.tbl.
-const EXECVE: u64 = 59;
-const EXECVEAT: u64 = 322;
-/// `__USER32_CS` of arch/x86/include/asm/segment.h.
-const USER32_CS: u64 = 0x23;
 
 /// A program for each event: no helper tells which event a program runs for
 /// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
@@ -158,7 +151,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
 
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };
-    if interrupted.cs & USER_MODE == USER_MODE {
+    if saved::is_of_user_mode(interrupted) {
         walk_from(scratch, Task(task as u64), pid, interrupted);
     } else if !Task(task as u64).is_kernel_thread() && Task(task as u64).memory().is_some() {
         // The interrupted registers are the kernel's; the user's were saved when it was entered.
@@ -166,7 +159,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
         let saved = unsafe { bpf_task_pt_regs(task) } as *const pt_regs;
         // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
         if let Ok(saved) = unsafe { bpf_probe_read_kernel(saved) }
-            && saved.cs & USER_MODE == USER_MODE
+            && saved::is_of_user_mode(&saved)
             && is_where_it_will_return(&saved)
         {
             walk_from(scratch, Task(task as u64), pid, &saved);
@@ -213,24 +206,18 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
 /// ip and sp. Nor those of a task inside execve, which are of the program it is leaving.
 #[inline(always)]
 fn is_where_it_will_return(saved: &pt_regs) -> bool {
-    saved.rip != 0 && !is_exec(saved)
-}
-
-/// Whether these are the user registers of a task inside execve.
-#[inline(always)]
-pub fn is_exec(saved: &pt_regs) -> bool {
-    saved.orig_rax == EXECVE || saved.orig_rax == EXECVEAT
+    saved::ip(saved) != 0 && !saved::is_exec(saved)
 }
 
 #[inline(always)]
 fn walk_from(scratch: &mut Scratch, task: Task, pid: u32, regs: &pt_regs) {
-    if config().unwind == Unwind::FramePointers as u32 || regs.cs == USER32_CS {
-        let start = Registers { ip: regs.rip, sp: regs.rsp, fp: regs.rbp };
+    if config().unwind == Unwind::FramePointers as u32 || saved::is_compat(regs) {
+        let start = Registers { ip: saved::ip(regs), sp: saved::sp(regs), fp: saved::fp(regs) };
         user_stack::begin(scratch, start);
     } else {
         table_walk::begin(scratch, pid, regs, task.thread_pointer());
     }
-    if regs.cs == USER32_CS {
+    if saved::is_compat(regs) {
         scratch.walk.end = UserEnd::Compat as u64;
     }
 }
@@ -244,7 +231,7 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     let depth = scratch.walk.depth as usize;
     let user_frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
     // SAFETY: the context of a perf_event program is valid for the length of the program.
-    let in_user_mode = unsafe { (*ctx.ctx).regs.cs } & USER_MODE == USER_MODE;
+    let in_user_mode = saved::is_of_user_mode(unsafe { &(*ctx.ctx).regs });
     let (kernel_frames, kernel_end) = if in_user_mode || config().kernel_stacks == 0 {
         (0, KernelEnd::None)
     } else {

@@ -6,11 +6,12 @@
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
+use stackwire_collector_ebpf::arch::{follows_call, saved};
 use stackwire_collector_ebpf::tables::{self, CHUNK, state};
-use stackwire_collector_ebpf::unwind::{
-    self, GO_ON, Memory, RBP, RSP, Rule, SignalFrame, cfa, guessed, masked,
+use stackwire_collector_ebpf::unwind::{self, GO_ON, guessed};
+use stackwire_collector_ebpf::{
+    INTERRUPTED, MAX_USER_FRAMES, Memory, Rule, Unwind, UserEnd, cfa, masked,
 };
-use stackwire_collector_ebpf::{INTERRUPTED, MAX_USER_FRAMES, Unwind, UserEnd};
 
 use crate::maps::{
     EXECUTABLES, MAPPINGS, PAGES, ROWS, RULES, SCRATCH, Scratch, TableWalk, WALKING, config,
@@ -33,13 +34,10 @@ impl Memory for User {
     }
 
     #[inline(always)]
-    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool {
-        // SAFETY: as above; a signal frame is plain bytes.
+    fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
+        // SAFETY: as above; words are plain bytes.
         unsafe {
-            let bytes = core::slice::from_raw_parts_mut(
-                (to as *mut SignalFrame).cast::<u8>(),
-                size_of::<SignalFrame>(),
-            );
+            let bytes = core::slice::from_raw_parts_mut((to as *mut [u64; N]).cast::<u8>(), N * 8);
             bpf_probe_read_user_buf(address as *const u8, bytes).is_ok()
         }
     }
@@ -48,28 +46,12 @@ impl Memory for User {
 /// Records the interrupted instruction and makes ready for [`step`].
 #[inline(always)]
 pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
-    scratch.frames[0] = regs.rip;
+    scratch.frames[0] = saved::ip(regs);
     scratch.walk.depth = 1;
     scratch.walk.end = WALKING;
     let TableWalk { cursor, mapping, .. } = &mut scratch.tables;
-    // Field by field: an array would be copied by a call to memcpy.
-    cursor.registers[0] = regs.rax;
-    cursor.registers[1] = regs.rdx;
-    cursor.registers[2] = regs.rcx;
-    cursor.registers[3] = regs.rbx;
-    cursor.registers[4] = regs.rsi;
-    cursor.registers[5] = regs.rdi;
-    cursor.registers[RBP as usize] = regs.rbp;
-    cursor.registers[RSP as usize] = regs.rsp;
-    cursor.registers[8] = regs.r8;
-    cursor.registers[9] = regs.r9;
-    cursor.registers[10] = regs.r10;
-    cursor.registers[11] = regs.r11;
-    cursor.registers[12] = regs.r12;
-    cursor.registers[13] = regs.r13;
-    cursor.registers[14] = regs.r14;
-    cursor.registers[15] = regs.r15;
-    cursor.ip = regs.rip;
+    saved::copy(regs, &mut cursor.registers);
+    cursor.ip = saved::ip(regs);
     cursor.known = 0xffff;
     cursor.exact = 1;
     cursor.thread = thread;
@@ -178,7 +160,7 @@ fn frame(scratch: &mut Scratch) -> u64 {
             // nothing is: now by what is there (`makecontext` does so).
             Err(UserEnd::NoRule)
                 if scratch.tables.cursor.exact == 0
-                    && !unwind::follows_call(&mut User, scratch.tables.cursor.ip, false) =>
+                    && !follows_call(&mut User, scratch.tables.cursor.ip, false) =>
             {
                 scratch.tables.cursor.exact = 1;
                 return GO_ON;

@@ -7,14 +7,14 @@
 
 use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use aya_ebpf::helpers::{bpf_probe_read_kernel, bpf_probe_read_kernel_buf};
+use stackwire_collector_ebpf::masked;
 use stackwire_collector_ebpf::tables::{ANONYMOUS, mapping_word};
-use stackwire_collector_ebpf::unwind::masked;
 use stackwire_collector_ebpf::vma::{
     EVERYONE, FILE_PROBES, FILES, FileKey, LEVELS, NODE_WORDS, Node, VDSO, changed, entry_of,
     first_file, has_nodes, is_leaf, node_of, size,
 };
 
-use crate::maps::{KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH};
+use crate::maps::{KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH, Search, Vma};
 use crate::task::Task;
 
 /// `VM_EXEC` of include/linux/mm.h.
@@ -26,24 +26,6 @@ pub const NOTHING: u64 = 0;
 pub const UNKNOWN: u64 = 1;
 /// It is in the scratch record.
 pub const FOUND: u64 = 2;
-
-/// Room for a search.
-#[repr(C)]
-pub struct Search {
-    node: Node,
-    at: u64,
-    found: Vma,
-}
-
-/// A mapping.
-#[repr(C)]
-struct Vma {
-    start: u64,
-    end: u64,
-    page: u64,
-    flags: u64,
-    key: FileKey,
-}
 
 macro_rules! offset {
     ($field:ident) => {

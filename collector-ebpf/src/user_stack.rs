@@ -7,7 +7,7 @@
 //! since.
 
 use aya_ebpf::helpers::bpf_probe_read_user;
-use stackwire_collector_ebpf::unwind::masked;
+use stackwire_collector_ebpf::masked;
 use stackwire_collector_ebpf::{MAX_USER_FRAMES, UserEnd};
 
 use crate::maps::{Scratch, WALKING, Walk};

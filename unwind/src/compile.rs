@@ -11,16 +11,17 @@ use gimli::{
     BaseAddresses, CfaRule, DebugFrame, EhFrame, EndianSlice, LittleEndian, Register, RegisterRule,
     UnwindContext, UnwindExpression, UnwindSection, UnwindTableRow,
 };
-use stackwire_collector_ebpf::unwind::{R12, RBP, RBX, RSP, Rule, cfa, fp, ra};
+use stackwire_collector_ebpf::arch::{R12, RBP, RBX, RSP};
+use stackwire_collector_ebpf::{Rule, cfa, fp, ra};
 use stackwire_model::BuildId;
 
+use crate::arch::expression::{Shape, shape};
+use crate::arch::{go, startup, v8};
 use crate::elf::Elf;
 use crate::error::CompileError;
-use crate::expression::{Shape, shape};
 use crate::pages::Spans;
 use crate::shared::Shared;
 use crate::table::Table;
-use crate::{go, startup, v8};
 
 pub(crate) type Bytes<'a> = EndianSlice<'a, LittleEndian>;
 

@@ -11,8 +11,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use gimli::{BaseAddresses, EhFrame, LittleEndian, UnwindContext, UnwindSection};
+use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::tables::WINDOW;
-use stackwire_collector_ebpf::unwind::Rule;
 
 use crate::compile::rule;
 use crate::error::CompileError;
@@ -233,7 +233,7 @@ fn long(bytes: &[u8], at: usize) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use stackwire_collector_ebpf::unwind::cfa;
+    use stackwire_collector_ebpf::cfa;
 
     use super::*;
 

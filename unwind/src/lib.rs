@@ -4,19 +4,14 @@
 //! any privilege; [`Table`] is what comes out, checked again by who loads it. Knows no process and
 //! no map.
 
-mod code;
+mod arch;
 mod compile;
 mod elf;
 mod error;
-mod expression;
-mod go;
-mod go_stacks;
 pub mod jitdump;
 mod pages;
 mod shared;
-mod startup;
 mod table;
-mod v8;
 
 pub use compile::{build_id, compile};
 pub use error::CompileError;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use stackwire_collector_ebpf::tables::{RULES, row};
-use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa};
+use stackwire_collector_ebpf::{NO_RULE, Rule, cfa};
 use stackwire_model::BuildId;
 
 use crate::table::{MAX_PAGES, Table, none};

@@ -6,7 +6,7 @@
 //! 24 bytes, rows of each page, rows.
 
 use stackwire_collector_ebpf::tables::row;
-use stackwire_collector_ebpf::unwind::{NO_RULE, Rule, cfa, fp, ra};
+use stackwire_collector_ebpf::{NO_RULE, Rule, cfa, fp, ra};
 use stackwire_model::{BuildId, Machine};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:

@@ -553,7 +553,7 @@ impl Inner {
 #[cfg(test)]
 mod tests {
     use stackwire_collector_ebpf::tables::row;
-    use stackwire_collector_ebpf::unwind::{Rule, cfa};
+    use stackwire_collector_ebpf::{Rule, cfa};
 
     use super::*;
     use crate::unwind::maps;

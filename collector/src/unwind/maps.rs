@@ -5,10 +5,10 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
+use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::tables::{
     EXECUTABLES, Executable, MAPPINGS, Mapping, PROCESS_SLOTS, Process, RULES, mapping_word, moment,
 };
-use stackwire_collector_ebpf::unwind::Rule;
 
 use super::known::{Keys, KnownFiles};
 use crate::sampler::mapped::Mapped;

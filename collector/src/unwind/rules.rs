@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
+use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::tables::RULES;
-use stackwire_collector_ebpf::unwind::Rule;
 
 /// Rules by number, as long as some table has them. Number 0, no rule, is always there.
 #[derive(Debug)]

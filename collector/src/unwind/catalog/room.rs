@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES, page_word, pages_word, row, state};
-use stackwire_collector_ebpf::unwind::Rule;
 use stackwire_unwind::Table;
 
 use super::{Inner, State};

@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt;
 use linux_perf_data::linux_perf_event_reader::Regs;
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::UserEnd;
-use stackwire_collector_ebpf::unwind::{
-    self, Cursor, GO_ON, Memory, RBP, REGISTERS, RSP, Rule, SignalFrame, cfa,
-};
+use stackwire_collector_ebpf::arch::{RBP, REGISTERS, RSP, SignalFrame, follows_call};
+use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON};
+use stackwire_collector_ebpf::{Memory, Rule, cfa};
 use stackwire_model::profile::{Builder, EndReason, ExecutableId, FrameKind};
 use stackwire_unwind::Table;
 
@@ -122,7 +122,7 @@ impl Walker {
                 }
                 if found.is_none()
                     && cursor.exact == 0
-                    && !unwind::follows_call(&mut code, cursor.ip, false)
+                    && !follows_call(&mut code, cursor.ip, false)
                 {
                     // A stack made up to return to the beginning of a function.
                     cursor.exact = 1;
@@ -209,8 +209,8 @@ impl Memory for Copy<'_> {
         Some(u64::from_le_bytes(bytes))
     }
 
-    fn signal_frame(&mut self, address: u64, to: &mut SignalFrame) -> bool {
-        let Some(bytes) = self.on_stack(address, size_of::<SignalFrame>()) else { return false };
+    fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
+        let Some(bytes) = self.on_stack(address, N * 8) else { return false };
         for (word, bytes) in to.iter_mut().zip(bytes.chunks_exact(8)) {
             let mut word_bytes = [0; 8];
             word_bytes.copy_from_slice(bytes);

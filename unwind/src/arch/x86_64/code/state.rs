@@ -2,7 +2,8 @@
 //! follows from it. Pure.
 
 use iced_x86::{Instruction, Register};
-use stackwire_collector_ebpf::unwind::{R12, RBP, RBX, REGISTERS, RSP, Rule, cfa, fp};
+use stackwire_collector_ebpf::arch::{R12, RBP, RBX, REGISTERS, RSP};
+use stackwire_collector_ebpf::{Rule, cfa, fp};
 
 /// Slots of the stack remembered at once.
 const MAX_SLOTS: usize = 32;

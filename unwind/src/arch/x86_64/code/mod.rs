@@ -17,7 +17,8 @@ mod follow;
 mod state;
 
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic};
-use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp};
+use stackwire_collector_ebpf::arch::RSP;
+use stackwire_collector_ebpf::{Rule, cfa, fp};
 
 use self::follow::{Analysis, Leave, Node};
 use self::state::{ENTERED, Value, by};
@@ -144,7 +145,7 @@ fn before_return(found: &mut [Found], leaves: &[Leave], kept: Option<u32>) {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use stackwire_collector_ebpf::unwind::{R12, RBP, RBX};
+    use stackwire_collector_ebpf::arch::{R12, RBP, RBX};
 
     use super::*;
 

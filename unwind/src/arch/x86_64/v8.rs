@@ -1,7 +1,7 @@
 //! V8's builtins (Node, Chromium): one block of machine code without call frame information, all of
 //! which keeps frame pointers (v8/src/execution/frames.h), as the code V8 makes at run time does.
 
-use stackwire_collector_ebpf::unwind::{Rule, cfa};
+use stackwire_collector_ebpf::{Rule, cfa};
 
 use crate::elf::Elf;
 use crate::pages::Spans;

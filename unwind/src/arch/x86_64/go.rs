@@ -6,12 +6,13 @@
 //! instruction by instruction (`code/`); what the runtime does where it changes stacks is
 //! `go_stacks.rs`.
 
-use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa, fp, ra};
+use stackwire_collector_ebpf::arch::RSP;
+use stackwire_collector_ebpf::{Rule, cfa, fp, ra};
 use stackwire_elf::{GoFamily, GoFormat, GoFunction, GoTable, gopclntab_format};
 
-use crate::code;
+use super::code;
+use super::go_stacks::{self, Code, MAX_CODE, Runtime, root, unknown};
 use crate::elf::Elf;
-use crate::go_stacks::{self, Code, MAX_CODE, Runtime, root, unknown};
 use crate::pages::Spans;
 
 /// Every Go program and library has the first, plugins the second.

@@ -9,9 +9,10 @@
 //! information are in the same arrays, and of those nobody knows where they end.
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction};
-use stackwire_collector_ebpf::unwind::{RSP, Rule, cfa};
+use stackwire_collector_ebpf::arch::RSP;
+use stackwire_collector_ebpf::{Rule, cfa};
 
-use crate::code::{Found, Function, rules};
+use super::code::{Found, Function, rules};
 use crate::elf::Elf;
 use crate::pages::Spans;
 

@@ -5,9 +5,10 @@
 //!
 //! Pure. Called by `go.rs` for functions of these names.
 
-use stackwire_collector_ebpf::unwind::{RBX, RSP, Rule, cfa, fp, ra};
+use stackwire_collector_ebpf::arch::{RBX, RSP};
+use stackwire_collector_ebpf::{Rule, cfa, fp, ra};
 
-use crate::code::Found;
+use super::code::Found;
 
 /// Longest piece of code looked into.
 pub const MAX_CODE: u64 = 1 << 10;
