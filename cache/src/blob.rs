@@ -56,6 +56,12 @@ impl<'c> Pending<'c> {
         Ok(Self { cache, file, path, hasher: Box::new(Xxh3::new()), size: 0 })
     }
 
+    /// Bytes written so far.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.size
+    }
+
     /// What was written so far, for a look before it is kept.
     ///
     /// # Errors

@@ -21,6 +21,7 @@
 //! - The index is a memory of the files, and made again from them when it is lost or damaged.
 //! - Every blob is checked against its checksum when it is opened; one that differs is removed.
 //! - [`Cache::lock`] gives a key to one task of one process at a time.
+//! - What is not here is asked of a [`Tier`] behind it, once however many want it.
 //! - The least recently used go first when there is more than the limit.
 //!
 //! # Versions of the index
@@ -34,6 +35,7 @@ mod lock;
 mod look;
 #[cfg(test)]
 mod tests;
+mod tier;
 mod verify;
 
 use std::fs;
@@ -47,6 +49,7 @@ pub use self::index::{Negative, Row};
 pub use self::key::{BadId, Id, Key, Kind};
 pub use self::lock::Lock;
 use self::look::Look;
+pub use self::tier::{Absent, Tier};
 pub use self::verify::Verified;
 
 /// The store cannot be used.

@@ -3,9 +3,9 @@
 use std::fs;
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::{Cache, CacheError, Key, Kind, Meta, Negative};
+use crate::{Absent, Cache, CacheError, Key, Kind, Meta, Negative, Pending, Tier};
 
 fn key(id: &str) -> Key {
     Key::new(id.parse().unwrap(), Kind::Debuginfo)
@@ -205,4 +205,97 @@ fn a_directory_others_can_write_is_refused() {
     fs::set_permissions(directory.path(), mode).unwrap();
     let refused = Cache::open(directory.path(), 1 << 20).unwrap_err();
     assert!(matches!(refused, CacheError::Directory(_)), "{refused}");
+}
+
+/// Has one blob, and counts how often it is asked.
+struct Shelf {
+    name: &'static str,
+    has: Option<&'static [u8]>,
+    asked: AtomicUsize,
+}
+
+impl Shelf {
+    fn new(name: &'static str, has: Option<&'static [u8]>) -> Self {
+        Self { name, has, asked: AtomicUsize::new(0) }
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+impl Tier for Shelf {
+    type Wanted = Key;
+
+    fn key(&self, wanted: &Key) -> Key {
+        wanted.clone()
+    }
+
+    fn name(&self) -> String {
+        self.name.to_owned()
+    }
+
+    fn get<'s>(
+        &self,
+        _wanted: &Key,
+        store: &'s Cache,
+        _deadline: Instant,
+    ) -> Result<(Pending<'s>, Meta), Absent> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let bytes = self.has.ok_or_else(|| Absent::Missing("not on the shelf".into()))?;
+        let mut pending = store.begin()?;
+        pending.write_all(bytes).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        Ok((pending, Meta { quality: 0, origin: self.name.to_owned() }))
+    }
+
+    fn negative(&self, _absent: &Absent) -> Option<Duration> {
+        Some(Duration::from_secs(60))
+    }
+}
+
+#[test]
+fn what_is_not_here_is_asked_of_the_tier_behind_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = Cache::open(directory.path(), 1 << 20).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let shelf = Shelf::new("shelf", Some(b"content"));
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let blob = cache.get_through(&shelf, &key("deadbeef00"), deadline).unwrap();
+                assert_eq!(blob.meta.origin, "shelf");
+            });
+        }
+    });
+    assert_eq!(shelf.asked(), 1);
+    assert_eq!(read(&cache, &key("deadbeef00")).unwrap(), b"content");
+}
+
+#[test]
+fn that_a_tier_does_not_have_a_blob_is_remembered_of_this_tier_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = Cache::open(directory.path(), 1 << 20).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let missing = Absent::Missing("not on the shelf".into());
+    let empty = Shelf::new("empty", None);
+    for _ in 0..3 {
+        let answer = cache.get_through(&empty, &key("deadbeef00"), deadline);
+        assert_eq!(answer.map(|blob| blob.meta).unwrap_err(), missing);
+    }
+    assert_eq!(empty.asked(), 1);
+    let full = Shelf::new("full", Some(b"content"));
+    cache.get_through(&full, &key("deadbeef00"), deadline).unwrap();
+    assert_eq!(full.asked(), 1);
+}
+
+#[test]
+fn nobody_waits_for_another_beyond_the_deadline() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = Cache::open(directory.path(), 1 << 20).unwrap();
+    let _held = cache.lock(&key("deadbeef00"), Duration::ZERO).unwrap().unwrap();
+    let shelf = Shelf::new("shelf", Some(b"content"));
+    let answer = cache.get_through(&shelf, &key("deadbeef00"), Instant::now());
+    assert!(matches!(answer, Err(Absent::Failed(_))), "{answer:?}");
+    assert_eq!(shelf.asked(), 0);
 }

@@ -1,6 +1,9 @@
 //! What the programs tell the collector, and what it tells them: the record in the ring, counters,
 //! the configuration, limits. Plain data, of the same layout on both sides.
 
+#[cfg(not(target_arch = "bpf"))]
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
 /// Frames of user stack a sample may carry, the interrupted instruction included.
 pub const MAX_USER_FRAMES: usize = 1024;
 /// Frames of kernel stack a sample may carry: `kernel.perf_event_max_stack`'s default.
@@ -20,6 +23,7 @@ pub const MAX_TARGETS: u32 = 65_536;
 /// instruction pointers follow it, each leaf first.
 ///
 /// Every field has its natural alignment and the size is a multiple of 8, so there is no padding.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct SampleHeader {
@@ -142,6 +146,7 @@ pub enum Scope {
 
 /// Set by the collector before load, as the `CONFIG` global. Offsets are bytes into
 /// `struct task_struct`, read from the running kernel's BTF: Rust eBPF has no CO-RE.
+#[cfg_attr(not(target_arch = "bpf"), derive(IntoBytes, Immutable))]
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Config {
@@ -188,35 +193,6 @@ pub enum Unwind {
     Auto = 1,
     /// By tables alone.
     Tables = 2,
-}
-
-impl Config {
-    /// The bytes of the `CONFIG` global, as the loader wants them.
-    #[must_use]
-    pub fn to_bytes(self) -> [u8; size_of::<Config>()] {
-        let mut bytes = [0; size_of::<Config>()];
-        bytes[..8].copy_from_slice(&self.cgroup_id.to_ne_bytes());
-        let words = [
-            self.scope,
-            self.cgroup_level,
-            self.kernel_stacks,
-            self.task_flags,
-            self.task_pid,
-            self.task_tgid,
-            self.task_group_leader,
-            self.task_start_boottime,
-            self.unwind,
-            self.task_thread_pointer,
-            self.task_mm,
-            self.collector,
-            self.counted,
-            self.reserved,
-        ];
-        for (slot, word) in bytes[8..].chunks_exact_mut(4).zip(words) {
-            slot.copy_from_slice(&word.to_ne_bytes());
-        }
-        bytes
-    }
 }
 
 /// Set in a user frame's address: it was interrupted by a signal, and is no return address. No user

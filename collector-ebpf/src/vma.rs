@@ -5,6 +5,9 @@
 //! A program that was just executed has no mappings the collector has heard of; the kernel has them
 //! all the same. Pure: who reads the nodes is `tree.rs`.
 
+#[cfg(not(target_arch = "bpf"))]
+use zerocopy::{Immutable, IntoBytes};
+
 /// Words of a node: 256 bytes.
 pub const NODE_WORDS: usize = 32;
 /// A node as it lies in memory: parent, then pivots, then slots.
@@ -64,7 +67,9 @@ pub fn entry_of(node: &Node, kind: u64, address: u64) -> Option<usize> {
     Some(slots + index)
 }
 
-/// Offsets in bytes, from the running kernel's BTF; all 0 on kernels without such a tree.
+/// Offsets in bytes, from the running kernel's BTF; all 0 on kernels without such a tree. Set by the
+/// collector before load, as the `LAYOUT` global.
+#[cfg_attr(not(target_arch = "bpf"), derive(IntoBytes, Immutable))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Layout {
@@ -114,43 +119,6 @@ pub struct Layout {
     pub table_files: u32,
     /// Zero.
     pub reserved: u32,
-}
-
-impl Layout {
-    /// The bytes of the `LAYOUT` global, as the loader wants them.
-    #[must_use]
-    pub fn to_bytes(self) -> [u8; size_of::<Layout>()] {
-        let mut bytes = [0; size_of::<Layout>()];
-        let words = [
-            self.mm_root,
-            self.mm_vdso,
-            self.vma_start,
-            self.vma_end,
-            self.vma_mm,
-            self.vma_flags,
-            self.vma_page,
-            self.vma_file,
-            self.file_inode,
-            self.inode_number,
-            self.inode_device,
-            self.inode_seconds,
-            self.inode_nanoseconds,
-            self.inode_size,
-            self.inode_generation,
-            self.device_number,
-            self.device_magic,
-            self.task_cred,
-            self.task_files,
-            self.cred_saved,
-            self.files_table,
-            self.table_files,
-            self.reserved,
-        ];
-        for (slot, word) in bytes.chunks_exact_mut(4).zip(words) {
-            slot.copy_from_slice(&word.to_ne_bytes());
-        }
-        bytes
-    }
 }
 
 /// A file as the kernel knows it. Other than a path or build-id, no user can give it to another

@@ -3,6 +3,7 @@
 //! Called by `sampler/mod.rs` for every record.
 
 use stackwire_collector_ebpf::{MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader};
+use zerocopy::FromBytes;
 
 /// A record that is not what the eBPF side writes.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -12,37 +13,20 @@ pub struct MalformedRecord {
     pub length: usize,
 }
 
-const HEADER: usize = size_of::<SampleHeader>();
-
 /// Decodes a record; appends its user frames, then its kernel frames to `frames`.
 ///
 /// # Errors
 /// When the lengths do not add up; `frames` is left as it was.
 pub fn decode(record: &[u8], frames: &mut Vec<u64>) -> Result<SampleHeader, MalformedRecord> {
     let malformed = MalformedRecord { length: record.len() };
-    let Some((head, tail)) = record.split_at_checked(HEADER) else { return Err(malformed) };
-    let header = SampleHeader {
-        time_ns: u64_at(head, 0),
-        start_boottime_ns: u64_at(head, 8),
-        cgroup_id: u64_at(head, 16),
-        period: u64_at(head, 24),
-        pid: u32_at(head, 32),
-        tid: u32_at(head, 36),
-        cpu: u32_at(head, 40),
-        user_frames: u16::from_ne_bytes([head[44], head[45]]),
-        kernel_frames: u16::from_ne_bytes([head[46], head[47]]),
-        user_end: head[48],
-        kernel_end: head[49],
-        event: head[50],
-        reserved: [0; 5],
-        comm: std::array::from_fn(|index| head[56 + index]),
-    };
+    let Ok((header, tail)) = SampleHeader::read_from_prefix(record) else { return Err(malformed) };
     let (user, kernel) = (usize::from(header.user_frames), usize::from(header.kernel_frames));
     if user > MAX_USER_FRAMES || kernel > MAX_KERNEL_FRAMES || tail.len() < (user + kernel) * 8 {
         return Err(malformed);
     }
     // The ring rounds lengths up to 8, so there is no tail beyond the frames worth a complaint.
-    frames.extend(tail.chunks_exact(8).take(user + kernel).map(|frame| u64_at(frame, 0)));
+    let (tail, _rounded) = tail.as_chunks();
+    frames.extend(tail[..user + kernel].iter().map(|frame| u64::from_ne_bytes(*frame)));
     Ok(header)
 }
 
@@ -53,19 +37,13 @@ pub fn comm_text(comm: &[u8; 16]) -> String {
     String::from_utf8_lossy(&comm[..end]).into_owned()
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_ne_bytes(std::array::from_fn(|index| bytes[at + index]))
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_ne_bytes(std::array::from_fn(|index| bytes[at + index]))
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    const HEADER: usize = size_of::<SampleHeader>();
 
     #[test]
     fn decodes_what_the_kernel_side_writes() {

@@ -47,8 +47,8 @@ mod session;
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into, read_with};
 pub use input::{InputError, Inputs};
 pub use resolve::{
-    AddError, Answer, DEBUG_DIR, Debuginfod, DebuginfodError, FetchError, FileError, Sources,
-    Symbols, SymbolsError, add_to_cache, build_ids, lay_out, resolve,
+    AddError, Answer, DEBUG_DIR, Debuginfod, DebuginfodError, FileError, Sources, Symbols,
+    SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
 pub use session::{Builder, Kept, Session, SessionError, Spawned, find_collector};

@@ -13,6 +13,7 @@ use stackwire_collector_ebpf::vma::Layout;
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, SAMPLE, Unwind, WALK,
 };
+use zerocopy::IntoBytes;
 
 use super::btf::{Btf, BtfError};
 use super::mapped::Mapped;
@@ -84,10 +85,9 @@ impl Object {
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
         let object = arch::OBJECT.ok_or(LoadError::NoObject)?;
         let (config, layout) = offsets(filter)?;
-        let (bytes, layout) = (config.to_bytes(), layout.to_bytes());
         let mut ebpf = loader()
-            .override_global("CONFIG", bytes.as_slice(), true)
-            .override_global("LAYOUT", layout.as_slice(), true)
+            .override_global("CONFIG", config.as_bytes(), true)
+            .override_global("LAYOUT", layout.as_bytes(), true)
             .load(object)
             .map_err(load_error)?;
 

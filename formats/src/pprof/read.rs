@@ -385,7 +385,7 @@ mod tests {
             ..Default::default()
         };
         let named = proto::Location {
-            line: vec![proto::Line { function_id: 1, line: 7 }],
+            line: vec![proto::Line { function_id: 1, line: 7, ..Default::default() }],
             ..location(1, 1, 0x40_1000)
         };
         proto::Profile {

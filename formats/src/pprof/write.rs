@@ -322,7 +322,7 @@ impl<'a> Writer<'a> {
             let function = proto::Function { id: next, name, filename, ..Default::default() };
             self.functions.push(function);
         }
-        proto::Line { function_id, line: line.line.into() }
+        proto::Line { function_id, line: line.line.into(), ..Default::default() }
     }
 }
 

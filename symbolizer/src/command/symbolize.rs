@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
+use serde::Serialize;
 use stackwire::Symbols;
 use stackwire::profile::BuildId;
 
@@ -64,7 +65,7 @@ fn print(
         )));
     };
     let answer = symbols.lookup(address);
-    let text = if arguments.json { json(address, &answer, symbols) } else { plain(&answer) };
+    let text = if arguments.json { json(address, &answer, symbols)? } else { plain(&answer) };
     match out.write_all(text.as_bytes()) {
         // `symbolize | head` has seen enough.
         Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
@@ -91,38 +92,34 @@ fn plain(answer: &stackwire::Answer) -> String {
     if text.is_empty() { "??\n??:0\n".to_owned() } else { text }
 }
 
-fn json(address: u64, answer: &stackwire::Answer, symbols: &Symbols) -> String {
-    let mut text = format!("{{\"address\":\"{address:#x}\",\"frames\":[");
-    for (index, frame) in answer.frames.iter().enumerate() {
-        let comma = if index > 0 { "," } else { "" };
-        let (function, file) = (quoted(&frame.function), quoted(&frame.file));
-        let line = frame.line;
-        let _ = write!(text, "{comma}{{\"function\":{function},\"file\":{file},\"line\":{line}}}");
-    }
-    let quality = answer.quality.map_or("missing", stackwire::profile::Quality::text);
-    let _ = writeln!(
-        text,
-        "],\"quality\":{},\"source\":{}}}",
-        quoted(quality),
-        quoted(symbols.source())
-    );
-    text
+/// What `--json` prints of an address, a line each.
+#[derive(Serialize)]
+struct Line<'a> {
+    /// In hex, as it was asked for: 64 bits are more than a number of JSON holds everywhere.
+    address: String,
+    frames: Vec<Frame<'a>>,
+    quality: &'static str,
+    source: &'a str,
 }
 
-/// A JSON string: RFC 8259, section 7.
-fn quoted(text: &str) -> String {
-    let mut out = String::with_capacity(text.len() + 2);
-    out.push('"');
-    for c in text.chars() {
-        match c {
-            '"' => out.push_str("\\\""),
-            '\\' => out.push_str("\\\\"),
-            c if c < ' ' => {
-                let _ = write!(out, "\\u{:04x}", u32::from(c));
-            }
-            c => out.push(c),
-        }
-    }
-    out.push('"');
-    out
+#[derive(Serialize)]
+struct Frame<'a> {
+    function: &'a str,
+    file: &'a str,
+    line: u32,
+}
+
+fn json(address: u64, answer: &stackwire::Answer, symbols: &Symbols) -> Result<String, Failure> {
+    let frames = answer.frames.iter().map(|frame| Frame {
+        function: &frame.function,
+        file: &frame.file,
+        line: frame.line,
+    });
+    let line = Line {
+        address: format!("{address:#x}"),
+        frames: frames.collect(),
+        quality: answer.quality.map_or("missing", stackwire::profile::Quality::text),
+        source: symbols.source(),
+    };
+    Ok(serde_json::to_string(&line).context("cannot write JSON")? + "\n")
 }

@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
 use rustix::io::Errno;
+use stackwire_cache::Absent;
 use stackwire_elf::{ElfError, Headers};
 use stackwire_model::{BuildId, Device, ExecutableKey};
 
-use super::debuginfod::FetchError;
 use crate::handed::{Handed, NotHanded};
 use crate::profile::Executable;
 
@@ -79,7 +79,7 @@ pub enum FileError {
     ImageTooLarge(usize),
     /// A server had nothing either.
     #[error(transparent)]
-    Fetch(#[from] FetchError),
+    Fetch(#[from] Absent),
 }
 
 impl From<Errno> for FileError {

@@ -9,14 +9,14 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Instant;
 
-use stackwire_cache::{Blob, Id, Key, Kind as CacheKind, Meta};
+use stackwire_cache::{Absent, Blob, Id, Key, Kind as CacheKind, Meta};
 use stackwire_elf::{Bytes, Elf, ElfError};
 use stackwire_model::BuildId;
 use stackwire_symbols::compile::{self, Files, SymbolTable};
 use stackwire_symbols::table::{self, Kind, Table};
 
 use super::Sources;
-use super::debuginfod::{Artifact, FetchError};
+use super::debuginfod::Artifact;
 use super::file::{self, FileError, Opened};
 use super::kernel_files::Kernel;
 use super::local::{At, Local, open};
@@ -413,10 +413,10 @@ impl Climb<'_> {
             Err(error) => {
                 self.fetch_failed = true;
                 self.too_large |=
-                    artifact == Artifact::Debuginfo && matches!(error, FetchError::TooLarge(_));
+                    artifact == Artifact::Debuginfo && matches!(error, Absent::TooLarge(_));
                 self.note(match error {
-                    FetchError::Missing(_) => error.to_string(),
-                    _ => format!("{}: {error}", artifact.path()),
+                    Absent::Missing(_) => error.to_string(),
+                    error => format!("{}: {error}", artifact.path()),
                 });
                 None
             }

@@ -27,7 +27,7 @@ use stackwire_symbols::kallsyms;
 use stackwire_symbols::table::{Kind, Table};
 
 pub use self::add::{AddError, add as add_to_cache};
-pub use self::debuginfod::{Debuginfod, DebuginfodError, FetchError};
+pub use self::debuginfod::{Debuginfod, DebuginfodError};
 pub(crate) use self::file::open_regular;
 pub use self::file::{FileError, Pinned};
 use self::ladder::Wanted;
