@@ -32,6 +32,7 @@ mod in_time;
 mod normalize;
 mod outbox;
 mod pipeline;
+mod priority;
 mod process;
 mod sample;
 mod sampler;

@@ -25,6 +25,7 @@ use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
 use crate::pipeline::{Pipeline, Summary};
+use crate::priority::Raised;
 use crate::process::{Processes, family};
 use crate::sampler::{Filter, Sampler, SamplerError};
 use crate::sink::{self, SinkError};
@@ -314,7 +315,9 @@ fn prepare(
     sources: Sources,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, asked, sampling) = describe(config)?;
+    let raised = Raised::for_now();
     let mut sampler = Sampler::start(&filter, &config.events, config.frequency)?;
+    drop(raised);
     let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
     let wanted = asked.as_deref().map(family);
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);

@@ -1,19 +1,20 @@
 //! Interning: epochs come in with ids of their own and leave as one set of tables.
 
+mod ids;
 mod samples;
 mod whole;
 
-use std::collections::hash_map::Entry;
 use std::hash::Hash;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
+use self::ids::Ids;
 pub use self::samples::ValueError;
 use super::labels::Label;
 use super::{
     ArtifactHash, EndReason, Executable, ExecutableId, Frame, FrameId, JitFile, Line, Location,
-    LocationId, Mapping, Process, ProcessId, Profile, SampleKey, Stack, StackId, Thread, ThreadId,
+    LocationId, Mapping, Process, ProcessId, Profile, Stack, StackId, Thread, ThreadId,
 };
 
 /// Most entries any table of a profile takes; more is a hostile stream.
@@ -40,18 +41,18 @@ pub struct Builder {
     mapping_start: usize,
     variants: FxHashMap<(LocationId, Arc<[Line]>), LocationId>,
     names: FxHashMap<(ExecutableId, Arc<[Line]>), u64>,
-    label_sets: FxHashMap<Vec<Label>, u32>,
-    executables: FxHashMap<Executable, u32>,
+    label_sets: Ids,
+    executables: Ids,
     /// Generations count within a capture, so its number is part of the key.
     processes: FxHashMap<(usize, u32, u64, u32), u32>,
     /// Size and time.
     quiet_since: FxHashMap<ProcessId, (u64, u64)>,
-    threads: FxHashMap<Thread, u32>,
-    mappings: FxHashMap<Mapping, u32>,
-    locations: FxHashMap<Location, u32>,
-    frames: FxHashMap<Frame, u32>,
-    stacks: FxHashMap<Stack, u32>,
-    samples: FxHashMap<SampleKey, u32>,
+    threads: Ids,
+    mappings: Ids,
+    locations: Ids,
+    frames: Ids,
+    stacks: Ids,
+    samples: Ids,
 }
 
 /// A table is full.
@@ -77,8 +78,7 @@ impl Builder {
     /// The id of an executable.
     pub fn executable(&mut self, executable: Executable) -> Result<ExecutableId, Full> {
         let table = &mut self.profile.executables;
-        intern(&mut self.executables, table, executable, Clone::clone, "executables")
-            .map(ExecutableId)
+        own(&mut self.executables, table, executable, "executables").map(ExecutableId)
     }
 
     /// The id of a process; what is newly learnt of it replaces what was known.
@@ -97,13 +97,17 @@ impl Builder {
             return Ok(ProcessId(id));
         }
         let table = &mut self.profile.processes;
-        intern(&mut self.processes, table, key, |_| process.clone(), "processes").map(ProcessId)
+        let id = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
+        let id = id.ok_or(Full("processes"))?;
+        table.push(process);
+        self.processes.insert(key, id);
+        Ok(ProcessId(id))
     }
 
     /// The id of a thread.
     pub fn thread(&mut self, thread: Thread) -> Result<ThreadId, Full> {
         let table = &mut self.profile.threads;
-        intern(&mut self.threads, table, thread, Clone::clone, "threads").map(ThreadId)
+        own(&mut self.threads, table, thread, "threads").map(ThreadId)
     }
 
     /// What is known of an executable.
@@ -147,13 +151,13 @@ impl Builder {
     /// Records a mapping.
     pub fn mapping(&mut self, mapping: Mapping) -> Result<(), Full> {
         let table = &mut self.profile.mappings;
-        intern(&mut self.mappings, table, mapping, Clone::clone, "mappings").map(|_| ())
+        own(&mut self.mappings, table, mapping, "mappings").map(|_| ())
     }
 
     /// The id of a location.
     pub fn location(&mut self, location: Location) -> Result<LocationId, Full> {
         let table = &mut self.profile.locations;
-        intern(&mut self.locations, table, location, Clone::clone, "locations").map(LocationId)
+        own(&mut self.locations, table, location, "locations").map(LocationId)
     }
 
     /// The id of a location the input has names for. Where another input had others, it is a
@@ -204,13 +208,13 @@ impl Builder {
             return Ok(0);
         }
         let table = &mut self.profile.label_sets;
-        intern(&mut self.label_sets, table, labels, Clone::clone, "labels").map(|id| id + 1)
+        own(&mut self.label_sets, table, labels, "labels").map(|id| id + 1)
     }
 
     /// The id of a frame with its callers.
     pub fn frame(&mut self, frame: Frame) -> Result<FrameId, Full> {
         let table = &mut self.profile.tree;
-        intern(&mut self.frames, table, frame, Clone::clone, "frames").map(FrameId)
+        own(&mut self.frames, table, frame, "frames").map(FrameId)
     }
 
     /// The id of a stack of these frames, leaf first.
@@ -223,7 +227,7 @@ impl Builder {
     /// The id of a stack with this frame as its leaf.
     pub fn stack_from(&mut self, leaf: Option<FrameId>, end: EndReason) -> Result<StackId, Full> {
         let table = &mut self.profile.stacks;
-        intern(&mut self.stacks, table, Stack { leaf, end }, Clone::clone, "stacks").map(StackId)
+        own(&mut self.stacks, table, Stack { leaf, end }, "stacks").map(StackId)
     }
 
     /// Artifacts the profile refers to.
@@ -254,21 +258,12 @@ pub(super) fn artifacts(profile: &Profile) -> Vec<ArtifactHash> {
     hashes
 }
 
-fn intern<K: Hash + Eq, V>(
-    index: &mut FxHashMap<K, u32>,
+/// The id of an entry that is its own key.
+fn own<V: Hash + Eq>(
+    ids: &mut Ids,
     table: &mut Vec<V>,
-    key: K,
-    value: impl FnOnce(&K) -> V,
+    entry: V,
     what: &'static str,
 ) -> Result<u32, Full> {
-    match index.entry(key) {
-        Entry::Occupied(entry) => Ok(*entry.get()),
-        Entry::Vacant(entry) => {
-            let id = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
-            let id = id.ok_or(Full(what))?;
-            table.push(value(entry.key()));
-            entry.insert(id);
-            Ok(id)
-        }
-    }
+    ids.intern(table, entry, |entry| entry, |entry| entry, what)
 }

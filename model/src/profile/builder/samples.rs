@@ -1,6 +1,6 @@
 //! Samples and their values, added up by what they share.
 
-use super::{Builder, Full, MAX_ENTRIES, intern};
+use super::{Builder, Full, MAX_ENTRIES};
 use crate::profile::labels::{Label, LabelValue};
 use crate::profile::{Moment, Sample, SampleKey, Series, SeriesId, Types};
 use crate::{Event, ValueKind};
@@ -71,8 +71,8 @@ impl Builder {
 
     fn add(&mut self, key: SampleKey, count: u64, value: u64) -> Result<u32, Full> {
         let table = &mut self.profile.samples;
-        let new = |key: &SampleKey| Sample { key: *key, count: 0, value: 0 };
-        let id = intern(&mut self.samples, table, key, new, "samples")?;
+        let new = |key| Sample { key, count: 0, value: 0 };
+        let id = self.samples.intern(table, key, |sample| &sample.key, new, "samples")?;
         let total = (self.total.0.saturating_add(count), self.total.1.saturating_add(value));
         if total.0.max(total.1) > MAX_TOTAL {
             return Err(Full("samples, or time of them,"));
