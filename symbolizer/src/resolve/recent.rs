@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lru::LruCache;
 use rustc_hash::FxBuildHasher;
-use stackwire_symbols::demangle;
-use stackwire_symbols::table::Table;
+use stackwire_symbols::demangle::demangle;
+use stackwire_symbols::table::{Frame, Table};
 
 use crate::profile::{Line, Quality};
 
@@ -41,7 +41,7 @@ impl Recent {
         self.get((table.checksum(), address, readable), || {
             let mut frames = table.lookup(address).peekable();
             let quality = frames.peek().map(|frame| super::quality(frame.kind))?;
-            Some((frames.map(|frame| demangle::line(frame, readable)).collect(), quality))
+            Some((frames.map(|frame| line(frame, readable)).collect(), quality))
         })
     }
 
@@ -58,6 +58,15 @@ impl Recent {
         }
         named
     }
+}
+
+/// A frame of a table as a line of a profile.
+fn line(frame: Frame<'_>, readable: bool) -> Line {
+    let function = match readable {
+        false => frame.function.to_owned(),
+        true => frame.readable().map_or_else(|| demangle(frame.function), str::to_owned),
+    };
+    Line { function, file: frame.file.to_owned(), line: frame.line }
 }
 
 #[cfg(test)]

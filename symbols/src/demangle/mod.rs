@@ -6,44 +6,34 @@
 mod dlang;
 
 use cpp_demangle::DemangleOptions;
-use stackwire_model::profile::Line;
-
-use crate::table::Frame;
-
-/// A frame of a table as a line of a profile.
-#[must_use]
-pub fn line(frame: Frame<'_>, readable: bool) -> Line {
-    Line {
-        function: if readable { demangle(frame.function) } else { frame.function.to_owned() },
-        file: frame.file.to_owned(),
-        line: frame.line,
-    }
-}
 
 /// The readable form of a mangled name; any other name as it is.
 #[must_use]
 pub fn demangle(name: &str) -> String {
+    at_once(name).or_else(|| cpp_without_parameters(name)).unwrap_or_else(|| name.to_owned())
+}
+
+/// The readable form of a name that is mangled as its compiler says. Takes time in proportion to
+/// the name and its readable form; [`demangle`] may try a part of a name many times.
+#[must_use]
+pub fn at_once(name: &str) -> Option<String> {
     let is = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
     // Rust first: its old mangling is C++'s with a hash at the end, which the alternate form leaves
     // out.
     if is(&["_R", "_ZN", "__ZN"])
         && let Ok(readable) = rustc_demangle::try_demangle(name)
     {
-        return format!("{readable:#}");
+        return Some(format!("{readable:#}"));
     }
-    if is(&["_Z", "__Z"])
-        && let Some(readable) = cpp(name).or_else(|| cpp_without_parameters(name))
-    {
-        return readable;
+    if is(CPP) {
+        return cpp(name);
     }
     // Names of Swift stay as they are: nothing but Swift's own library reads all of them.
-    if is(&["_D"])
-        && let Some(readable) = dlang::demangle(name)
-    {
-        return readable;
-    }
-    name.to_owned()
+    if is(&["_D"]) { dlang::demangle(name) } else { None }
 }
+
+/// What mangled names of C++ begin with.
+const CPP: &[&str] = &["_Z", "__Z"];
 
 fn cpp(name: &str) -> Option<String> {
     let symbol = cpp_demangle::Symbol::new(name).ok()?;
@@ -64,6 +54,9 @@ const MAX_MANGLED: usize = 4096;
 /// The name alone of what has types that cannot be read: GCC mangles `enable_if<…::value>` in a way
 /// of its own (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
 fn cpp_without_parameters(name: &str) -> Option<String> {
+    if !CPP.iter().any(|prefix| name.starts_with(prefix)) {
+        return None;
+    }
     let name = name.get(..name.len().min(MAX_MANGLED))?;
     // Names with parameters of a template, which alone have such types, end in E.
     let ends = name.bytes().enumerate().filter(|(_, byte)| *byte == b'E').take(MAX_ENDS);

@@ -13,17 +13,17 @@
 //! | starts | 1 | first address of each range, less the base, ascending |
 //! | leaves | 1 | node of each range, 0 for none |
 //! | buckets | 1 | first range at or after each multiple of 2^shift: what a search starts from |
-//! | nodes | 6 | function (place, length and kind), file (place, length), line, node of the frame it is inlined into |
+//! | nodes | 7 | function (place, length and kind), file (place, length), line, node of the frame it is inlined into, place of the readable name |
 //! | bounds | 3 | first address and length of each function that has addresses no name covers, ascending |
-//! | text | – | names, raw (mangled), UTF-8 |
+//! | text | – | names, raw (mangled), then readable ones, each with a zero byte behind it; UTF-8 |
 //!
 //! A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same way.
 //! An address costs one bucket, a search among the few ranges of it, and a step a frame. Nothing is
 //! allocated. Nodes hold the places of their names, not numbers of functions and files: a third
 //! larger, and one cache line a frame instead of three.
 //!
-//! Names are kept as the producer wrote them: `--no-demangle` and demanglers to come work on old
-//! tables.
+//! Names are kept as the producer wrote them, for `--no-demangle`, and made readable once, when the
+//! table is written: another demangler takes another version.
 //!
 //! # Against what else there is
 //!
@@ -49,7 +49,9 @@
 //! - 2: the first.
 //! - 3: bounds.
 //! - 4: GHC's functions; no piece of code with a line and no name.
+//! - 5: readable names.
 
+mod readable;
 mod text;
 mod write;
 
@@ -61,11 +63,13 @@ use self::text::Text;
 pub use self::write::{NodeKey, Writer};
 
 /// Magic with the version in its last byte.
-const MAGIC: [u8; 8] = *b"SWTABLE\x04";
+const MAGIC: [u8; 8] = *b"SWTABLE\x05";
 /// Bytes of the header.
 const HEADER: usize = 64;
 /// Words of a node.
-const NODE: usize = 6;
+const NODE: usize = 7;
+/// In place of the readable name of what has none.
+const NO_TEXT: u32 = u32::MAX;
 /// Words of the bounds of a function.
 const BOUND: usize = 3;
 /// Bits of the kind, below the length of a function's name.
@@ -114,7 +118,7 @@ pub enum TableError {
 }
 
 /// A frame: a function, and where in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct Frame<'t> {
     /// Name as the producer wrote it, empty when there is none.
     pub function: &'t str,
@@ -124,6 +128,16 @@ pub struct Frame<'t> {
     pub line: u32,
     /// Where the name is from.
     pub kind: Kind,
+    readable: u32,
+    text: &'t Text,
+}
+
+impl<'t> Frame<'t> {
+    /// The readable form of its name, where the table has one; else it is made by `demangle`.
+    #[must_use]
+    pub fn readable(&self) -> Option<&'t str> {
+        (self.readable != NO_TEXT).then(|| self.text.ended(self.readable))
+    }
 }
 
 /// An opened table.
@@ -310,7 +324,7 @@ impl<'t> Iterator for Frames<'t> {
         let table = self.table;
         let at = table.nodes.at + index * NODE * 4;
         let (words, _) = table.bytes.get(at..at + NODE * 4)?.as_chunks::<4>();
-        let [name, name_length, file, file_length, line, parent] =
+        let [name, name_length, file, file_length, line, parent, readable] =
             <[[u8; 4]; NODE]>::try_from(words).ok()?.map(u32::from_le_bytes);
         self.node = parent;
         let kind = name_length & ((1 << KIND_BITS) - 1);
@@ -319,6 +333,8 @@ impl<'t> Iterator for Frames<'t> {
             file: table.text.get(file, file_length),
             line,
             kind: Kind::ALL.get(kind as usize).copied().unwrap_or(Kind::Dynsym),
+            readable,
+            text: &table.text,
         })
     }
 }

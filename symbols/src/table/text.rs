@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code, reason = "a check of UTF-8 for each name would cost more than its lookup")]
 
+use std::ffi::CStr;
+
 use stackwire_elf::Bytes;
 
 /// The end of some bytes, as text.
@@ -24,5 +26,12 @@ impl Text {
         let text = unsafe { std::str::from_utf8_unchecked(&self.bytes[self.start..]) };
         let at = at as usize;
         text.get(at..at + length as usize).unwrap_or("")
+    }
+
+    /// What begins at a place, up to a zero byte.
+    pub(super) fn ended(&self, at: u32) -> &str {
+        let rest = self.bytes[self.start..].get(at as usize..).unwrap_or_default();
+        let length = CStr::from_bytes_until_nul(rest).map_or(0, CStr::count_bytes);
+        self.get(at, length as u32)
     }
 }

@@ -3,7 +3,8 @@
 use rustc_hash::FxHashMap;
 use stackwire_elf::Segment;
 
-use super::{BOUND, HEADER, KIND_BITS, Kind, MAGIC, NODE};
+use super::readable::readable;
+use super::{BOUND, HEADER, KIND_BITS, Kind, MAGIC, NO_TEXT, NODE};
 
 /// A frame in a table being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -115,6 +116,7 @@ impl Writer {
     pub fn finish(mut self) -> Vec<u8> {
         self.places = FxHashMap::default();
         self.nodes = FxHashMap::default();
+        let readable = self.readable();
         let ranges = without_overlaps(std::mem::take(&mut self.ranges));
         let ranges = self
             .fallback
@@ -170,7 +172,9 @@ impl Writer {
             let [name, name_length] = self.function_words[node.function as usize];
             let [file, file_length] =
                 node.file.map_or([0, 0], |file| self.file_words[file as usize]);
-            let words: [u32; NODE] = [name, name_length, file, file_length, node.line, node.parent];
+            let readable = readable[node.function as usize];
+            let words: [u32; NODE] =
+                [name, name_length, file, file_length, node.line, node.parent, readable];
             out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
         }
         for Range { start, end, .. } in bounds {
@@ -181,6 +185,28 @@ impl Writer {
         let checksum = xxhash_rust::xxh3::xxh3_64(&out[16..]);
         out[8..16].copy_from_slice(&checksum.to_le_bytes());
         out
+    }
+
+    /// Adds the readable names of all functions; where each begins, [`NO_TEXT`] for none.
+    fn readable(&mut self) -> Vec<u32> {
+        let names: Vec<&str> = self
+            .function_words
+            .iter()
+            .map(|&[at, length]| {
+                let name = &self.text[at as usize..][..(length >> KIND_BITS) as usize];
+                std::str::from_utf8(name).unwrap_or_default()
+            })
+            .collect();
+        let made = readable(&names);
+        let mut places = vec![NO_TEXT; self.function_words.len()];
+        for (function, name) in made {
+            if self.text.len() + name.len() < MAX_TEXT {
+                places[function] = self.text.len() as u32;
+                self.text.extend(name.as_bytes());
+                self.text.push(0);
+            }
+        }
+        places
     }
 
     fn place(&mut self, text: &str) -> (u32, u32) {
@@ -354,6 +380,27 @@ mod tests {
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
         let names = [0, 8, 16].map(|at| table.lookup(at).next().unwrap().function);
         assert_eq!(names, ["", "named", ""]);
+    }
+
+    #[test]
+    fn readable_names_are_kept_beside_those_of_the_producer() {
+        let mut writer = Writer::default();
+        for (at, name) in [(0, "_Z4workm"), (8, "main"), (16, "_Z4idlem")] {
+            let function = writer.function(name, Kind::Dwarf);
+            let leaf = writer.node(NodeKey { function, file: None, line: 0, parent: 0 });
+            writer.range(at, at + 8, leaf);
+        }
+        let table = Table::open(Bytes::from(writer.finish())).unwrap();
+        let names = [0, 8, 16].map(|at| {
+            let frame = table.lookup(at).next().unwrap();
+            (frame.function, frame.readable())
+        });
+        let expected = [
+            ("_Z4workm", Some("work(unsigned long)")),
+            ("main", None),
+            ("_Z4idlem", Some("idle(unsigned long)")),
+        ];
+        assert_eq!(names, expected);
     }
 
     #[test]

@@ -1,0 +1,92 @@
+//! Readable names of a table's functions, made once, when it is written: to make one takes ten times
+//! as long as to look an address up.
+//!
+//! What is not made here is tried at each look-up: names that are not mangled, those that are
+//! mangled in another way than they should be, and those of a file whose readable names would be
+//! many times larger than itself.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::demangle;
+
+/// Names worked out together.
+const CHUNK: usize = 4096;
+/// Threads that make names.
+const MAX_WORKERS: usize = 4;
+/// What a mangled name that is tried costs of the budget, beside its readable form.
+const TRIED: usize = 64;
+/// Bytes of readable names a chunk may have, beside four for each byte of its names.
+const BUDGET: usize = 1 << 20;
+
+/// The readable form of each name that is mangled, by its place in `names`. The same for the same
+/// names, however many threads there are.
+pub(super) fn readable(names: &[&str]) -> Vec<(usize, String)> {
+    let chunks: Vec<(usize, &[&str])> = (0..).step_by(CHUNK).zip(names.chunks(CHUNK)).collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        while let Some(&(first, names)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push((first, of_chunk(first, names)));
+        }
+        done
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
+    let mut done: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers.min(chunks.len())).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
+    });
+    done.sort_by_key(|&(first, _)| first);
+    done.into_iter().flat_map(|(_, names)| names).collect()
+}
+
+fn of_chunk(first: usize, names: &[&str]) -> Vec<(usize, String)> {
+    let mut left = BUDGET + 4 * names.iter().map(|name| name.len()).sum::<usize>();
+    let mut made = Vec::new();
+    for (index, name) in (first..).zip(names) {
+        // All that are mangled begin so, but those of some other object formats.
+        if !name.starts_with('_') {
+            continue;
+        }
+        let text = demangle::at_once(name);
+        // One that failed may have grown to the bound first.
+        let cost = TRIED + text.as_ref().map_or(0, String::len);
+        let Some(rest) = left.checked_sub(cost) else { break };
+        left = rest;
+        // Text ends with a zero byte in the table.
+        made.extend(text.filter(|text| !text.contains('\0')).map(|text| (index, text)));
+    }
+    made
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_mangled_has_a_readable_form() {
+        let names = ["main", "_Z4workm", "_start", "_ZN4core3fmt5write17h0123456789abcdefE"];
+        let expected = [(1, "work(unsigned long)".to_owned()), (3, "core::fmt::write".to_owned())];
+        assert_eq!(readable(&names), expected);
+    }
+
+    #[test]
+    fn all_chunks_are_worked_out_in_order() {
+        let names = ["_Z4workm"; 3 * CHUNK + 5];
+        let made = readable(&names);
+        assert!(made.iter().map(|&(index, _)| index).eq(0..names.len()));
+    }
+
+    #[test]
+    fn names_that_grow_without_bound_are_left_for_later() {
+        // Each substitution doubles what stands before it.
+        let mut name = "_Z1fSt4pairIiiE".to_owned();
+        for digit in "_0123456789ABCDE".chars() {
+            let last = if digit == '_' { "S_".to_owned() } else { format!("S{digit}_") };
+            name += &format!("St4pairI{last}{last}E");
+        }
+        let names = vec![name.as_str(); CHUNK];
+        let made = readable(&names);
+        let bytes: usize = made.iter().map(|(_, text)| text.len()).sum();
+        assert!(bytes <= BUDGET + 4 * CHUNK * name.len(), "{bytes}");
+    }
+}
