@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds programs there, one that runs on and one that lives some
-# milliseconds: in QEMU, without KVM, from an initial RAM disk. The capture comes out over a second serial line.
+# milliseconds; counts the page faults of a third: in QEMU, without KVM, from an initial RAM disk. The capture comes out over a second serial line.
 # usage: tests/kernels.sh DIR    DIR: where the binaries are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -41,6 +41,7 @@ kernel() { # SERIES
 program=$work/unwind_static
 gcc -O2 -g -static -o "$program" "$here/fixtures/unwind.c"
 gcc -O2 -g -static -DFRAME=40 -o "$work/brief" "$here/fixtures/brief.c" -lm
+gcc -O1 -g -static -fno-omit-frame-pointer -o "$work/faults" "$here/fixtures/faults.c"
 root=$(mktemp -d "$work/root.XXXXXX")
 trap 'rm -rf "$root"' EXIT
 mkdir -p "$root"/{bin,proc,sys,tmp,dev}
@@ -48,7 +49,7 @@ cp "$(command -v busybox)" "$root/bin/busybox"
 cp "$out/stackwire-collector" "$root/bin/"
 strip --strip-debug "$root/bin/stackwire-collector"
 cp "$program" "$root/bin/unwind"
-cp "$work/brief" "$root/bin/brief"
+cp "$work/brief" "$work/faults" "$root/bin/"
 cat >"$root/init" <<E2
 #!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
@@ -57,7 +58,9 @@ cat >"$root/init" <<E2
 /bin/unwind >/dev/null &
 while :; do /bin/brief 30; done &
 /bin/busybox sleep 1
-/bin/stackwire-collector -a --sample-rate 199 --duration 12s --share-executables always --output /tmp/x.stackwire
+{ /bin/busybox sleep 4; echo "pages \$(/bin/faults 5)"; } &
+/bin/stackwire-collector -a --event cpu-clock,page-faults --sample-rate 199 --duration 12s --share-executables always \\
+  --output /tmp/x.stackwire
 echo "exit code \$?"
 /bin/busybox stty -F /dev/ttyS1 raw
 /bin/busybox cat /tmp/x.stackwire >/dev/ttyS1
@@ -69,7 +72,7 @@ chmod +x "$root/init"
 judge() { # SERIES PROGRAM
   local text=$work/$1-$2.txt release whole
   # Compiling takes two seconds here, three on a busy machine: of the samples after it.
-  "$out/stackwire" report --where "comm=$2" --time=6.. "$work/$1.stackwire" >"$text"
+  "$out/stackwire" report --event cpu-clock --where "comm=$2" --time=6.. "$work/$1.stackwire" >"$text"
   release=$(sed -n '1s/.* on [^ ]* (\([^ ]*\) .*/\1/p' "$text")
   whole=$(awk '/^  stacks   share/ { on = 1; next } /^$/ { on = 0 }
     on && /%/ { all += $1; if (/thread.s root$/) whole = $1 }
@@ -83,6 +86,16 @@ judge() { # SERIES PROGRAM
   }
 }
 
+faults() { # SERIES LOG
+  local pages counted
+  pages=$(sed -n 's/^pages \([0-9]*\).*/\1/p' "$2")
+  counted=$("$out/stackwire" report --event page-faults --where comm=faults "$work/$1.stackwire" |
+    sed -n '1s/^\([0-9]*\) page-faults in .*/\1/p')
+  echo "kernel $1: ${counted:-no} page faults in samples, ${pages:-no} pages touched"
+  awk -v pages="$pages" -v counted="$counted" 'BEGIN { exit !(pages > 10000 && counted > 0.9 * pages && counted < 1.1 * pages) }' ||
+    { echo "kernel $1: page faults are not those there were" >&2; exit 1; }
+}
+
 for series in 6.1 6.12; do
   image=$(kernel "$series") || skip "no Debian kernel $series to be had"
   log=$work/$series.log
@@ -92,4 +105,5 @@ for series in 6.1 6.12; do
     -append "console=ttyS0 quiet panic=-1" </dev/null || true
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
   for program in unwind brief; do judge "$series" "$program"; done
+  faults "$series" "$log"
 done

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use crate::identical::{Server, profiles};
 use crate::support::pprof::{Pprof, Sample, go};
-use crate::support::{Ran, binary, build, privileged, recorded, run, stackwire};
+use crate::support::{Ran, Running, alone, binary, build, privileged, recorded, run, stackwire};
 
 const KINDS: [&str; 4] =
     ["samples/count", "cpu/nanoseconds", "page-faults_sample/count", "page-faults/count"];
@@ -154,6 +154,28 @@ fn page_faults_beside_the_clock_are_those_there_were() {
     // And by Go.
     let top = go(&["-top", "-sample_index=page-faults", "-nodecount=3"], &[&at("out.pb.gz")]);
     assert!(top.contains("touch_many") && !top.contains("compute"), "{top}");
+}
+
+/// The program gets a CPU for some milliseconds at a time: what comes and goes in bursts is counted
+/// whole all the same.
+#[test]
+fn page_faults_beside_busy_cpus_are_those_there_were() {
+    if !privileged() {
+        return;
+    }
+    let _alone = alone();
+    let _busy = [(); 4].map(|()| {
+        let endless = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        Running(endless)
+    });
+    let directory = tempfile::tempdir().unwrap();
+    let pages = record(directory.path());
+    let profile = Pprof::read(&directory.path().join("out.pb.gz"));
+    let faults = by_function(&profile, |sample| sample.values[3]);
+    let all: u64 = faults.values().sum();
+    assert!(all.abs_diff(pages) * 20 < pages, "{all} faults, {pages} pages touched");
+    assert!((percent(&faults, "touch_many") - 80.0).abs() < 8.0, "{faults:?}");
+    assert!((percent(&faults, "touch_few") - 20.0).abs() < 8.0, "{faults:?}");
 }
 
 /// One has thousands at a time and then none, the other one now and then, on the same CPU: a sample

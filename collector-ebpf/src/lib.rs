@@ -10,6 +10,7 @@
 pub mod arch;
 mod masked;
 mod memory;
+mod picker;
 mod record;
 mod rule;
 pub mod tables;
@@ -18,9 +19,10 @@ pub mod vma;
 
 pub use masked::masked;
 pub use memory::Memory;
+pub use picker::Picker;
 pub use record::{
     COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
-    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, RING_BYTES, SAMPLE, SampleHeader, Scope,
+    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, SAMPLE, SampleHeader, Scope,
     Unwind, UserEnd, WALK,
 };
 pub use rule::{NO_RULE, Rule, cfa, fp, ra};

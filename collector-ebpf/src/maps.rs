@@ -10,7 +10,7 @@ use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS,
-    MAX_USER_FRAMES, RING_BYTES, SampleHeader,
+    MAX_USER_FRAMES, Picker, RING_BYTES, SampleHeader,
 };
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
@@ -61,22 +61,19 @@ const BPF_F_MMAPABLE: u32 = 1 << 10;
 #[map]
 pub static SAMPLES: RingBuf = RingBuf::with_byte_size(RING_BYTES, 0);
 
-/// By CPU and event, whether the next sample is due only because the collector had the event begin
-/// anew. Written by the collector through mmap, and taken back here.
+/// By CPU and event: of events that are counted one by one, which become samples. The collector
+/// reads it through mmap.
 #[map]
-pub static REFRESHED: Array<u64> =
+pub static PICKERS: Array<Picker> =
     Array::with_max_entries(MAX_CPUS * MAX_EVENTS as u32, BPF_F_MMAPABLE);
-/// By event, how much of what its counter has counted is in samples.
-#[map]
-pub static COUNTED: PerCpuArray<u64> = PerCpuArray::with_max_entries(MAX_EVENTS as u32, 0);
 
 /// Wakes the collector: its entries are empty and thrown away. A full one still wakes.
 #[map]
 pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
 
-/// What programs of events call, and its second half, which calls itself: see `sample.rs`.
+/// What programs of events call, and what those call in turn: see `sample.rs`.
 #[map]
-pub static STAGES: ProgramArray = ProgramArray::with_max_entries(2, 0);
+pub static STAGES: ProgramArray = ProgramArray::with_max_entries(3, 0);
 
 #[map]
 pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);
@@ -187,7 +184,7 @@ static CONFIG: Config = Config {
     task_mm: 0,
     collector: 0,
     counted: 0,
-    reserved: 0,
+    interval_ns: 0,
 };
 
 /// The configuration the collector wrote before load.

@@ -12,10 +12,13 @@ pub const MAX_KERNEL_FRAMES: usize = 127;
 pub const MAX_CPUS: u32 = 1024;
 /// Events that may be sampled at once: one program each.
 pub const MAX_EVENTS: usize = 8;
-/// Places in the map of programs that others call: what takes a sample, what walks its stack.
+/// Places in the map of programs that others call: what takes a sample, what walks its stack, what
+/// picks the samples of an event that is counted one by one.
 pub const SAMPLE: u32 = 0;
 /// See [`SAMPLE`].
 pub const WALK: u32 = 1;
+/// See [`SAMPLE`].
+pub const PICK: u32 = 2;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
 
@@ -176,10 +179,10 @@ pub struct Config {
     pub task_mm: u32,
     /// The collector, in the initial pid namespace.
     pub collector: u32,
-    /// A bit for each event whose samples weigh what its counter has counted since the one before.
+    /// A bit for each event that the kernel counts one by one: [`crate::Picker`] picks its samples.
     pub counted: u32,
-    /// Zero; keeps the size a multiple of 8.
-    pub reserved: u32,
+    /// Desired time between two samples of such an event on a CPU, in nanoseconds.
+    pub interval_ns: u32,
 }
 
 /// How user stacks are walked.

@@ -6,7 +6,7 @@ use aya_ebpf::bindings::{
 };
 use aya_ebpf::helpers::bpf_probe_read_kernel;
 use aya_ebpf::helpers::generated::{
-    bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf,
+    bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf, bpf_get_prandom_u32,
     bpf_get_smp_processor_id, bpf_get_stack, bpf_ktime_get_ns, bpf_perf_prog_read_value,
     bpf_ringbuf_output, bpf_task_pt_regs,
 };
@@ -14,12 +14,12 @@ use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RING_BYTES,
+    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, PICK, RING_BYTES,
     SAMPLE, SampleHeader, Unwind, UserEnd, WALK,
 };
 
 use crate::maps::{
-    COUNTED, REFRESHED, SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector,
+    PICKERS, SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector,
 };
 use crate::processes::generation;
 use crate::targets::wanted;
@@ -53,63 +53,54 @@ sampling_programs! {
 
 #[inline(always)]
 fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
-    // SAFETY: a helper without arguments.
-    let Some(weight) = weight(ctx, event, unsafe { bpf_get_smp_processor_id() }) else { return 0 };
     if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
-        // SAFETY: as in `sample`.
-        let header = unsafe { &mut (*scratch).header };
-        header.event = event;
-        header.period = weight;
+        // SAFETY: as in `sample`; the context of a perf_event program is valid for the length of
+        // the program.
+        unsafe {
+            (*scratch).header.event = event;
+            (*scratch).header.period = (*ctx.ctx).sample_period;
+        }
     }
+    let next = if config().counted & (1 << event) == 0 { SAMPLE } else { PICK };
     // SAFETY: as in `sample`.
-    let _ = unsafe { STAGES.tail_call(ctx, SAMPLE) };
+    let _ = unsafe { STAGES.tail_call(ctx, next) };
     0
 }
 
-/// What this sample stands for; none where it is to be passed over.
-///
-/// For a clock, its period: it counts idle time as well. For an event that counts, never more than
-/// its counter says: the kernel's period may be a thousand times what came, when it has just begun
-/// to adapt it. Of what came beyond the period a quarter of it is made up for, and the rest stays
-/// for samples to come: it came before, and is not of who happens to be next.
-#[inline(always)]
-fn weight(ctx: &PerfEventContext, event: u8, cpu: u32) -> Option<u64> {
-    // SAFETY: the context of a perf_event program is valid for the length of the program.
-    let period = unsafe { (*ctx.ctx).sample_period };
-    if config().counted & (1 << event) == 0 {
-        return Some(period);
-    }
-    let row = if cpu < MAX_CPUS { cpu } else { MAX_CPUS - 1 };
-    if let Some(refreshed) = REFRESHED.get_ptr_mut(row * MAX_EVENTS as u32 + u32::from(event)) {
-        // SAFETY: the pointer came from a successful lookup; volatile because the collector writes
-        // it.
-        unsafe {
-            if core::ptr::read_volatile(refreshed) != 0 {
-                core::ptr::write_volatile(refreshed, 0);
-                return None;
-            }
-        }
-    }
+/// Of an event that the kernel counts one by one: whether this occurrence becomes a sample, and
+/// what it weighs. For a clock each is a sample, and weighs its period.
+#[perf_event]
+pub fn pick(ctx: PerfEventContext) -> u32 {
+    let pid = ctx.tgid();
     let mut value = bpf_perf_event_value { counter: 0, enabled: 0, running: 0 };
     let size = size_of::<bpf_perf_event_value>() as u32;
     // SAFETY: the context is the program's own, the buffer has the size that is told.
-    let failed = unsafe { bpf_perf_prog_read_value(ctx.ctx, &raw mut value, size) };
-    let Some(told) = COUNTED.get_ptr_mut(u32::from(event)) else { return Some(period) };
-    if failed != 0 {
-        return Some(period);
+    if unsafe { bpf_perf_prog_read_value(ctx.ctx, &raw mut value, size) } != 0 {
+        return 0;
     }
-    // SAFETY: the pointer came from a successful lookup; the slot is this CPU's, see `sample`.
-    unsafe {
-        if value.counter < *told {
-            // Of a CPU that was away the counter begins anew.
-            *told = 0;
-        }
-        let more = period + period / 4 + 1;
-        let came = value.counter - *told;
-        let weight = if came < more { came } else { more };
-        *told += weight;
-        Some(weight)
+    // SAFETY: helpers without memory arguments.
+    let (task, cpu, now_ns) =
+        unsafe { (bpf_get_current_task_btf(), bpf_get_smp_processor_id(), bpf_ktime_get_ns()) };
+    let ours = pid != 0 && wanted(pid, Task(task as u64).process_start());
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return 0 };
+    // SAFETY: as in `sample`.
+    let header = unsafe { &mut (*scratch).header };
+    let row = if cpu < MAX_CPUS { cpu } else { MAX_CPUS - 1 };
+    let Some(picker) = PICKERS.get_ptr_mut(row * MAX_EVENTS as u32 + u32::from(header.event))
+    else {
+        return 0;
+    };
+    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, see `sample`.
+    let picker = unsafe { &mut *picker };
+    let interval_ns = u64::from(config().interval_ns);
+    // SAFETY: a helper without arguments.
+    let random = || unsafe { bpf_get_prandom_u32() };
+    header.period = picker.happened(value.counter, now_ns, interval_ns, ours, random);
+    if header.period != 0 {
+        // SAFETY: as in `sample`.
+        let _ = unsafe { STAGES.tail_call(&ctx, SAMPLE) };
     }
+    0
 }
 
 /// What all events have in common. Not a function of theirs: each would have a copy to verify.

@@ -30,9 +30,6 @@ const EPOCH_BYTES: usize = 24 << 20;
 /// How long a sample waits for events that happened before it and are not in their ring yet.
 const SETTLE: Duration = Duration::from_millis(5);
 
-/// Between two looks after events that count.
-const REFRESH: Duration = Duration::from_millis(200);
-
 /// Mappings asked about in a turn: a process may map a file without end, and all others wait.
 const MAX_ASKED: usize = 32;
 
@@ -130,7 +127,7 @@ impl Pipeline {
     /// Runs until `stop` says so, the processes asked for have ended, or the sink gave up; then
     /// takes what is left and closes the outbox.
     pub fn run(mut self, mut stop: impl FnMut() -> bool) -> Summary {
-        let (mut second, mut refreshed) = (Instant::now(), Instant::now());
+        let mut second = Instant::now();
         while !stop() && self.outbox.stopped().is_none() {
             // What has been drained and not settled yet is not waited for in the rings.
             let pending = !self.batch.events.is_empty();
@@ -145,10 +142,7 @@ impl Pipeline {
             {
                 self.cut();
             }
-            if refreshed.elapsed() >= REFRESH {
-                refreshed = Instant::now();
-                self.sampler.refresh();
-            }
+            self.sampler.adapt();
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
                 self.sampler.follow_hotplug(&mut self.batch);

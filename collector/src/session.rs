@@ -399,8 +399,9 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         ..Sampling::default()
     };
     let mut filter = Filter { events: config.events.len(), ..Filter::default() };
-    let counted = config.events.iter().enumerate().filter(|(_, event)| !event.is_clock());
+    let counted = config.events.iter().enumerate().filter(|(_, event)| event.is_counted_singly());
     filter.config.counted = counted.fold(0, |bits, (index, _)| bits | 1 << index);
+    filter.config.interval_ns = 1_000_000_000 / config.frequency.max(1);
     filter.config.kernel_stacks = config.kernel_stacks.into();
     let walk = match config.unwind {
         Walk::Auto => abi::Unwind::Auto,

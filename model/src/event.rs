@@ -61,6 +61,8 @@ pub struct Event {
     pub perf: Option<PerfType>,
 }
 
+const PERF_TYPE_SOFTWARE: u32 = 1;
+
 /// Name, kind and unit of the weight, `perf_event_attr`'s type and config.
 ///
 /// `enum perf_type_id`, `perf_sw_ids` and `perf_hw_id` of include/uapi/linux/perf_event.h.
@@ -105,6 +107,14 @@ impl Event {
     #[must_use]
     pub fn is_clock(&self) -> bool {
         self.weight == ValueKind::cpu()
+    }
+
+    /// Whether the kernel counts it one by one, in software: page faults. Clocks are timers, and
+    /// what the processor counts overflows by itself.
+    #[must_use]
+    pub fn is_counted_singly(&self) -> bool {
+        let software = self.perf.is_some_and(|perf| perf.kind == PERF_TYPE_SOFTWARE);
+        software && !self.is_clock()
     }
 
     fn known(index: usize) -> Self {

@@ -7,6 +7,7 @@
 mod btf;
 pub(crate) mod mapped;
 mod object;
+mod pace;
 mod perf_event;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,7 +22,8 @@ use stackwire_model::Event;
 
 use self::object::Object;
 pub use self::object::{BTF_PATH, Filter, LoadError};
-use self::perf_event::PerfEvent;
+use self::pace::Pace;
+use self::perf_event::{PerfEvent, Sampled};
 use crate::host::cpu_list;
 use crate::unwind::Descriptors;
 use crate::{event, sample};
@@ -124,6 +126,8 @@ pub struct Sampler {
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
     events: BTreeMap<u32, Vec<PerfEvent>>,
+    /// By CPU and place in `kinds`, of those that are counted one by one.
+    paces: BTreeMap<(u32, usize), Pace>,
     kinds: Vec<Event>,
     frequency: u32,
     refused: BTreeSet<u32>,
@@ -154,11 +158,11 @@ impl Sampler {
     pub fn start(filter: &Filter, kinds: &[Event], frequency: u32) -> Result<Self, SamplerError> {
         let mut object = Object::load(filter)?;
         let (ring, wakeups) = (object.take_samples()?, object.take_wakeups()?);
-        let events = BTreeMap::new();
+        let (events, paces) = (BTreeMap::new(), BTreeMap::new());
         let refused = BTreeSet::new();
         let (kinds, buffer, spent) = (kinds.to_vec(), Vec::new(), a_second_ago());
         let mut sampler =
-            Self { object, ring, wakeups, events, kinds, frequency, refused, buffer, spent };
+            Self { object, ring, wakeups, events, paces, kinds, frequency, refused, buffer, spent };
         for cpu in online_cpus()? {
             sampler.attach(cpu)?;
         }
@@ -211,16 +215,18 @@ impl Sampler {
         }
     }
 
-    /// Looks after events that count, which the kernel may have lost sight of. To be called some
-    /// times a second.
-    pub fn refresh(&self) {
-        for (&cpu, events) in &self.events {
-            for (number, (event, kind)) in events.iter().zip(&self.kinds).enumerate() {
-                if !kind.is_clock() {
-                    self.object.expect_refreshed(cpu, number);
-                    // Fails only for events of a CPU that went offline.
-                    let _ = event.begin_anew(self.frequency);
-                }
+    /// Adapts the periods of events that are counted one by one to how often they come. To be
+    /// called at each turn.
+    pub fn adapt(&mut self) {
+        let now = Instant::now();
+        for (&(cpu, number), pace) in &mut self.paces {
+            let Some(event) = self.events.get(&cpu).and_then(|events| events.get(number)) else {
+                continue;
+            };
+            if let Some(period) = pace.look(self.object.overflows(cpu, number), now, self.frequency)
+            {
+                // Fails only for events of a CPU that went offline.
+                let _ = event.set_period(period);
             }
         }
     }
@@ -309,15 +315,23 @@ impl Sampler {
 
     fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
         let mut events: Vec<PerfEvent> = Vec::with_capacity(self.kinds.len());
+        let mut paces = Vec::new();
         for (number, kind) in self.kinds.iter().enumerate() {
             let error = |error| self.open_error(cpu, kind, error);
             let perf = kind.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
-            let event =
-                PerfEvent::open(cpu, perf, self.frequency, events.first()).map_err(error)?;
+            let sampled = if kind.is_counted_singly() {
+                let pace = Pace::new(self.object.overflows(cpu, number), Instant::now());
+                paces.push(((cpu, number), pace));
+                Sampled::EachOf(Pace::FIRST)
+            } else {
+                Sampled::PerSecond(self.frequency)
+            };
+            let event = PerfEvent::open(cpu, perf, sampled, events.first()).map_err(error)?;
             event.set_program(self.object.sampling_program(number)?).map_err(error)?;
             events.push(event);
         }
         self.events.insert(cpu, events);
+        self.paces.extend(paces);
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use stackwire_collector_ebpf::vma::Layout;
 use stackwire_collector_ebpf::{
-    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, SAMPLE, Unwind, WALK,
+    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, PICK, Picker, SAMPLE, Unwind, WALK,
 };
 use zerocopy::IntoBytes;
 
@@ -72,7 +72,7 @@ pub struct Filter {
 pub struct Object {
     ebpf: Ebpf,
     counters: Mapped,
-    refreshed: Mapped,
+    pickers: Mapped,
     /// The kernel empties it with the last descriptor.
     _stages: ProgramArray<MapData>,
 }
@@ -98,6 +98,9 @@ impl Object {
         let sampling: Vec<String> = (0..filter.events).map(sampling_name).collect();
         let mut others: Vec<&str> = sampling.iter().map(String::as_str).collect();
         others.push("sample");
+        if config.counted != 0 {
+            others.push("pick");
+        }
         if config.unwind != FRAME_POINTERS {
             others.extend(["note_exec", "note_fork"]);
         }
@@ -107,7 +110,8 @@ impl Object {
         verify(&mut ebpf, walk, &others)?;
         let stages = ebpf.take_map("STAGES").ok_or_else(|| missing("STAGES"))?;
         let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
-        for (place, name) in [(SAMPLE, "sample"), (WALK, walk)] {
+        let pick = (config.counted != 0).then_some((PICK, "pick"));
+        for (place, name) in [(SAMPLE, "sample"), (WALK, walk)].into_iter().chain(pick) {
             let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
             stages.set(place, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
         }
@@ -118,16 +122,15 @@ impl Object {
         if filter.follow {
             attach(&mut ebpf, "follow_fork", "sched_process_fork")?;
         }
-        let mapped =
-            |name: &str, map: fn(BorrowedFd<'_>, usize) -> std::io::Result<Mapped>, words| {
-                let found = ebpf.map(name).ok_or_else(|| missing(name))?;
-                let aya::maps::Map::Array(data) = found else { return Err(missing(name)) };
-                map(data.fd().as_fd(), words as usize * 8)
-                    .map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
-            };
-        let counters = mapped("COUNTERS", Mapped::read_only, MAX_CPUS * COUNTERS_PER_CPU)?;
-        let refreshed = mapped("REFRESHED", Mapped::read_write, MAX_CPUS * MAX_EVENTS as u32)?;
-        Ok(Self { ebpf, counters, refreshed, _stages: stages })
+        let mapped = |name: &str, bytes: usize| {
+            let found = ebpf.map(name).ok_or_else(|| missing(name))?;
+            let aya::maps::Map::Array(data) = found else { return Err(missing(name)) };
+            Mapped::read_only(data.fd().as_fd(), bytes)
+                .map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
+        };
+        let counters = mapped("COUNTERS", MAX_CPUS as usize * COUNTERS_PER_CPU as usize * 8)?;
+        let pickers = mapped("PICKERS", MAX_CPUS as usize * MAX_EVENTS * size_of::<Picker>())?;
+        Ok(Self { ebpf, counters, pickers, _stages: stages })
     }
 
     /// Lets samples of these processes through.
@@ -206,10 +209,11 @@ impl Object {
         program.fd().map(AsFd::as_fd).map_err(load_error)
     }
 
-    /// The next sample of an event on a CPU is due to a new beginning, and to be passed over.
-    pub fn expect_refreshed(&self, cpu: u32, event: usize) {
+    /// How often an event that is counted one by one has run its program on a CPU.
+    pub fn overflows(&self, cpu: u32, event: usize) -> u64 {
         let slot = cpu.min(MAX_CPUS - 1) as usize * MAX_EVENTS + event;
-        self.refreshed.atomic(slot * 8).store(1, std::sync::atomic::Ordering::Relaxed);
+        let word = slot * size_of::<Picker>() + Picker::OVERFLOWS * size_of::<u64>();
+        self.pickers.atomic(word).load(std::sync::atomic::Ordering::Relaxed)
     }
 
     /// Sum of a counter over all CPUs. Takes no system call and no capability.

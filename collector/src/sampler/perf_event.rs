@@ -23,6 +23,15 @@ const RING_PAGES: usize = 64;
 /// dlopen a tenth of its time.
 const WAKEUP_BYTES: u32 = 64 << 10;
 
+/// When an event takes a sample.
+#[derive(Clone, Copy, Debug)]
+pub enum Sampled {
+    /// So many times a second: the kernel adapts the period.
+    PerSecond(u32),
+    /// At each so manieth occurrence.
+    EachOf(u64),
+}
+
 /// One open event, with its ring if it is the first of its CPU.
 #[derive(Debug)]
 pub struct PerfEvent {
@@ -41,8 +50,7 @@ struct Ring {
 }
 
 impl PerfEvent {
-    /// Opens an event on `cpu` for all tasks but idle, disabled, at `frequency` samples a second.
-    /// `first`: of this CPU, if it is not the first itself.
+    /// Opens an event on `cpu` for all tasks but idle, disabled. `first`: of this CPU, if it is not the first itself.
     ///
     /// # Errors
     /// The system calls': `EACCES` without `CAP_PERFMON`, `ENOENT` where the hardware has no such
@@ -51,7 +59,7 @@ impl PerfEvent {
     pub fn open(
         cpu: u32,
         event: PerfType,
-        frequency: u32,
+        sampled: Sampled,
         first: Option<&Self>,
     ) -> io::Result<Self> {
         let mut attr = abi::perf_event_attr {
@@ -65,8 +73,13 @@ impl PerfEvent {
             ),
             ..Default::default()
         };
-        attr.__bindgen_anon_1.sample_freq = u64::from(frequency);
-        attr.set_freq(1);
+        match sampled {
+            Sampled::PerSecond(frequency) => {
+                attr.__bindgen_anon_1.sample_freq = u64::from(frequency);
+                attr.set_freq(1);
+            }
+            Sampled::EachOf(period) => attr.__bindgen_anon_1.sample_period = period,
+        }
         attr.set_disabled(1);
         attr.set_exclude_idle(1);
         attr.set_sample_id_all(1);
@@ -133,19 +146,15 @@ impl PerfEvent {
         check(unsafe { ioctls::ENABLE(self.fd.as_raw_fd(), 0) })
     }
 
-    /// Samples at the next event that counts, and then as often as asked for.
-    ///
-    /// The kernel adapts the period of such an event to how often it happens, and now and then to a
-    /// thousand times too much (seen on Linux 6.18: a sample in seconds where there should be a
-    /// hundred each). It notices, but lets what is left of the period pass first.
+    /// Changes the period of an event opened with [`Sampled::EachOf`]. The next occurrence takes a
+    /// sample.
     ///
     /// # Errors
     /// The ioctl's.
-    pub fn begin_anew(&self, frequency: u32) -> io::Result<()> {
-        let frequency = u64::from(frequency);
+    pub fn set_period(&self, period: u64) -> io::Result<()> {
         // SAFETY: the descriptor is open and the number is there for the length of the call, which
         // reads it, though the signature says that it takes the number itself.
-        check(unsafe { ioctls::PERIOD(self.fd.as_raw_fd(), (&raw const frequency).addr() as u64) })
+        check(unsafe { ioctls::PERIOD(self.fd.as_raw_fd(), (&raw const period).addr() as u64) })
     }
 
     /// Stops the event; what is in the ring stays.
