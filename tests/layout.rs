@@ -202,3 +202,19 @@ fn no_circle_joins_files() {
     }
     assert!(found > 380, "only {found} uses are found");
 }
+
+/// Code is held to it by rustfmt.
+#[test]
+fn comments_are_of_100_columns_at_most() {
+    let mut sources = Vec::new();
+    for name in crates().into_iter().chain(["tests"]) {
+        files(&root().join(name), &mut sources);
+    }
+    let wide = |file: &PathBuf| {
+        let text = std::fs::read_to_string(file).unwrap();
+        let comments = text.lines().filter(|line| line.trim_start().starts_with("//"));
+        comments.filter(|line| line.chars().count() > 100).count()
+    };
+    let wide: Vec<_> = sources.iter().filter(|file| wide(file) > 0).collect();
+    assert!(sources.len() > 200 && wide.is_empty(), "{wide:?}");
+}

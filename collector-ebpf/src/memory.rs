@@ -1,4 +1,5 @@
-//! The memory of a process, however it is read: in the kernel, from a copy, from one that is stopped.
+//! The memory of a process, however it is read: in the kernel, from a copy, from one that is
+//! stopped.
 
 /// Memory of the process.
 pub trait Memory {

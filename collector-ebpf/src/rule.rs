@@ -1,5 +1,5 @@
-//! How to leave a frame, as rules say it: what the unwind compiler (`unwind/`) writes into tables and
-//! [`step`](crate::unwind::step) reads. Numbers of registers are `arch/`'s.
+//! How to leave a frame, as rules say it: what the unwind compiler (`unwind/`) writes into tables
+//! and [`step`](crate::unwind::step) reads. Numbers of registers are `arch/`'s.
 
 /// How to leave a frame. 24 bytes without padding; kinds are constants, not enums, since rules come
 /// from outside.

@@ -67,8 +67,8 @@ pub fn entry_of(node: &Node, kind: u64, address: u64) -> Option<usize> {
     Some(slots + index)
 }
 
-/// Offsets in bytes, from the running kernel's BTF; all 0 on kernels without such a tree. Set by the
-/// collector before load, as the `LAYOUT` global.
+/// Offsets in bytes, from the running kernel's BTF; all 0 on kernels without such a tree. Set by
+/// the collector before load, as the `LAYOUT` global.
 #[cfg_attr(not(target_arch = "bpf"), derive(IntoBytes, Immutable))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{ArgGroup, Parser, ValueEnum};
+use clap::{ArgGroup, Parser};
 use stackwire_collector::{
     Config, Destination, Event, Limits, Scope, Share, Target, Unwind, VERSION,
 };
@@ -68,12 +68,12 @@ pub struct Args {
     spool_max: u64,
     /// Which executables are sent for the names in them: none, those the symbolizer cannot find, or
     /// all that have samples (into a capture file, too).
-    #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
-    share_executables: ShareExecutables,
+    #[arg(long, value_name = "WHICH", default_value = "missing", value_parser = PossibleValuesParser::new(Share::ALL.map(Share::name)).try_map(|name| name.parse::<Share>()))]
+    share_executables: Share,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers
     /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
-    #[arg(long, value_enum, value_name = "HOW", default_value = "auto")]
-    unwind: UnwindHow,
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]
+    unwind: Unwind,
     /// Directory for unwind tables, kept from run to run; $XDG_CACHE_HOME/stackwire/unwind unless
     /// told.
     #[arg(long, value_name = "DIRECTORY")]
@@ -84,20 +84,6 @@ pub struct Args {
     /// Tell what is held and what was taken.
     #[arg(long, short)]
     verbose: bool,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum UnwindHow {
-    Auto,
-    Dwarf,
-    Fp,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ShareExecutables {
-    Never,
-    Missing,
-    Always,
 }
 
 /// What `main` needs.
@@ -125,11 +111,7 @@ impl Args {
         config.events = self.event;
         config.frequency = self.sample_rate;
         config.kernel_stacks = self.kernel_stacks;
-        config.unwind = match self.unwind {
-            UnwindHow::Auto => Unwind::Auto,
-            UnwindHow::Dwarf => Unwind::Tables,
-            UnwindHow::Fp => Unwind::FramePointers,
-        };
+        config.unwind = self.unwind;
         config.unwind_cache = self.unwind_cache_dir.or_else(unwind_cache);
         config.duration = self.duration;
         config.epoch = self.epoch;
@@ -138,11 +120,7 @@ impl Args {
             spool: self.spool.map(|directory| (directory, self.spool_max << 20)),
             ..Limits::default()
         };
-        config.share = match self.share_executables {
-            ShareExecutables::Never => Share::Never,
-            ShareExecutables::Missing => Share::Missing,
-            ShareExecutables::Always => Share::Always,
-        };
+        config.share = self.share_executables;
         let destination = match (self.output, self.to) {
             (Some(path), _) => Destination::File(path),
             (None, address) => Destination::Symbolizer(Target {

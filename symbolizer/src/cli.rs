@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::{Event, VERSION};
+use stackwire::{Event, Share, Unwind, VERSION};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -74,8 +74,9 @@ pub struct Record {
     /// is a series of its own.
     #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
     pub event: Vec<Event>,
-    /// How user stacks are walked.
-    #[arg(long, value_enum, value_name = "HOW", default_value = "auto")]
+    /// How user stacks are walked: by the tables of their executables, and by frame pointers
+    /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]
     pub unwind: Unwind,
     /// Record kernel stacks.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
@@ -98,31 +99,14 @@ pub struct Record {
     pub metrics: MetricsOption,
     /// Which executables the collector hands over for the names in them: none, those that cannot be
     /// found from here, or all that have samples.
-    #[arg(long, value_enum, value_name = "WHICH", default_value = "missing")]
-    pub share_executables: ShareExecutables,
+    #[arg(long, value_name = "WHICH", default_value = "missing", value_parser = PossibleValuesParser::new(Share::ALL.map(Share::name)).try_map(|name| name.parse::<Share>()))]
+    pub share_executables: Share,
     /// The collector to start, instead of the one beside this program or in PATH.
     #[arg(long, value_name = "FILE")]
     pub collector: Option<PathBuf>,
     /// A command to run and sample, with its children, until it ends.
     #[arg(last = true, value_name = "COMMAND")]
     pub command: Vec<std::ffi::OsString>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Unwind {
-    /// By the unwind tables of executables, and by frame pointers through code made at run time.
-    Auto,
-    /// By unwind tables alone.
-    Dwarf,
-    /// By frame pointers alone.
-    Fp,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum ShareExecutables {
-    Never,
-    Missing,
-    Always,
 }
 
 /// How flame graphs are drawn.

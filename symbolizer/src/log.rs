@@ -283,7 +283,8 @@ impl Log {
         }
     }
 
-    /// Adds an epoch to the profile, pins its files, and tells which artifacts and files to ask for.
+    /// Adds an epoch to the profile, pins its files, and tells which artifacts and files to ask
+    /// for.
     fn take_epoch(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
         let met = self.assembler.take(epoch)?;
         let mut want = self.assembler.wanted();

@@ -244,8 +244,8 @@ impl Pprof {
         lines.map(|(function, ..)| function.as_str()).collect()
     }
 
-    /// Share of the samples whose leaf is in `function`, in percent. What the kernel does on top of a
-    /// program is its own: beside a busy neighbour it handles interrupts of others there.
+    /// Share of the samples whose leaf is in `function`, in percent. What the kernel does on top of
+    /// a program is its own: beside a busy neighbour it handles interrupts of others there.
     pub(crate) fn share_of(&self, function: &str) -> f64 {
         let leaf = |sample: &&Sample| {
             let user = sample.locations.iter().find(|id| self.file_of(**id) != "[kernel]");

@@ -2,7 +2,8 @@
 //!
 //! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
 //! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
-//! pages and rows, number of the first page, length of the build-id, machine; the build-id, rules of
+//! pages and rows, number of the first page, length of the build-id, machine; the build-id, rules
+//! of
 //! 24 bytes, rows of each page, rows.
 
 use stackwire_collector_ebpf::tables::row;

@@ -50,7 +50,8 @@ struct Ring {
 }
 
 impl PerfEvent {
-    /// Opens an event on `cpu` for all tasks but idle, disabled. `first`: of this CPU, if it is not the first itself.
+    /// Opens an event on `cpu` for all tasks but idle, disabled. `first`: of this CPU, if it is not
+    /// the first itself.
     ///
     /// # Errors
     /// The system calls': `EACCES` without `CAP_PERFMON`, `ENOENT` where the hardware has no such

@@ -251,7 +251,7 @@ impl<'a> Reader<'a> {
             };
             lines.push(Line {
                 function: name.to_owned(),
-                file: self.text(function.filename)?.to_owned(),
+                file: self.text(function.filename)?.into(),
                 line: u32::try_from(line.line).unwrap_or(0),
             });
         }

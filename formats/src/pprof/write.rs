@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use flate2::{Compression, GzBuilder};
 use prost::Message;
@@ -148,7 +149,7 @@ struct Writer<'a> {
     locations: Vec<proto::Location>,
     location_ids: FxHashMap<LocationId, u64>,
     functions: Vec<proto::Function>,
-    function_ids: HashMap<(u64, String, String), u64>,
+    function_ids: HashMap<(u64, String, Arc<str>), u64>,
     columns: Columns,
 }
 

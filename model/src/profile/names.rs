@@ -96,7 +96,7 @@ pub struct Line {
     /// Demangled name.
     pub function: String,
     /// Source file, empty when unknown.
-    pub file: String,
+    pub file: Arc<str>,
     /// Line, 0 when unknown.
     pub line: u32,
 }

@@ -38,8 +38,8 @@ impl Series {
         given.unwrap_or(&self.event.weight)
     }
 
-    /// Whether shares are of samples, since one weighs as much as another. Otherwise they are of what
-    /// samples weigh.
+    /// Whether shares are of samples, since one weighs as much as another. Otherwise they are of
+    /// what samples weigh.
     #[must_use]
     pub fn weighs_evenly(&self) -> bool {
         self.types.is_none() && (self.event.is_clock() || self.event.name.is_empty())

@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Kept, Names, Profile, Session, SessionError, Share, Sources, Unwind};
+use stackwire::{Builder, Kept, Names, Profile, Session, SessionError, Sources};
 
 use super::Failure;
 use super::output::{Outputs, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
-use crate::cli::{self, Record, ShareExecutables};
+use crate::cli::Record;
 use crate::say::say;
 
 /// Without `--duration`, as perf-agent has it.
@@ -184,16 +184,8 @@ fn start(
         .sample_rate(arguments.sample_rate)
         .kernel_stacks(arguments.kernel_stacks)
         .events(arguments.event.clone())
-        .unwind(match arguments.unwind {
-            cli::Unwind::Auto => Unwind::Auto,
-            cli::Unwind::Dwarf => Unwind::Tables,
-            cli::Unwind::Fp => Unwind::FramePointers,
-        })
-        .share_executables(match arguments.share_executables {
-            ShareExecutables::Never => Share::Never,
-            ShareExecutables::Missing => Share::Missing,
-            ShareExecutables::Always => Share::Always,
-        })
+        .unwind(arguments.unwind)
+        .share_executables(arguments.share_executables)
         .follow(arguments.follow || command.is_some());
     for &pid in arguments.pid.iter().chain(&command) {
         builder = builder.pid(pid);

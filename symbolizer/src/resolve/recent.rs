@@ -63,10 +63,10 @@ impl Recent {
 /// A frame of a table as a line of a profile.
 fn line(frame: Frame<'_>, readable: bool) -> Line {
     let function = match readable {
-        false => frame.function.to_owned(),
-        true => frame.readable().map_or_else(|| demangle(frame.function), str::to_owned),
+        false => frame.function().to_owned(),
+        true => frame.readable().map_or_else(|| demangle(frame.function()), str::to_owned),
     };
-    Line { function, file: frame.file.to_owned(), line: frame.line }
+    Line { function, file: frame.file(), line: frame.line }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //! of code that is not all there.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::{Function, Functions, Made};
 
@@ -45,7 +46,7 @@ struct Dump<'a> {
     /// How many lines the code that comes next has, and they, by its address.
     lines: HashMap<u64, (u64, Reader<'a>)>,
     line_count: usize,
-    files: Vec<String>,
+    files: Vec<Arc<str>>,
     file_numbers: HashMap<String, u32>,
 }
 
@@ -183,7 +184,7 @@ impl<'a> Dump<'a> {
 
     fn file(&mut self, name: &str) -> u32 {
         *self.file_numbers.entry(name.to_owned()).or_insert_with(|| {
-            self.files.push(name.to_owned());
+            self.files.push(name.into());
             (self.files.len() - 1) as u32
         })
     }
@@ -300,7 +301,7 @@ mod tests {
 
     fn at(functions: &Functions, address: u64) -> (String, String, u32) {
         let line = functions.line(address).unwrap_or_default();
-        (line.function, line.file, line.line)
+        (line.function, line.file.to_string(), line.line)
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod name;
 mod perf_map;
 
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 pub use self::jitdump::parse as parse_jitdump;
 pub use self::perf_map::parse as parse_perf_map;
@@ -46,7 +47,7 @@ pub struct Functions {
     /// In the order of the file.
     made: Vec<Made>,
     functions: Vec<Function>,
-    files: Vec<String>,
+    files: Vec<Arc<str>>,
 }
 
 /// Functions looked at, for one address, from the last one on; and for all.
@@ -76,7 +77,7 @@ impl Functions {
         if let Some(&(_, file, number)) = after.checked_sub(1).and_then(|at| function.lines.get(at))
             && let Some(file) = self.files.get(file as usize)
         {
-            line.file.clone_from(file);
+            line.file = Arc::clone(file);
             line.line = number;
         }
         Some(line)

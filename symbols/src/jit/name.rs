@@ -13,7 +13,7 @@ pub fn line(name: &str) -> Line {
 
 fn python(name: &str) -> Option<Line> {
     let (function, file) = name.strip_prefix("py::")?.rsplit_once(":/")?;
-    Some(Line { function: function.to_owned(), file: format!("/{file}"), line: 0 })
+    Some(Line { function: function.to_owned(), file: format!("/{file}").into(), line: 0 })
 }
 
 fn script(name: &str) -> Option<Line> {
@@ -26,7 +26,7 @@ fn script(name: &str) -> Option<Line> {
     let (_column, number, file) = (parts.next()?, parts.next()?, parts.next()?);
     let line = number.parse().ok()?;
     let function = if function.is_empty() { "(anonymous)" } else { function };
-    Some(Line { function: function.to_owned(), file: file.to_owned(), line })
+    Some(Line { function: function.to_owned(), file: file.into(), line })
 }
 
 /// `instance void [System.Private.CoreLib] System.Threading.Thread::StartCallback()[PreStub]`.
@@ -50,7 +50,7 @@ fn dotnet(name: &str) -> Option<Line> {
     let is_one = !before.is_empty()
         && function.contains("::")
         && known.iter().any(|known| tier.starts_with(known));
-    is_one.then(|| Line { function: function.to_owned(), file: module.to_owned(), line: 0 })
+    is_one.then(|| Line { function: function.to_owned(), file: module.into(), line: 0 })
 }
 
 fn wasm(name: &str) -> Option<Line> {
@@ -60,7 +60,7 @@ fn wasm(name: &str) -> Option<Line> {
     let (index, named) = rest.split_once("::").unwrap_or((rest, rest));
     index.starts_with("function[").then(|| Line {
         function: named.to_owned(),
-        file: module.to_owned(),
+        file: module.into(),
         line: 0,
     })
 }
@@ -75,7 +75,7 @@ mod tests {
     fn names_are_taken_apart() {
         let parts = |name| {
             let line = line(name);
-            (line.function, line.file, line.line)
+            (line.function, line.file.to_string(), line.line)
         };
         let is = |function: &str, file: &str, line| (function.to_owned(), file.to_owned(), line);
         assert_eq!(parts("py::leafy:/a b/x.py"), is("leafy", "/a b/x.py", 0));

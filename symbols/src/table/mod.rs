@@ -9,18 +9,21 @@
 //! | part | words an entry | what |
 //! |---|---|---|
 //! | header | 16 | magic with version, checksum (XXH3 of all that follows it), base, counts |
-//! | segments | 6 | file offset, address, size: how offsets in the file become addresses |
-//! | starts | 1 | first address of each range, less the base, ascending |
-//! | leaves | 1 | node of each range, 0 for none |
+//! | nodes | 8 | function, readable name, file, line, caller |
+//! | ranges | 2 | first address, less the base, ascending; node, 0 for none |
 //! | buckets | 1 | first range at or after each multiple of 2^shift: what a search starts from |
-//! | nodes | 7 | function (place, length and kind), file (place, length), line, node of the frame it is inlined into, place of the readable name |
-//! | bounds | 3 | first address and length of each function that has addresses no name covers, ascending |
-//! | text | – | names, raw (mangled), then readable ones, each with a zero byte behind it; UTF-8 |
+//! | segments | 6 | file offset, address, size: how offsets in the file become addresses |
+//! | bounds | 3 | first address and length of each function with addresses no name covers |
+//! | files | 2 | place and length of a path |
+//! | text | – | names, raw (mangled), then paths and readable names; UTF-8 |
 //!
-//! A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same way.
-//! An address costs one bucket, a search among the few ranges of it, and a step a frame. Nothing is
-//! allocated. Nodes hold the places of their names, not numbers of functions and files: a third
-//! larger, and one cache line a frame instead of three.
+//! Of a node, a name is a place in the text and a length, with the kind beside that of the
+//! function; a file is its number, from 1 on; the caller is the node of the frame it is inlined
+//! into. A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same
+//! way. An address costs one bucket, a search among the few ranges of it, and a step a frame.
+//! Nothing is allocated. What is large is read at random, and costs what its cache lines cost: a
+//! node is half of one. To give functions numbers, as files have, would be a third smaller, and
+//! another line for each frame.
 //!
 //! Names are kept as the producer wrote them, for `--no-demangle`, and made readable once, when the
 //! table is written: another demangler takes another version.
@@ -50,12 +53,14 @@
 //! - 3: bounds.
 //! - 4: GHC's functions; no piece of code with a line and no name.
 //! - 5: readable names.
+//! - 6: nodes of half a cache line, ranges with their nodes, files by number.
 
 mod readable;
 mod text;
 mod write;
 
 use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
 use stackwire_elf::{Bytes, Segment};
 
@@ -63,11 +68,17 @@ use self::text::Text;
 pub use self::write::{NodeKey, Writer};
 
 /// Magic with the version in its last byte.
-const MAGIC: [u8; 8] = *b"SWTABLE\x05";
+const MAGIC: [u8; 8] = *b"SWTABLE\x06";
 /// Bytes of the header.
 const HEADER: usize = 64;
 /// Words of a node.
-const NODE: usize = 7;
+const NODE: usize = 8;
+/// Words of a range.
+const RANGE: usize = 2;
+/// Words of a segment.
+const SEGMENT: usize = 6;
+/// Words of a file.
+const FILE: usize = 2;
 /// In place of the readable name of what has none.
 const NO_TEXT: u32 = u32::MAX;
 /// Words of the bounds of a function.
@@ -120,23 +131,37 @@ pub enum TableError {
 /// A frame: a function, and where in it.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame<'t> {
-    /// Name as the producer wrote it, empty when there is none.
-    pub function: &'t str,
-    /// Source file, empty when unknown.
-    pub file: &'t str,
     /// Line, 0 when unknown.
     pub line: u32,
     /// Where the name is from.
     pub kind: Kind,
-    readable: u32,
-    text: &'t Text,
+    table: &'t Table,
+    function: (u32, u32),
+    readable: (u32, u32),
+    file: u32,
 }
 
 impl<'t> Frame<'t> {
+    /// Name as the producer wrote it, empty when there is none.
+    #[must_use]
+    pub fn function(&self) -> &'t str {
+        self.table.text.get(self.function)
+    }
+
     /// The readable form of its name, where the table has one; else it is made by `demangle`.
     #[must_use]
     pub fn readable(&self) -> Option<&'t str> {
-        (self.readable != NO_TEXT).then(|| self.text.ended(self.readable))
+        (self.readable.0 != NO_TEXT).then(|| self.table.text.get(self.readable))
+    }
+
+    /// Source file, empty when unknown.
+    #[must_use]
+    pub fn file(&self) -> Arc<str> {
+        let index = (self.file as usize).checked_sub(1);
+        let (table, Some(index)) = (self.table, index) else { return Arc::default() };
+        let Some(file) = table.file_names.get(index) else { return Arc::default() };
+        let word = |at| table.word(table.files, index * FILE + at).unwrap_or(0);
+        Arc::clone(file.get_or_init(|| table.text.get((word(0), word(1))).into()))
     }
 }
 
@@ -147,12 +172,14 @@ pub struct Table {
     checksum: u64,
     base: u64,
     shift: u32,
-    segments: Part,
-    starts: Part,
-    leaves: Part,
-    buckets: Part,
     nodes: Part,
+    ranges: Part,
+    buckets: Part,
+    segments: Part,
     bounds: Part,
+    files: Part,
+    /// Paths that were asked for: many frames share one.
+    file_names: Box<[OnceLock<Arc<str>>]>,
     text: Text,
     best: Option<Kind>,
 }
@@ -187,27 +214,29 @@ impl Table {
             at += words * 4;
             found
         };
-        let (segments, starts, leaves) = (part(word(24), 6), part(word(28), 1), part(word(28), 1));
-        let (buckets, nodes) = (part(word(32), 1), part(word(36), NODE));
-        let bounds = part(word(48), BOUND);
-        let (shift, best) = (word(40), Kind::ALL.get(word(44) as usize).copied());
+        let (nodes, ranges) = (part(word(24), NODE), part(word(28), RANGE));
+        let (buckets, segments) = (part(word(32), 1), part(word(36), SEGMENT));
+        let (bounds, files) = (part(word(40), BOUND), part(word(44), FILE));
+        let (shift, best) = (word(48), Kind::ALL.get(word(52) as usize).copied());
         if shift >= 32 {
             return Err(TableError::Cut);
         }
         let base = long(16);
         let text = Text::new(bytes.clone(), at).ok_or(TableError::Cut)?;
         let checksum = long(8);
+        let file_names = (0..files.words / FILE).map(|_| OnceLock::new()).collect();
         Ok(Self {
             bytes,
             checksum,
             base,
             shift,
-            segments,
-            starts,
-            leaves,
-            buckets,
             nodes,
+            ranges,
+            buckets,
+            segments,
             bounds,
+            files,
+            file_names,
             text,
             best,
         })
@@ -230,10 +259,10 @@ impl Table {
 
     /// Segments of the executable; none when only its debug file was at hand.
     pub fn segments(&self) -> impl Iterator<Item = Segment> {
-        (0..self.segments.words / 6).map(|index| {
+        (0..self.segments.words / SEGMENT).map(|index| {
             let long = |at| {
                 let word = |at| u64::from(self.word(self.segments, at).unwrap_or(0));
-                word(index * 6 + at) | word(index * 6 + at + 1) << 32
+                word(index * SEGMENT + at) | word(index * SEGMENT + at + 1) << 32
             };
             Segment { offset: long(0), address: long(2), size: long(4) }
         })
@@ -249,13 +278,13 @@ impl Table {
     /// several times.
     pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
         let mut before = "";
-        (0..self.starts.words).filter_map(move |index| {
-            let node = self.word(self.leaves, index)?;
+        (0..self.ranges.words / RANGE).filter_map(move |index| {
+            let node = self.word(self.ranges, index * RANGE + 1)?;
             let name = Frames { table: self, node, left: MAX_CHAIN }.last();
-            let name = name.map_or("", |frame| frame.function);
+            let name = name.map_or("", |frame| frame.function());
             let new = name != before && !name.is_empty();
             before = name;
-            let start = self.word(self.starts, index)?;
+            let start = self.word(self.ranges, index * RANGE)?;
             new.then_some((self.base + u64::from(start), name))
         })
     }
@@ -292,10 +321,11 @@ impl Table {
         // before it.
         let first = self.word(self.buckets, bucket)? as usize;
         let end = self.word(self.buckets, bucket + 1)? as usize;
-        let starts = self.bytes.get(self.starts.at + first * 4..self.starts.at + end * 4)?;
-        let (words, _) = starts.as_chunks::<4>();
-        let inside = words.partition_point(|start| u32::from_le_bytes(*start) <= address);
-        self.word(self.leaves, (first + inside).checked_sub(1)?)
+        let bytes = |index: usize| self.ranges.at + index * RANGE * 4;
+        let (ranges, _) = self.bytes.get(bytes(first)..bytes(end))?.as_chunks::<{ RANGE * 4 }>();
+        // The lower half is the start.
+        let inside = ranges.partition_point(|range| u64::from_le_bytes(*range) as u32 <= address);
+        self.word(self.ranges, (first + inside).checked_sub(1)? * RANGE + 1)
     }
 
     fn word(&self, part: Part, index: usize) -> Option<u32> {
@@ -324,17 +354,17 @@ impl<'t> Iterator for Frames<'t> {
         let table = self.table;
         let at = table.nodes.at + index * NODE * 4;
         let (words, _) = table.bytes.get(at..at + NODE * 4)?.as_chunks::<4>();
-        let [name, name_length, file, file_length, line, parent, readable] =
+        let [name, name_length, readable, readable_length, file, line, caller, _] =
             <[[u8; 4]; NODE]>::try_from(words).ok()?.map(u32::from_le_bytes);
-        self.node = parent;
+        self.node = caller;
         let kind = name_length & ((1 << KIND_BITS) - 1);
         Some(Frame {
-            function: table.text.get(name, name_length >> KIND_BITS),
-            file: table.text.get(file, file_length),
             line,
             kind: Kind::ALL.get(kind as usize).copied().unwrap_or(Kind::Dynsym),
-            readable,
-            text: &table.text,
+            table,
+            function: (name, name_length >> KIND_BITS),
+            readable: (readable, readable_length),
+            file,
         })
     }
 }

@@ -1,5 +1,5 @@
-//! Readable names of a table's functions, made once, when it is written: to make one takes ten times
-//! as long as to look an address up.
+//! Readable names of a table's functions, made once, when it is written: to make one takes ten
+//! times as long as to look an address up.
 //!
 //! What is not made here is tried at each look-up: names that are not mangled, those that are
 //! mangled in another way than they should be, and those of a file whose readable names would be
@@ -52,8 +52,7 @@ fn of_chunk(first: usize, names: &[&str]) -> Vec<(usize, String)> {
         let cost = TRIED + text.as_ref().map_or(0, String::len);
         let Some(rest) = left.checked_sub(cost) else { break };
         left = rest;
-        // Text ends with a zero byte in the table.
-        made.extend(text.filter(|text| !text.contains('\0')).map(|text| (index, text)));
+        made.extend(text.map(|text| (index, text)));
     }
     made
 }

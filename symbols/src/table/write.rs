@@ -4,7 +4,7 @@ use rustc_hash::FxHashMap;
 use stackwire_elf::Segment;
 
 use super::readable::readable;
-use super::{BOUND, HEADER, KIND_BITS, Kind, MAGIC, NO_TEXT, NODE};
+use super::{BOUND, FILE, HEADER, KIND_BITS, Kind, MAGIC, NO_TEXT, NODE, RANGE};
 
 /// A frame in a table being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -140,55 +140,58 @@ impl Writer {
 
         let mut out = Vec::with_capacity(
             HEADER
-                + starts.len() * 8
+                + starts.len() * RANGE * 4
                 + buckets.len() * 4
                 + self.node_words.len() * NODE * 4
                 + bounds.len() * BOUND * 4
+                + self.file_words.len() * FILE * 4
                 + self.text.len(),
         );
         out.extend(MAGIC);
         out.extend([0; 8]);
         out.extend(base.to_le_bytes());
         let counts = [
-            self.segments.len(),
+            self.node_words.len(),
             starts.len(),
             buckets.len(),
-            self.node_words.len(),
+            self.segments.len(),
+            bounds.len(),
+            self.file_words.len(),
             shift as usize,
             // Beyond all kinds when there is none.
             self.functions.keys().map(|&(_, kind)| kind as usize).min().unwrap_or(usize::MAX),
-            bounds.len(),
         ];
         out.extend(counts.iter().flat_map(|&count| (count as u32).to_le_bytes()));
         out.resize(HEADER, 0);
+        for node in &self.node_words {
+            let [name, name_length] = self.function_words[node.function as usize];
+            let (readable, readable_length) = readable[node.function as usize];
+            let file = node.file.map_or(0, |file| file + 1);
+            let (line, caller) = (node.line, node.parent);
+            let words: [u32; NODE] =
+                [name, name_length, readable, readable_length, file, line, caller, 0];
+            out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        }
+        let ranges = starts.iter().flat_map(|&(start, leaf)| [start, leaf]);
+        out.extend(ranges.flat_map(u32::to_le_bytes));
+        out.extend(buckets.iter().flat_map(|word| word.to_le_bytes()));
         for segment in &self.segments {
             let longs = [segment.offset, segment.address, segment.size];
             out.extend(longs.iter().flat_map(|long| long.to_le_bytes()));
-        }
-        out.extend(starts.iter().flat_map(|(start, _)| start.to_le_bytes()));
-        out.extend(starts.iter().flat_map(|(_, leaf)| leaf.to_le_bytes()));
-        out.extend(buckets.iter().flat_map(|word| word.to_le_bytes()));
-        for node in &self.node_words {
-            let [name, name_length] = self.function_words[node.function as usize];
-            let [file, file_length] =
-                node.file.map_or([0, 0], |file| self.file_words[file as usize]);
-            let readable = readable[node.function as usize];
-            let words: [u32; NODE] =
-                [name, name_length, file, file_length, node.line, node.parent, readable];
-            out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
         }
         for Range { start, end, .. } in bounds {
             let words = [start as u32, (start >> 32) as u32, (end - start) as u32];
             out.extend(words.iter().flat_map(|word| word.to_le_bytes()));
         }
+        out.extend(self.file_words.iter().flatten().flat_map(|word| word.to_le_bytes()));
         out.extend(&self.text);
         let checksum = xxhash_rust::xxh3::xxh3_64(&out[16..]);
         out[8..16].copy_from_slice(&checksum.to_le_bytes());
         out
     }
 
-    /// Adds the readable names of all functions; where each begins, [`NO_TEXT`] for none.
-    fn readable(&mut self) -> Vec<u32> {
+    /// Adds the readable names of all functions; place and length of each, [`NO_TEXT`] for none.
+    fn readable(&mut self) -> Vec<(u32, u32)> {
         let names: Vec<&str> = self
             .function_words
             .iter()
@@ -198,12 +201,11 @@ impl Writer {
             })
             .collect();
         let made = readable(&names);
-        let mut places = vec![NO_TEXT; self.function_words.len()];
+        let mut places = vec![(NO_TEXT, 0); self.function_words.len()];
         for (function, name) in made {
-            if self.text.len() + name.len() < MAX_TEXT {
-                places[function] = self.text.len() as u32;
+            if self.text.len() + name.len() <= MAX_TEXT {
+                places[function] = (self.text.len() as u32, name.len() as u32);
                 self.text.extend(name.as_bytes());
-                self.text.push(0);
             }
         }
         places
@@ -359,7 +361,7 @@ mod tests {
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
         let frames: Vec<_> = table
             .lookup(0x100f)
-            .map(|f| (f.function.to_owned(), f.file.to_owned(), f.line))
+            .map(|f| (f.function().to_owned(), f.file().to_string(), f.line))
             .collect();
         assert_eq!(
             frames,
@@ -378,7 +380,7 @@ mod tests {
             writer.range(at, at + 8, leaf);
         }
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
-        let names = [0, 8, 16].map(|at| table.lookup(at).next().unwrap().function);
+        let names = [0, 8, 16].map(|at| table.lookup(at).next().unwrap().function());
         assert_eq!(names, ["", "named", ""]);
     }
 
@@ -393,7 +395,7 @@ mod tests {
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
         let names = [0, 8, 16].map(|at| {
             let frame = table.lookup(at).next().unwrap();
-            (frame.function, frame.readable())
+            (frame.function(), frame.readable())
         });
         let expected = [
             ("_Z4workm", Some("work(unsigned long)")),
