@@ -1,7 +1,9 @@
 //! A capture from start to stop, for `main.rs` and for programs that embed the collector.
 
+mod prepare;
+
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,28 +11,21 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use stackwire_collector_ebpf as abi;
-use stackwire_model::{Share, Unwind as Walk};
+use stackwire_model::Unwind as Walk;
 use stackwire_proto::v1::CollectorMessage;
-use stackwire_rights::capabilities::{self, CapabilitySet};
+use stackwire_rights::capabilities;
 
-use crate::artifact::{Artifact, Hash, Kind};
-use crate::clock::{now_ns, realtime_ns};
+use self::prepare::prepare;
 use crate::config::{Config, ConfigError, Destination, Scope};
 use crate::handover::Handover;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::host::jit::Snapshots;
-use crate::host::kernel_names::KernelNames;
-use crate::host::{Identity, kallsyms, vdso};
 use crate::outbox::Outbox;
-use crate::pipeline::{Pipeline, Summary};
-use crate::priority::Raised;
-use crate::process::{Processes, family};
-use crate::sampler::{Filter, Sampler, SamplerError};
+use crate::pipeline::Summary;
+use crate::sampler::SamplerError;
 use crate::sink::{self, SinkError};
-use crate::unwind::{Sources, Unwind};
-use crate::wire::{self, Head, References, Sampling};
+use crate::unwind::Sources;
 
 /// A capture that could not start or finish.
 #[derive(Debug, thiserror::Error)]
@@ -299,149 +294,6 @@ fn deliver(
         outbox.stop(error.to_string());
     }
     result
-}
-
-/// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
-/// mappings of other users' processes.
-const KEPT: CapabilitySet = CapabilitySet::PERFMON;
-/// Looks for children that are not followed yet. Who forks all the time is soon followed by the
-/// kernel side alone.
-const MAX_LOOKS: usize = 8;
-
-/// Everything that needs a capability, then the drop of those not needed any more.
-fn prepare(
-    config: &Config,
-    (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
-    sources: Sources,
-) -> Result<(CollectorMessage, Pipeline), SessionError> {
-    let (filter, asked, sampling) = describe(config)?;
-    let raised = Raised::for_now();
-    let mut sampler = Sampler::start(&filter, &config.events, config.frequency)?;
-    drop(raised);
-    let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
-    let wanted = asked.as_deref().map(family);
-    let mut processes = Processes::new(wanted.as_deref(), filter.follow);
-    processes.scan();
-    let unwind = match config.unwind {
-        Walk::FramePointers => None,
-        _ => {
-            let tables = sampler.take_tables()?;
-            let unwind = Unwind::start(tables, sources, &mut processes, wanted.is_some());
-            let error = |error| SessionError::Internal(format!("cannot set up unwinding: {error}"));
-            Some(unwind.map_err(error)?)
-        }
-    };
-    if let Some(mut admitted) = wanted {
-        sampler.admit(&admitted)?;
-        // Children of before the admission; from it on the kernel side takes them along by itself.
-        // Each look finds those born between the one before and what was admitted by it: of ever
-        // fewer parents.
-        for _ in 0..MAX_LOOKS {
-            let late: Vec<u32> =
-                family(&admitted).into_iter().filter(|pid| !admitted.contains(pid)).collect();
-            if late.is_empty() {
-                break;
-            }
-            processes.want(&late);
-            sampler.admit(&late)?;
-            admitted.extend(late);
-        }
-    }
-    let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
-    let mut references = References::default();
-    let mut layout = kallsyms::KernelLayout::default();
-    let mut names = KernelNames::default();
-    if config.kernel_stacks {
-        // Without it kernel frames stay unnamed, which the report says; the capture is still worth
-        // it.
-        let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
-        let (parsed, snapshot) = kallsyms::parse(&text);
-        drop(text);
-        layout = parsed;
-        // Apart: programs come and go, ours at each start, and the rest is the same kernel until
-        // the next boot.
-        if !snapshot.is_empty() {
-            let (programs, kernel) = kallsyms::split_programs(&snapshot);
-            references.kernel = Some(Hash::of_parts(&kernel.map(str::as_bytes)));
-            references.programs = Some(Hash::of(programs.as_bytes()));
-        }
-        names = KernelNames::new(snapshot);
-    }
-    if let Some(image) = vdso::image() {
-        let artifact = Artifact::new(Kind::Vdso, image);
-        references.vdso = Some(artifact.hash);
-        outbox.add_artifact(artifact, None);
-    }
-    capabilities::keep(KEPT)
-        .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
-
-    // Not secret, only different: never to wait for entropy, as early at boot, while samples pile
-    // up.
-    let mut capture_id = [0; 16];
-    rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::INSECURE)
-        .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
-    let identity = Identity::read();
-    let share_all = config.share == Share::Always;
-    let (host, epoch) = (identity.clone(), config.epoch);
-    let head = Head { capture_id, identity: host, clocks, sampling, share_all, epoch };
-    let times = (started, clocks.0, config.epoch);
-    let parts = (sampler, processes, unwind);
-    let (kernel, host) = ((layout, names), (identity, references));
-    let pipeline = Pipeline::new(parts, kernel, host, (jit, handover, outbox), times);
-    Ok((wire::hello(&head), pipeline))
-}
-
-fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), SessionError> {
-    let mut sampling = Sampling {
-        events: config.events.clone(),
-        frequency: config.frequency,
-        kernel_stacks: config.kernel_stacks,
-        ..Sampling::default()
-    };
-    let mut filter = Filter { events: config.events.len(), ..Filter::default() };
-    let counted = config.events.iter().enumerate().filter(|(_, event)| event.is_counted_singly());
-    filter.config.counted = counted.fold(0, |bits, (index, _)| bits | 1 << index);
-    filter.config.interval_ns = 1_000_000_000 / config.frequency.max(1);
-    filter.config.kernel_stacks = config.kernel_stacks.into();
-    let walk = match config.unwind {
-        Walk::Auto => abi::Unwind::Auto,
-        Walk::Tables => abi::Unwind::Tables,
-        Walk::FramePointers => abi::Unwind::FramePointers,
-    };
-    filter.config.unwind = walk as u32;
-    let mut wanted = None;
-    match &config.scope {
-        Scope::All => filter.config.scope = abi::Scope::All as u32,
-        Scope::Processes { pids, follow } => {
-            filter.config.scope = abi::Scope::Processes as u32;
-            filter.follow = *follow;
-            sampling.pids.clone_from(pids);
-            sampling.follow = *follow;
-            wanted = Some(pids.clone());
-        }
-        Scope::Cgroup(path) => {
-            let not_one = || ConfigError::NotACgroup(path.clone());
-            let (id, level) = as_user(|| cgroup(path))?.ok_or_else(not_one)?;
-            filter.config.scope = abi::Scope::Cgroup as u32;
-            filter.config.cgroup_id = id;
-            filter.config.cgroup_level = level;
-            sampling.cgroup = path.display().to_string();
-        }
-    }
-    Ok((filter, wanted, sampling))
-}
-
-/// Id of a cgroup (the inode of its directory) and its depth below the root of the hierarchy.
-fn cgroup(path: &Path) -> Option<(u64, u32)> {
-    let path = path.canonicalize().ok()?;
-    let metadata = std::fs::metadata(&path).ok()?;
-    // The root of the hierarchy is where the file system begins.
-    let level = path
-        .ancestors()
-        .skip(1)
-        .take_while(|up| std::fs::metadata(up).is_ok_and(|up| up.dev() == metadata.dev()))
-        .count();
-    Some((metadata.ino(), level as u32))
 }
 
 /// Opens a capture file, emptied only once sampling has started: what is there may be a capture

@@ -1,7 +1,7 @@
 //! `make bench`, third part: nanoseconds an address in this process, with whole chains of inlined
-//! calls: from a compiled table (budget 150); with readable names at the first look (budget 400), on
-//! average over many rounds and in the first of a process, which pays for new memory besides; and
-//! from the answers of late (budget 50).
+//! calls: from a compiled table (budget 150); with readable names at the first look (budget 400),
+//! on average over many rounds and in the first of a process, which pays for new memory besides;
+//! and from the answers of late (budget 50).
 
 #![expect(clippy::print_stdout, reason = "it prints what it measures")]
 

@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 
 use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
 
-use super::living_task;
+use super::life::living_task;
 use crate::event::Mapped;
 
 /// Executable mappings of `pid`, by address.

@@ -9,6 +9,7 @@ pub mod cgroup;
 pub mod executable;
 mod family;
 mod image;
+mod life;
 pub mod maps;
 pub mod text;
 pub mod user;
@@ -21,6 +22,8 @@ use std::rc::Rc;
 use self::executable::{Executables, Kind};
 pub use self::family::family;
 pub use self::image::{Mapping, Mappings, Process};
+use self::life::is_running;
+pub use self::life::{has_ended, living_task};
 pub use self::wanted::Wanted;
 use crate::clock::now_ns;
 use crate::event::{Change, Event};
@@ -402,40 +405,6 @@ impl Processes {
             }
         }
     }
-}
-
-/// A thread that lives on in a process whose main thread has ended; `/proc` has its memory under
-/// its own number. None where the main thread lives.
-#[must_use]
-pub fn living_task(pid: u32) -> Option<u32> {
-    let state = |task: u32| {
-        let stat = text::read(format!("/proc/{task}/stat")).ok()?;
-        stat.rsplit_once(") ")?.1.chars().next()
-    };
-    let ended = |task| matches!(state(task), Some('Z' | 'X') | None);
-    if !ended(pid) {
-        return None;
-    }
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
-    let mut tasks = tasks.filter_map(|task| task.file_name().to_str()?.parse::<u32>().ok());
-    tasks.find(|&task| task != pid && !ended(task))
-}
-
-/// Whether the process has a thread left: its main thread may have ended before the others.
-fn is_running(pid: u32) -> bool {
-    text::read(format!("/proc/{pid}/stat")).is_ok_and(|stat| !has_ended(&stat))
-}
-
-/// Whether `/proc/PID/stat` is of a process without a thread that runs: a zombie (or dead) and
-/// alone.
-#[must_use]
-pub fn has_ended(stat: &str) -> bool {
-    // proc_pid_stat(5): state is field 3, num_threads field 20; the name before them may hold
-    // anything, so they are counted from behind its last parenthesis.
-    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
-    let ended = matches!(fields.next(), Some("Z" | "X"));
-    let threads: u32 = fields.nth(16).and_then(|threads| threads.parse().ok()).unwrap_or(0);
-    ended && threads <= 1
 }
 
 /// The jitdump among what a process has mapped, its own rather than its parent's, and how to open

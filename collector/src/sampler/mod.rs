@@ -7,6 +7,7 @@
 mod btf;
 pub(crate) mod mapped;
 mod object;
+mod offsets;
 mod pace;
 mod perf_event;
 

@@ -9,14 +9,14 @@ use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
 use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
-use stackwire_collector_ebpf::vma::Layout;
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, PICK, Picker, SAMPLE, Unwind, WALK,
 };
 use zerocopy::IntoBytes;
 
-use super::btf::{Btf, BtfError};
+use super::btf::BtfError;
 use super::mapped::Mapped;
+use super::offsets::offsets;
 use crate::arch;
 use crate::unwind::Descriptors;
 
@@ -84,7 +84,9 @@ impl Object {
     /// See [`LoadError`].
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
         let object = arch::OBJECT.ok_or(LoadError::NoObject)?;
-        let (config, layout) = offsets(filter)?;
+        let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
+        let (config, layout) = offsets(filter.config, &btf)?;
+        drop(btf);
         let mut ebpf = loader()
             .override_global("CONFIG", config.as_bytes(), true)
             .override_global("LAYOUT", layout.as_bytes(), true)
@@ -251,83 +253,6 @@ fn loader() -> EbpfLoader<'static> {
     std::thread::spawn(without).join().unwrap_or_else(|_panicked| EbpfLoader::new())
 }
 
-/// The configuration with the offsets of the running kernel, and those of its tree of mappings.
-fn offsets(filter: &Filter) -> Result<(Config, Layout), LoadError> {
-    let bytes = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
-    let btf = Btf::new(&bytes)?;
-    let members =
-        ["flags", "pid", "tgid", "group_leader", "start_boottime", arch::THREAD_POINTER, "mm"];
-    let [flags, pid, tgid, group_leader, start_boottime, thread_pointer, mm] =
-        btf.offsets("task_struct", members)?;
-    let config = Config {
-        task_flags: flags,
-        task_pid: pid,
-        task_tgid: tgid,
-        task_group_leader: group_leader,
-        task_start_boottime: start_boottime,
-        task_thread_pointer: thread_pointer,
-        task_mm: mm,
-        collector: std::process::id(),
-        ..filter.config
-    };
-    // Kernels older than 6.1 have another tree: mappings are known there when the collector has
-    // told them.
-    Ok((config, layout(&btf).unwrap_or_default()))
-}
-
-fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
-    // Nodes as they are known, or none at all.
-    let known = btf.offsets("maple_range_64", ["pivot", "slot"])? == [8, 128]
-        && btf.offsets("maple_arange_64", ["pivot", "slot"])? == [8, 80];
-    if !known {
-        return Ok(Layout::default());
-    }
-    let [mm_root] = btf.offsets("mm_struct", ["mm_mt.ma_root"])?;
-    // Without it the vDSO of brief processes is unknown, no more.
-    let [mm_vdso] = btf.offsets("mm_struct", ["context.vdso"]).unwrap_or_default();
-    let members = ["vm_start", "vm_end", "vm_mm", "vm_flags", "vm_pgoff", "vm_file"];
-    let [vma_start, vma_end, vma_mm, vma_flags, vma_page, vma_file] =
-        btf.offsets("vm_area_struct", members)?;
-    let [file_inode] = btf.offsets("file", ["f_inode"])?;
-    let [inode_number, inode_device, inode_size, inode_generation] =
-        btf.offsets("inode", ["i_ino", "i_sb", "i_size", "i_generation"])?;
-    // Since 6.11; since 6.6; before that.
-    let [inode_seconds, inode_nanoseconds] = btf
-        .offsets("inode", ["i_ctime_sec", "i_ctime_nsec"])
-        .or_else(|_| btf.offsets("inode", ["__i_ctime.tv_sec", "__i_ctime.tv_nsec"]))
-        .or_else(|_| btf.offsets("inode", ["i_ctime.tv_sec", "i_ctime.tv_nsec"]))?;
-    let [device_number, device_magic] = btf.offsets("super_block", ["s_dev", "s_magic"])?;
-    let [task_cred, task_files] = btf.offsets("task_struct", ["cred", "files"])?;
-    let [cred_saved] = btf.offsets("cred", ["suid"])?;
-    let [files_table] = btf.offsets("files_struct", ["fdt"])?;
-    let [table_files] = btf.offsets("fdtable", ["fd"])?;
-    Ok(Layout {
-        mm_root,
-        mm_vdso,
-        vma_start,
-        vma_end,
-        vma_mm,
-        vma_flags,
-        vma_page,
-        vma_file,
-        file_inode,
-        inode_number,
-        inode_device,
-        inode_seconds,
-        inode_nanoseconds,
-        inode_size,
-        inode_generation,
-        device_number,
-        device_magic,
-        task_cred,
-        task_files,
-        cred_saved,
-        files_table,
-        table_files,
-        reserved: 0,
-    })
-}
-
 fn program<'a, P>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut P, LoadError>
 where
     &'a mut P: TryFrom<&'a mut Program>,
@@ -413,17 +338,6 @@ fn refusal(text: &str, denied: bool, lockdown: &str) -> LoadError {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_running_kernel_has_a_tree_that_is_known() {
-        let Ok(bytes) = std::fs::read(BTF_PATH) else { return };
-        let btf = Btf::new(&bytes).unwrap();
-        // Kernels older than 6.1 have none.
-        if btf.offsets("maple_range_64", ["pivot"]).is_ok() {
-            let found = layout(&btf).unwrap();
-            assert!(found.mm_root > 0 && found.mm_vdso > 0, "{found:?}");
-        }
-    }
 
     #[test]
     fn a_refusal_says_what_to_do() {

@@ -1,5 +1,6 @@
 //! pprof: `profile.proto`, as every agent writes and `go tool pprof` reads it.
 
+mod mappings;
 mod proto;
 mod read;
 mod write;

@@ -2,29 +2,29 @@
 //! socket, resolves what came. For `stackwire record` and for programs that embed the symbolizer.
 
 mod builder;
+mod stream;
 
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use stackwire_cache::Cache;
-use stackwire_proto::v1;
 use tempfile::NamedTempFile;
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
 
 pub use self::builder::Builder;
-use crate::capture::Assembler;
-use crate::log::{Answer, Closed, Files, Log, LogError};
+use self::stream::OneStream;
+use crate::log::Closed;
 use crate::profile::{Names, Profile, unite};
-use crate::resolve::{Pinned, Sources, lay_out, resolve};
-use crate::server::{Accept, Keep, NotKept, service};
+use crate::resolve::{Sources, lay_out, resolve};
+use crate::server::{NotKept, service};
 
 /// A capture that could not start or finish.
 #[derive(Debug, thiserror::Error)]
@@ -355,67 +355,4 @@ pub fn find_collector() -> Option<PathBuf> {
         .into_iter()
         .chain(std::env::split_paths(&in_path).map(|directory| directory.join(NAME)))
         .find(|path| path.is_file())
-}
-
-/// The log to be, and who is told that the collector has greeted and that its stream is over.
-type Ends = (File, Option<Kept>, Sender<Result<(), NotKept>>, Sender<(Closed, bool)>);
-
-/// Accepts the one stream of a session.
-struct OneStream {
-    cache: Option<Arc<Cache>>,
-    timeline: bool,
-    state: Mutex<Option<Ends>>,
-}
-
-impl Accept for OneStream {
-    fn accept(
-        &self,
-        _hello: &v1::Hello,
-        message: &v1::CollectorMessage,
-    ) -> Result<Box<dyn Keep>, NotKept> {
-        let taken = self.state.lock().ok().and_then(|mut state| state.take());
-        let (file, kept, greeted, finished) =
-            taken.ok_or_else(|| NotKept::Failed("a collector is connected already".to_owned()))?;
-        let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
-        let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
-        let assembler = match self.timeline {
-            true => Assembler::with_timeline(),
-            false => Assembler::default(),
-        };
-        let log = Log::start(path, file, message, 0, files, assembler);
-        let log = log.map_err(|error| NotKept::Failed(error.to_string()));
-        let log = log.and_then(|log| {
-            let Some(Kept { file, path, put }) = kept else { return Ok(log) };
-            let cannot =
-                |error| NotKept::Failed(format!("cannot write {}: {error}", path.display()));
-            put(file).map(|()| log).map_err(cannot)
-        });
-        // The session may have given up waiting, and then needs no answer.
-        let _ = greeted.send(log.as_ref().map(|_| ()).map_err(Clone::clone));
-        Ok(Box::new(KeepOne { log: log?, finished }))
-    }
-}
-
-struct KeepOne {
-    log: Log,
-    finished: Sender<(Closed, bool)>,
-}
-
-impl Keep for KeepOne {
-    fn next_epoch(&self) -> u64 {
-        self.log.next_epoch
-    }
-
-    fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError> {
-        self.log.add(message)
-    }
-
-    fn pause(&self) -> Option<Duration> {
-        None
-    }
-
-    fn finish(self: Box<Self>) {
-        let ended = self.log.has_ended();
-        let _ = self.finished.send((self.log.close(), ended));
-    }
 }

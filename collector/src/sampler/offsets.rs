@@ -1,0 +1,101 @@
+//! Where the running kernel keeps what the eBPF programs read: offsets from its BTF, since Rust
+//! eBPF has no CO-RE. Pure. Called by `object.rs` before it loads them.
+
+use stackwire_collector_ebpf::Config;
+use stackwire_collector_ebpf::vma::Layout;
+
+use super::btf::{Btf, BtfError};
+use crate::arch;
+
+/// The configuration with the offsets of the running kernel, and those of its tree of mappings.
+pub fn offsets(config: Config, bytes: &[u8]) -> Result<(Config, Layout), BtfError> {
+    let btf = Btf::new(bytes)?;
+    let members =
+        ["flags", "pid", "tgid", "group_leader", "start_boottime", arch::THREAD_POINTER, "mm"];
+    let [flags, pid, tgid, group_leader, start_boottime, thread_pointer, mm] =
+        btf.offsets("task_struct", members)?;
+    let config = Config {
+        task_flags: flags,
+        task_pid: pid,
+        task_tgid: tgid,
+        task_group_leader: group_leader,
+        task_start_boottime: start_boottime,
+        task_thread_pointer: thread_pointer,
+        task_mm: mm,
+        collector: std::process::id(),
+        ..config
+    };
+    // Kernels older than 6.1 have another tree: mappings are known there when the collector has
+    // told them.
+    Ok((config, layout(&btf).unwrap_or_default()))
+}
+
+fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
+    // Nodes as they are known, or none at all.
+    let known = btf.offsets("maple_range_64", ["pivot", "slot"])? == [8, 128]
+        && btf.offsets("maple_arange_64", ["pivot", "slot"])? == [8, 80];
+    if !known {
+        return Ok(Layout::default());
+    }
+    let [mm_root] = btf.offsets("mm_struct", ["mm_mt.ma_root"])?;
+    // Without it the vDSO of brief processes is unknown, no more.
+    let [mm_vdso] = btf.offsets("mm_struct", ["context.vdso"]).unwrap_or_default();
+    let members = ["vm_start", "vm_end", "vm_mm", "vm_flags", "vm_pgoff", "vm_file"];
+    let [vma_start, vma_end, vma_mm, vma_flags, vma_page, vma_file] =
+        btf.offsets("vm_area_struct", members)?;
+    let [file_inode] = btf.offsets("file", ["f_inode"])?;
+    let [inode_number, inode_device, inode_size, inode_generation] =
+        btf.offsets("inode", ["i_ino", "i_sb", "i_size", "i_generation"])?;
+    // Since 6.11; since 6.6; before that.
+    let [inode_seconds, inode_nanoseconds] = btf
+        .offsets("inode", ["i_ctime_sec", "i_ctime_nsec"])
+        .or_else(|_| btf.offsets("inode", ["__i_ctime.tv_sec", "__i_ctime.tv_nsec"]))
+        .or_else(|_| btf.offsets("inode", ["i_ctime.tv_sec", "i_ctime.tv_nsec"]))?;
+    let [device_number, device_magic] = btf.offsets("super_block", ["s_dev", "s_magic"])?;
+    let [task_cred, task_files] = btf.offsets("task_struct", ["cred", "files"])?;
+    let [cred_saved] = btf.offsets("cred", ["suid"])?;
+    let [files_table] = btf.offsets("files_struct", ["fdt"])?;
+    let [table_files] = btf.offsets("fdtable", ["fd"])?;
+    Ok(Layout {
+        mm_root,
+        mm_vdso,
+        vma_start,
+        vma_end,
+        vma_mm,
+        vma_flags,
+        vma_page,
+        vma_file,
+        file_inode,
+        inode_number,
+        inode_device,
+        inode_seconds,
+        inode_nanoseconds,
+        inode_size,
+        inode_generation,
+        device_number,
+        device_magic,
+        task_cred,
+        task_files,
+        cred_saved,
+        files_table,
+        table_files,
+        reserved: 0,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sampler::BTF_PATH;
+
+    #[test]
+    fn the_running_kernel_has_a_tree_that_is_known() {
+        let Ok(bytes) = std::fs::read(BTF_PATH) else { return };
+        let btf = Btf::new(&bytes).unwrap();
+        // Kernels older than 6.1 have none.
+        if btf.offsets("maple_range_64", ["pivot"]).is_ok() {
+            let found = layout(&btf).unwrap();
+            assert!(found.mm_root > 0 && found.mm_vdso > 0, "{found:?}");
+        }
+    }
+}
