@@ -35,17 +35,17 @@
 //!
 //! | | conversion | size | lookup | peak memory |
 //! |---|---|---|---|---|
-//! | libjvm: ours | 2.0 s | 51 MB | 0.17–0.31 µs | 212 MiB |
+//! | libjvm: ours | 2.7 s | 67 MB | 0.08 µs | 200 MiB |
 //! | symbolic-symcache | 4.2 s | 52 MB | 1.9 µs | 688 MiB |
 //! | blazesym on DWARF | – | – | 90 µs, then 3.3 | 726 MiB |
-//! | this program: ours | 0.7 s | 37 MB | 0.5 µs | 209 MiB |
+//! | this program: ours | 1.0 s | 65 MB | 0.09 µs | 288 MiB |
 //! | symbolic-symcache | 1.6 s | 35 MB | 2.3 µs | 236 MiB |
 //! | blazesym on DWARF | – | – | 16 µs, then 2.6 | 153 MiB |
 //! | blazesym on GSYM | – | 22 MB | 5.8 µs | 32 MiB |
 //!
-//! symbolic-symcache is 13.9, GSYM is llvm-gsymutil 22's, blazesym 0.2.7. None of them says which
-//! kind of symbol a name is from, and none keeps the segments that turn offsets in a file into
-//! addresses.
+//! Ours makes readable names as well, and the others do not. symbolic-symcache is 13.9, GSYM is
+//! llvm-gsymutil 22's, blazesym 0.2.7. None of them says which kind of symbol a name is from, and
+//! none keeps the segments that turn offsets in a file into addresses.
 //!
 //! # Versions
 //!
