@@ -96,11 +96,8 @@ impl Sections {
     ) {
         let work = Work::new(self, files);
         let mut failed: Option<(usize, DwarfError)> = None;
-        let mut rest = &work.debug.main.headers[..];
-        while !rest.is_empty() {
-            let (batch, after) = rest.split_at(batch(rest));
-            rest = after;
-            for table in work.compile_batch(batch, symbols) {
+        let mut write = |tables: Vec<Result<UnitTable, DwarfError>>| {
+            for table in tables {
                 match table {
                     Ok(table) => table.write(writer),
                     Err(error) => match &mut failed {
@@ -111,7 +108,21 @@ impl Sections {
             }
             // What was read of mapped sections so far need not stay in memory.
             self.sequential.iter().for_each(Bytes::forget_pages);
+        };
+        let mut rest = &work.debug.main.headers[..];
+        let mut done = Vec::new();
+        while !rest.is_empty() {
+            let (batch, after) = rest.split_at(batch(rest));
+            rest = after;
+            // One batch is written while the next is worked out.
+            let before = std::mem::take(&mut done);
+            done = std::thread::scope(|scope| {
+                let next = scope.spawn(|| work.compile_batch(batch, symbols));
+                write(before);
+                next.join().unwrap_or_default()
+            });
         }
+        write(done);
         if let Some((count, error)) = failed {
             let all = work.debug.main.headers.len();
             notes.push(format!(
@@ -130,9 +141,9 @@ fn section(elf: &Elf, name: &str) -> Result<Bytes, DwarfError> {
     Ok(elf.section(name)?.unwrap_or_else(|| Bytes::from(Vec::new())))
 }
 
-/// Units of a batch have this many bytes of entries together: what is worked out at once fits in
-/// memory.
-const BATCH: usize = 16 << 20;
+/// Units of a batch have this many bytes of entries together: what is worked out at once, two
+/// batches, fits in memory.
+const BATCH: usize = 8 << 20;
 
 /// How many units the next batch has.
 fn batch(headers: &[UnitHeader<Slice<'_>>]) -> usize {
