@@ -2,9 +2,11 @@
 //! information beside each function (`JIT_CODE_UNWINDING_INFO`), as CPython and V8 do when asked
 //! to.
 //!
-//! Layout: tools/perf/Documentation/jitdump-specification.txt. What cannot be read costs its
+//! `jitdump/records.rs` has their layout. What cannot be read costs its
 //! function; where functions overlap the later holds. Run in the collector's unwind compiler, on
 //! files of strangers.
+
+mod records;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -14,14 +16,13 @@ use gimli::{BaseAddresses, EhFrame, LittleEndian, UnwindContext, UnwindSection};
 use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::tables::WINDOW;
 
+pub use self::records::{Fields, Record, RecordKind, Records};
 use crate::compile::rule;
 use crate::error::CompileError;
 use crate::pages::Spans;
 use crate::shared::Shared;
 use crate::table::Table;
 
-/// `JiTD` in this machine's byte order.
-const MAGIC: u32 = 0x4A69_5444;
 /// Largest jitdump read.
 const MAX_BYTES: u64 = 64 << 20;
 /// Most functions taken.
@@ -29,11 +30,6 @@ const MAX_FUNCTIONS: usize = 1 << 18;
 /// Most rules of a function, and of all.
 const MAX_RULES: usize = 1 << 16;
 const MAX_SPANS: usize = 4 << 20;
-/// Kinds of records.
-const LOAD: u32 = 0;
-const MOVE: u32 = 1;
-const CLOSE: u32 = 3;
-const UNWINDING: u32 = 4;
 /// Where functions and their call frame information are taken to lie: what is added up from there
 /// stays positive.
 const TEXT: u64 = 1 << 40;
@@ -85,52 +81,63 @@ fn table(content: &[u8], window: u64) -> Result<Table, CompileError> {
 
 /// All functions in the order they were made; one that is still being written is not there yet.
 fn read(content: &[u8]) -> Option<Vec<Placed<'_>>> {
-    if word(content, 0)? != MAGIC {
-        return None;
-    }
-    let mut rest = content.get(word(content, 8)? as usize..)?;
     let mut placed: Vec<Placed<'_>> = Vec::new();
     let mut by_index = BTreeMap::new();
     let mut frames: &[u8] = &[];
-    while placed.len() < MAX_FUNCTIONS {
-        let (Some(kind), Some(size)) = (word(rest, 0), word(rest, 4)) else { break };
-        let Some(body) = rest.get(16..size as usize) else { break };
-        rest = &rest[size as usize..];
-        match kind {
-            LOAD => {
-                // The information comes before its function.
-                let frames = std::mem::take(&mut frames);
-                let (Some(start), Some(size)) = (long(body, 16), long(body, 24)) else { continue };
-                if let Some(end) = start.checked_add(size).filter(|&end| end > start) {
-                    by_index.insert(long(body, 32), placed.len());
+    for record in Records::new(content)?.take_while(|record| record.whole) {
+        let mut body = record.body;
+        // A record that makes no sense costs itself.
+        let _ = match record.kind {
+            // The information comes before its function.
+            RecordKind::Load => load(body, std::mem::take(&mut frames)).map(|(one, index)| {
+                by_index.insert(index, placed.len());
+                placed.push(one);
+            }),
+            RecordKind::Move => moved(&mut body).map(|(start, end, index)| {
+                if let Some(&before) = by_index.get(&index) {
+                    let frames = placed[before].frames;
                     placed.push(Placed { start, end, frames });
                 }
+            }),
+            RecordKind::Unwinding => {
+                frames = unwinding(body).unwrap_or_default();
+                None
             }
-            MOVE => {
-                let (Some(start), Some(size)) = (long(body, 24), long(body, 32)) else { continue };
-                let of = by_index.get(&long(body, 40)).map(|&index| placed[index].frames);
-                if let (Some(frames), Some(end)) = (of, start.checked_add(size)) {
-                    placed.push(Placed { start, end, frames });
-                }
-            }
-            UNWINDING => frames = unwinding(body).unwrap_or_default(),
-            CLOSE => break,
-            _ => {}
+            RecordKind::DebugInfo | RecordKind::Other => None,
+        };
+        if placed.len() == MAX_FUNCTIONS {
+            break;
         }
     }
     Some(placed)
 }
 
+/// A function, and the number its compiler gave it.
+fn load<'a>(mut body: Fields<'_>, frames: &'a [u8]) -> Option<(Placed<'a>, u64)> {
+    body.skip(16)?; // pid, tid, vma
+    let (start, size, index) = (body.long()?, body.long()?, body.long()?);
+    let end = start.checked_add(size).filter(|&end| end > start)?;
+    Some((Placed { start, end, frames }, index))
+}
+
+/// Where the function of a number is now.
+fn moved(body: &mut Fields<'_>) -> Option<(u64, u64, u64)> {
+    body.skip(24)?; // pid, tid, vma, where it was
+    let (start, size, index) = (body.long()?, body.long()?, body.long()?);
+    Some((start, start.checked_add(size)?, index))
+}
+
 /// `.eh_frame` of a record. perf, CPython and V8 have the `.eh_frame_hdr` behind it, its
 /// specification in front.
-fn unwinding(body: &[u8]) -> Option<&[u8]> {
-    let (size, header) = (long(body, 0)?, long(body, 8)?);
-    let all = body.get(24..)?.get(..usize::try_from(size).ok()?)?;
+fn unwinding(mut body: Fields<'_>) -> Option<&[u8]> {
+    let (size, header) = (body.long()?, body.long()?);
+    body.skip(8)?; // how much of it is mapped
+    let all = body.rest().get(..usize::try_from(size).ok()?)?;
     let header = usize::try_from(header).ok()?;
     let first = all.get(..all.len().checked_sub(header)?)?;
     // The header's first word, taken for the length of an entry, leads far beyond it.
-    let is_first = word(first, 0)? as usize <= first.len();
-    if is_first { Some(first) } else { all.get(header..) }
+    let length = first.first_chunk().map(|four| u32::from_le_bytes(*four))?;
+    if length as usize <= first.len() { Some(first) } else { all.get(header..) }
 }
 
 /// Rules by offset in a function.
@@ -222,14 +229,6 @@ impl Taken {
     }
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..)?.first_chunk().map(|four| u32::from_le_bytes(*four))
-}
-
-fn long(bytes: &[u8], at: usize) -> Option<u64> {
-    bytes.get(at..)?.first_chunk().map(|eight| u64::from_le_bytes(*eight))
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -255,7 +254,7 @@ mod tests {
         let mut body = longs(&[0, start, start, size, index]);
         body.extend(b"f\0");
         body.resize(body.len() + size as usize, 0x90);
-        record(LOAD, &body)
+        record(0, &body)
     }
 
     /// A function that pushes `pushed` bytes in its first instruction, of one byte.
@@ -282,12 +281,12 @@ mod tests {
         let mut body = longs(&[(frames.len() + header.len()) as u64, header.len() as u64, 0]);
         body.extend(frames);
         body.extend(header);
-        record(UNWINDING, &body)
+        record(4, &body)
     }
 
     fn header() -> Vec<u8> {
         let mut out: Vec<u8> =
-            [MAGIC, 1, 40, 62, 0, 7].iter().flat_map(|word| word.to_le_bytes()).collect();
+            [0x4A69_5444_u32, 1, 40, 62, 0, 7].iter().flat_map(|word| word.to_le_bytes()).collect();
         out.extend([0; 16]);
         out
     }
@@ -337,7 +336,7 @@ mod tests {
             load(at + 0x40, 0x20, 2),
             unwinding(0x10, 24),
             load(at + 0x10, 0x10, 3),
-            record(MOVE, &longs(&[0, at, at, at + 0x100, 0x20, 1])),
+            record(1, &longs(&[0, at, at, at + 0x100, 0x20, 1])),
             unwinding(0x20, 32),
             load(at + WINDOW, 0x20, 4),
         ]

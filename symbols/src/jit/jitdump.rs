@@ -1,23 +1,21 @@
 //! jitdump: what a JIT compiler made, in binary, with its lines. Pure.
 //!
-//! Layout: tools/perf/Documentation/jitdump-specification.txt. A header, then records: code loaded,
-//! code moved, lines of the code that is loaded next. The code itself and unwind tables are passed
+//! `unwind/src/jitdump/records.rs` has its layout: records of code loaded, code moved, lines of the
+//! code that is loaded next. The code itself and unwind tables are passed
 //! over. A file that was cut, as one still being written is, gives what comes before, and the name
 //! of code that is not all there.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use stackwire_unwind::jitdump::{Fields, RecordKind, Records};
+
 use super::{Function, Functions, Made};
 
-/// `JiTD` in the byte order of the writer.
-const MAGIC: u32 = 0x4A69_5444;
 /// Most functions taken.
 const MAX_FUNCTIONS: usize = 1 << 20;
 /// Most lines taken, of all functions.
 const MAX_LINES: usize = 16 << 20;
-/// Flag of the header: times are of the processor's counter and not of a clock.
-const PROCESSOR_TIMES: u64 = 1;
 /// `\xff`: the file of the line before.
 const SAME_FILE: &[u8] = b"\xff";
 /// V8 adds the size of an ELF header to the addresses of lines, to suit what perf made of them
@@ -44,7 +42,7 @@ struct Dump<'a> {
     /// By the index its compiler gave it, which moved code keeps: the last of them.
     by_index: HashMap<u64, usize>,
     /// How many lines the code that comes next has, and they, by its address.
-    lines: HashMap<u64, (u64, Reader<'a>)>,
+    lines: HashMap<u64, (u64, Fields<'a>)>,
     line_count: usize,
     files: Vec<Arc<str>>,
     file_numbers: HashMap<String, u32>,
@@ -55,42 +53,23 @@ type Lines = Vec<(u64, u32, u32)>;
 
 impl<'a> Dump<'a> {
     fn read(&mut self, content: &'a [u8]) -> Option<()> {
-        let (magic, _) = content.split_first_chunk::<4>()?;
-        let big = match (u32::from_le_bytes(*magic), u32::from_be_bytes(*magic)) {
-            (MAGIC, _) => false,
-            (_, MAGIC) => true,
-            _ => return None,
-        };
-        let mut header = Reader { bytes: content, big };
-        header.skip(8)?;
-        let size = header.word()?;
-        header.skip(20)?;
-        let clock = header.long()? & PROCESSOR_TIMES == 0;
-        let mut rest = content.get(size as usize..)?;
-        while self.made.len() < MAX_FUNCTIONS {
-            let mut record = Reader { bytes: rest, big };
-            let (kind, size) = (record.word()?, record.word()? as usize);
-            let time_ns = record.long()?;
-            if size < 16 {
-                return None;
-            }
-            let offset = (content.len() - rest.len()) as u64;
-            self.record = (offset, (clock && time_ns != 0).then_some(time_ns));
-            let body = Reader { bytes: rest.get(16..size.min(rest.len()))?, big };
+        for record in Records::new(content)? {
+            self.record = (record.offset, record.time_ns);
             // A record that makes no sense costs itself.
-            let _ = match kind {
-                0 => self.load(body),
-                1 => self.moved(body),
-                2 => self.debug_info(body),
-                3 => return Some(()),
-                _ => None,
+            let _ = match record.kind {
+                RecordKind::Load => self.load(record.body),
+                RecordKind::Move => self.moved(record.body),
+                RecordKind::DebugInfo => self.debug_info(record.body),
+                RecordKind::Unwinding | RecordKind::Other => None,
             };
-            rest = rest.get(size..)?;
+            if self.made.len() == MAX_FUNCTIONS {
+                break;
+            }
         }
         Some(())
     }
 
-    fn load(&mut self, mut body: Reader<'_>) -> Option<()> {
+    fn load(&mut self, mut body: Fields<'_>) -> Option<()> {
         body.skip(16)?; // pid, tid, vma
         let (start, size, index) = (body.long()?, body.long()?, body.long()?);
         let name = body.text()?;
@@ -115,7 +94,7 @@ impl<'a> Dump<'a> {
         Some(())
     }
 
-    fn moved(&mut self, mut body: Reader<'_>) -> Option<()> {
+    fn moved(&mut self, mut body: Fields<'_>) -> Option<()> {
         body.skip(16)?; // pid, tid, vma
         let (_old, new, size, index) = (body.long()?, body.long()?, body.long()?, body.long()?);
         let function = *self.by_index.get(&index)?;
@@ -129,14 +108,14 @@ impl<'a> Dump<'a> {
         self.made.push(Made { start, end, function, record, time_ns });
     }
 
-    fn debug_info(&mut self, mut body: Reader<'a>) -> Option<()> {
+    fn debug_info(&mut self, mut body: Fields<'a>) -> Option<()> {
         let (code, count) = (body.long()?, body.long()?);
         self.lines.insert(code, (count, body));
         Some(())
     }
 
     /// Each line with its file.
-    fn of_files(&mut self, count: u64, mut entries: Reader<'a>) -> Option<Lines> {
+    fn of_files(&mut self, count: u64, mut entries: Fields<'a>) -> Option<Lines> {
         let mut lines = Vec::new();
         let mut file = None;
         for _ in 0..count {
@@ -159,14 +138,14 @@ impl<'a> Dump<'a> {
     fn of_one_file(
         &mut self,
         count: u64,
-        mut entries: Reader<'a>,
+        mut entries: Fields<'a>,
         function: &[u8],
     ) -> Option<Lines> {
         let file = super::name::line(std::str::from_utf8(function).ok()?).file;
         let length = file.len() + 1;
         let size = count.checked_mul(16 + length as u64)?;
         // V8 fills records up to a multiple of eight.
-        let filled = (entries.bytes.len() as u64).checked_sub(size)?;
+        let filled = (entries.rest().len() as u64).checked_sub(size)?;
         (!file.is_empty() && filled < 8).then_some(())?;
         let file = self.file(&file);
         let mut lines = Vec::new();
@@ -191,7 +170,7 @@ impl<'a> Dump<'a> {
 }
 
 /// Address, line, file of a line entry.
-fn entry<'a>(body: &mut Reader<'a>) -> Option<(u64, u32, &'a [u8])> {
+fn entry<'a>(body: &mut Fields<'a>) -> Option<(u64, u32, &'a [u8])> {
     let (address, line) = (body.long()?, body.word()?);
     body.skip(4)?; // discriminator
     Some((address, line, body.text()?))
@@ -202,39 +181,6 @@ fn is_v8(name: &[u8]) -> bool {
     prefixes.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
 }
 
-#[derive(Clone, Copy)]
-struct Reader<'a> {
-    bytes: &'a [u8],
-    big: bool,
-}
-
-impl<'a> Reader<'a> {
-    fn skip(&mut self, count: usize) -> Option<()> {
-        self.bytes = self.bytes.get(count..)?;
-        Some(())
-    }
-
-    fn word(&mut self) -> Option<u32> {
-        let (word, rest) = self.bytes.split_first_chunk::<4>()?;
-        self.bytes = rest;
-        Some(if self.big { u32::from_be_bytes(*word) } else { u32::from_le_bytes(*word) })
-    }
-
-    fn long(&mut self) -> Option<u64> {
-        let (long, rest) = self.bytes.split_first_chunk::<8>()?;
-        self.bytes = rest;
-        Some(if self.big { u64::from_be_bytes(*long) } else { u64::from_le_bytes(*long) })
-    }
-
-    /// Up to its NUL.
-    fn text(&mut self) -> Option<&'a [u8]> {
-        let end = self.bytes.iter().position(|&byte| byte == 0)?;
-        let text = &self.bytes[..end];
-        self.bytes = &self.bytes[end + 1..];
-        Some(text)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -243,7 +189,7 @@ mod tests {
 
     fn header() -> Vec<u8> {
         let mut out = Vec::new();
-        for word in [MAGIC, 1, 40, 62, 0, 7] {
+        for word in [0x4A69_5444_u32, 1, 40, 62, 0, 7] {
             out.extend(word.to_le_bytes());
         }
         out.extend([0; 16]);
