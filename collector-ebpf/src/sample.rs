@@ -90,12 +90,15 @@ pub fn pick(ctx: PerfEventContext) -> u32 {
     else {
         return 0;
     };
-    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, see `sample`.
+    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, see `sample`, or
+    // of CPUs beyond MAX_CPUS, which may lose what one of them adds.
     let picker = unsafe { &mut *picker };
+    // CPUs that share an entry must not take each other's counters for their own.
+    let came = if cpu < MAX_CPUS { picker.came(value.counter) } else { header.period };
     let interval_ns = u64::from(config().interval_ns);
     // SAFETY: a helper without arguments.
     let random = || unsafe { bpf_get_prandom_u32() };
-    header.period = picker.happened(value.counter, now_ns, interval_ns, ours, random);
+    header.period = picker.happened(came, now_ns, interval_ns, ours, random);
     if header.period != 0 {
         // SAFETY: as in `sample`.
         let _ = unsafe { STAGES.tail_call(&ctx, SAMPLE) };
