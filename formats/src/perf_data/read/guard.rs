@@ -186,8 +186,9 @@ fn records(file: &mut File, start: u64, end: u64) -> Result<(), ReadError> {
                 break;
             }
             rest = 0;
-            let is_events = body.starts_with(&u64::from(EVENT_DESC).to_le_bytes());
-            if is_events && !events_fit(&body[8..]) {
+            // Its number has eight bytes, of which the crate looks at four.
+            if body.starts_with(&EVENT_DESC.to_le_bytes()) && !body.get(8..).is_some_and(events_fit)
+            {
                 return Err(bad("its events are more than are in it"));
             }
         }
@@ -210,4 +211,34 @@ fn records(file: &mut File, start: u64, end: u64) -> Result<(), ReadError> {
         input.seek_relative(rest)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A file of a pipe, whose only record describes as many events as a number can say.
+    fn events_beyond_measure(feature: u64) -> File {
+        let mut bytes = b"PERFILE2".to_vec();
+        bytes.extend(16u64.to_le_bytes());
+        bytes.extend(HEADER_FEATURE.to_le_bytes());
+        bytes.extend([0, 0, 24, 0]);
+        bytes.extend(feature.to_le_bytes());
+        bytes.extend(u64::MAX.to_le_bytes());
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&bytes).unwrap();
+        file
+    }
+
+    #[test]
+    fn events_beyond_measure_are_refused() {
+        let events = u64::from(EVENT_DESC);
+        for feature in [events, events | 1 << 32, events | 0x2c6c_6500_0000_0000] {
+            let refused = check(&mut events_beyond_measure(feature)).unwrap_err();
+            assert!(refused.to_string().contains("its events are more"), "{feature}: {refused}");
+        }
+        assert!(check(&mut events_beyond_measure(11)).unwrap());
+    }
 }
