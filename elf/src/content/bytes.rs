@@ -26,7 +26,7 @@ impl Bytes {
     /// Those of mmap.
     pub fn map(file: &File) -> io::Result<Self> {
         if file.metadata()?.len() == 0 {
-            return Ok(Self::from(Vec::new()));
+            return Ok(Self::default());
         }
         // SAFETY: callers pass files of the cache (mode 0600 in a directory of mode 0700, replaced
         // by rename and never written in place) or unlinked temporary ones: no one shortens or
@@ -42,6 +42,12 @@ impl Bytes {
             // it again.
             let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
+    }
+}
+
+impl Default for Bytes {
+    fn default() -> Self {
+        Self::from(Vec::new())
     }
 }
 

@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 use stackwire_model::BuildId;
 
 pub use self::bytes::Bytes;
-pub use self::section::Scratch;
+pub use self::section::{Scratch, Stream};
 use crate::positioned::Positioned;
 use crate::{ElfError, Headers, Section};
 
@@ -91,6 +91,20 @@ impl Elf {
             Some(relocations) => relocate::apply(self, content, relocations),
             None => Ok(content),
         }
+    }
+
+    /// The content of a compressed section, as it is decompressed. `None` when there is no such
+    /// section, when it is not compressed, and when it has to be adjusted as a whole.
+    ///
+    /// # Errors
+    /// See [`ElfError`].
+    pub fn stream(&self, name: &str) -> Result<Option<Stream<'_>>, ElfError> {
+        let section = self.find(name).filter(|section| section.is_compressed());
+        let Some(section) = section.filter(|section| self.relocations_of(section).is_none()) else {
+            return Ok(None);
+        };
+        self.check(section)?;
+        section::decompress(&self.file, section, self.is_64, self.endian).map(Some)
     }
 
     /// The content of a section without regard to relocations.

@@ -50,6 +50,29 @@ const MAX_SECTION: u64 = 8 << 30;
 /// zeros.
 const MAX_RATIO: u64 = 2048;
 
+/// A compressed section, as it is decompressed.
+pub struct Stream<'a> {
+    /// Bytes once decompressed, as its header has it; a stream may end before.
+    pub size: u64,
+    from: Box<dyn Read + Send + 'a>,
+}
+
+impl std::fmt::Debug for Stream<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes, compressed", self.size)
+    }
+}
+
+impl Stream<'_> {
+    /// Adds up to `most` bytes. There are fewer at the end alone.
+    ///
+    /// # Errors
+    /// Those of the decompressor and of the file.
+    pub fn read(&mut self, into: &mut Vec<u8>, most: usize) -> io::Result<usize> {
+        self.from.by_ref().take(most as u64).read_to_end(into)
+    }
+}
+
 /// Reads a section, decompressed if need be.
 pub(super) fn read(
     file: &File,
@@ -58,34 +81,44 @@ pub(super) fn read(
     endian: Endianness,
     scratch: &Scratch,
 ) -> Result<Bytes, ElfError> {
-    let raw = Window { file, at: section.offset, left: section.size };
     if section.is_compressed() {
-        let (kind, size, raw) = compression_header(raw, is_64, endian)?;
-        let bounded = |size: u64, raw: &Window<'_>| {
-            let limit = MAX_SECTION.min(raw.left.saturating_mul(MAX_RATIO));
-            if size > limit {
-                let name = section.name.clone();
-                return Err(ElfError::Expands { name, size, compressed: raw.left });
-            }
-            Ok(size)
-        };
-        let size = bounded(size, &raw)?;
-        return match kind {
-            elf::ELFCOMPRESS_ZLIB => keep(flate2::read::ZlibDecoder::new(raw), size, scratch),
-            elf::ELFCOMPRESS_ZSTD => {
-                let mut decoder = zstd::stream::read::Decoder::new(raw)?;
-                // 128 MiB: what the highest level needs.
-                decoder.window_log_max(27)?;
-                keep(decoder, size, scratch)
-            }
-            other => Err(ElfError::UnknownCompression(other)),
-        };
+        let Stream { size, from } = decompress(file, section, is_64, endian)?;
+        return keep(from, size, scratch);
     }
     if section.size > MAX_SECTION {
         let (name, size) = (section.name.clone(), section.size);
         return Err(ElfError::SectionTooLarge { name, size });
     }
-    keep(raw, section.size, scratch)
+    keep(window(file, section), section.size, scratch)
+}
+
+/// Begins to decompress a section.
+pub(super) fn decompress<'a>(
+    file: &'a File,
+    section: &Section,
+    is_64: bool,
+    endian: Endianness,
+) -> Result<Stream<'a>, ElfError> {
+    let (kind, size, raw) = compression_header(window(file, section), is_64, endian)?;
+    if size > MAX_SECTION.min(raw.left.saturating_mul(MAX_RATIO)) {
+        let name = section.name.clone();
+        return Err(ElfError::Expands { name, size, compressed: raw.left });
+    }
+    let from: Box<dyn Read + Send> = match kind {
+        elf::ELFCOMPRESS_ZLIB => Box::new(flate2::read::ZlibDecoder::new(raw)),
+        elf::ELFCOMPRESS_ZSTD => {
+            let mut decoder = zstd::stream::read::Decoder::new(raw)?;
+            // 128 MiB: what the highest level needs.
+            decoder.window_log_max(27)?;
+            Box::new(decoder)
+        }
+        other => return Err(ElfError::UnknownCompression(other)),
+    };
+    Ok(Stream { size, from })
+}
+
+fn window<'a>(file: &'a File, section: &Section) -> Window<'a> {
+    Window { file, at: section.offset, left: section.size }
 }
 
 /// Largest file taken out of another; those of Fedora have some hundred kilobytes.

@@ -29,6 +29,9 @@ pub enum DwarfError {
     /// It describes more than its bytes can, by naming the same lists over and over.
     #[error("more ranges than the file has bytes for")]
     TooMuch,
+    /// It needs more of its section than is at hand.
+    #[error("refers to other units")]
+    LeadsOut,
 }
 
 /// How much a file may still describe.
@@ -53,59 +56,51 @@ impl Budget {
 /// length.
 const MIN_BUDGET: usize = 8 << 20;
 
-/// A file's debug information, parsed as far as its list of units.
+/// How much the units of a file may still describe, all together.
 #[derive(Debug)]
-pub struct Debug<'a> {
-    /// The file's own.
-    pub main: Part<'a>,
-    sup: Option<Part<'a>>,
-    code: &'a [Range<u64>],
-    ranges: Budget,
-    rows: Budget,
-    names: Budget,
+pub struct Budgets {
+    /// Ranges of functions.
+    pub ranges: Budget,
+    /// Rows of line programs.
+    pub rows: Budget,
+    /// Bytes of names.
+    pub names: Budget,
 }
 
-impl<'a> Debug<'a> {
-    /// That of a file, with the one that has its common parts. `code`: where its code is. `length`:
-    /// bytes of its sections, which limit what it may describe.
+impl Budgets {
+    /// Those of a file whose sections have `length` bytes.
     #[must_use]
-    pub fn new(
-        main: Part<'a>,
-        sup: Option<Part<'a>>,
-        code: &'a [Range<u64>],
-        length: usize,
-    ) -> Self {
+    pub fn new(length: usize) -> Self {
         // A range costs two bytes at least, a row one.
         let budget = || Budget(AtomicUsize::new(length.max(MIN_BUDGET)));
         // Each unit names the functions inlined into it anew: an entry of some ten bytes, a name of
         // some hundred.
         let names = Budget(AtomicUsize::new(length.saturating_mul(16).max(MIN_BUDGET)));
-        Self { main, sup, code, ranges: budget(), rows: budget(), names }
+        Self { ranges: budget(), rows: budget(), names }
     }
+}
 
+/// A file's debug information, parsed as far as its list of units.
+#[derive(Debug)]
+pub struct Debug<'a> {
+    /// The file's own.
+    pub main: Part<'a>,
+    /// The one with its common parts.
+    pub sup: Option<Part<'a>>,
+    /// Where its code is.
+    pub code: &'a [Range<u64>],
+    /// How much it may describe.
+    pub budgets: &'a Budgets,
+    /// `main` is a piece of its section: references between units lead nowhere.
+    pub is_piece: bool,
+}
+
+impl Debug<'_> {
     /// Whether there is code at an address; what the linker dropped was moved to where there is
     /// none.
     #[must_use]
     pub fn is_code(&self, address: u64) -> bool {
         self.code.is_empty() || self.code.iter().any(|range| range.contains(&address))
-    }
-
-    /// What the ranges of functions may be spent from.
-    #[must_use]
-    pub fn ranges(&self) -> &Budget {
-        &self.ranges
-    }
-
-    /// What bytes of names may be spent from.
-    #[must_use]
-    pub fn names(&self) -> &Budget {
-        &self.names
-    }
-
-    /// What rows of line programs may be spent from.
-    #[must_use]
-    pub fn rows(&self) -> &Budget {
-        &self.rows
     }
 }
 
@@ -156,9 +151,8 @@ pub enum PartOf {
 }
 
 impl<'a> Place<'a> {
-    /// What a reference leads to, as a key: the file, and the offset there.
-    #[must_use]
-    pub fn key(&self, reference: &AttributeValue<Slice<'a>>) -> Option<(PartOf, usize)> {
+    /// What a reference leads to: the file, and the offset there.
+    fn key(&self, reference: &AttributeValue<Slice<'a>>) -> Option<(PartOf, usize)> {
         match reference {
             AttributeValue::UnitRef(offset) => {
                 let DebugInfoOffset(base) = self.unit.header.debug_info_offset()?;
@@ -176,12 +170,25 @@ impl<'a> Place<'a> {
 #[derive(Debug, Default)]
 pub struct Units<'a> {
     known: FxHashMap<(PartOf, usize), Arc<Unit<Slice<'a>>>>,
+    /// A reference led out of the piece at hand: what was read since is not whole.
+    pub led_out: bool,
 }
 
 /// Units kept by each thread; each holds the file table of its line program.
 const MAX_KNOWN: usize = 16;
 
 impl<'a> Units<'a> {
+    /// What a reference of `from` leads to, as a key.
+    pub fn key(
+        &mut self,
+        debug: &Debug<'a>,
+        from: &Place<'a>,
+        reference: &AttributeValue<Slice<'a>>,
+    ) -> Option<(PartOf, usize)> {
+        self.led_out |= debug.is_piece && matches!(reference, AttributeValue::DebugInfoRef(_));
+        from.key(reference)
+    }
+
     /// The unit and entry a reference of `from` leads to.
     pub fn follow(
         &mut self,
@@ -192,7 +199,10 @@ impl<'a> Units<'a> {
         if let AttributeValue::UnitRef(offset) = reference {
             return Some((from.clone(), *offset));
         }
-        let (part_of, offset) = from.key(reference)?;
+        let (part_of, offset) = self.key(debug, from, reference)?;
+        if self.led_out {
+            return None;
+        }
         let part = match part_of {
             PartOf::Main => &debug.main,
             PartOf::Sup => debug.sup.as_ref()?,

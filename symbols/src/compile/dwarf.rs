@@ -1,144 +1,84 @@
 //! DWARF → ranges of the table: units in parallel, in batches, merged in their order.
 //!
-//! What a unit says is worked out by `scopes.rs` (functions, inlined calls) and `lines.rs` (files,
-//! lines), and laid over each other by `overlay.rs`. Here are the sections they come from;
-//! `debug.rs` has how references between units are followed.
+//! `units.rs` works out what a unit says, from `scopes.rs` (functions, inlined calls) and `lines.rs`
+//! (files, lines), laid over each other by `overlay.rs`. `debug.rs` has how references between
+//! units are followed. `pieces.rs` has units compiled while their section is still being
+//! decompressed.
 
-use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use gimli::{
-    DebugInfoOffset, Dwarf, DwarfPackage, DwarfPackageSections, DwarfSections, EndianSlice,
-    RunTimeEndian, SectionId, UnitHeader,
-};
-use object::Endianness;
+use gimli::{SectionId, UnitHeader};
 use stackwire_elf::{Bytes, Elf};
 
-use super::debug::{Debug, DwarfError, Part, PartOf, Place, Slice, Units};
-use super::overlay::{self, UnitTable};
-use super::symbols::{Symbols, code};
-use super::{Files, lines, scopes};
+use super::Files;
+use super::debug::{Budgets, DwarfError, Slice};
+use super::pieces::{self, Limits, Rest};
+use super::sections::{Sections, section};
+use super::symbols::Symbols;
+use super::units::{Work, Written, offset};
 use crate::table::Writer;
 
-/// The sections of a file, and of the one with its common parts.
-#[derive(Debug)]
-pub struct Sections {
-    main: DwarfSections<Bytes>,
-    alt: Option<DwarfSections<Bytes>>,
-    package: Option<DwarfPackageSections<Bytes>>,
-    endian: RunTimeEndian,
-    code: Vec<Range<u64>>,
-    /// Those read from front to back.
-    sequential: Vec<Bytes>,
-    /// Bytes of all.
-    lengths: usize,
+/// Adds the ranges of a file's units to a table. `limits`: what is done in pieces.
+///
+/// # Errors
+/// When sections cannot be read; units compiled before are in the table.
+pub fn compile(
+    elf: &Elf,
+    files: &Files<'_>,
+    symbols: &Symbols,
+    writer: &mut Writer,
+    notes: &mut Vec<String>,
+    limits: Limits,
+) -> Result<(), DwarfError> {
+    let sections = Sections::load(elf, files)?;
+    let mut written = Written::new(writer);
+    let ended = match pieces::compile(elf, &sections, files, symbols, &mut written, limits) {
+        Ok(Rest::None) => Ok(()),
+        Ok(Rest::From(offset)) => section(elf, SectionId::DebugInfo.name())
+            .map(|units| compile_from(&sections, &units, offset, files, symbols, &mut written)),
+        Err(error) => Err(error),
+    };
+    if let Some((count, error)) = written.failed {
+        let all = written.units;
+        notes
+            .push(format!("{count} of {all} units of its debug information do not parse: {error}"));
+    }
+    match written.without_split {
+        0 => {}
+        count => notes.push(format!("{count} .dwo files of it are missing")),
+    }
+    ended
 }
 
-impl Sections {
-    /// Reads and decompresses them.
-    ///
-    /// # Errors
-    /// See [`DwarfError`].
-    pub fn load(elf: &Elf, files: &Files<'_>) -> Result<Self, DwarfError> {
-        let mut sequential = Vec::new();
-        let mut lengths = 0;
-        let mut all = |elf: &Elf| {
-            DwarfSections::load(|id: SectionId| {
-                let bytes = match id {
-                    SectionId::DebugAbbrev
-                    | SectionId::DebugAddr
-                    | SectionId::DebugInfo
-                    | SectionId::DebugLine
-                    | SectionId::DebugLineStr
-                    | SectionId::DebugRanges
-                    | SectionId::DebugRngLists
-                    | SectionId::DebugStr
-                    | SectionId::DebugStrOffsets => section(elf, id.name())?,
-                    _ => Bytes::from(Vec::new()),
-                };
-                lengths += bytes.len();
-                if matches!(id, SectionId::DebugInfo | SectionId::DebugLine) {
-                    sequential.push(bytes.clone());
-                }
-                Ok::<_, DwarfError>(bytes)
-            })
-        };
-        let main = all(elf)?;
-        let alt = files.alt.map(&mut all).transpose()?;
-        let package = files.package.map(|elf| {
-            DwarfPackageSections::load(|id| {
-                id.dwo_name().map_or(Ok(Bytes::from(Vec::new())), |name| section(elf, name))
-            })
+/// Adds the ranges of the units from an offset on to a table.
+fn compile_from(
+    sections: &Sections,
+    units: &Bytes,
+    from: usize,
+    files: &Files<'_>,
+    symbols: &Symbols,
+    written: &mut Written<'_>,
+) {
+    let budgets = Budgets::new(sections.length + units.len());
+    let work = Work::new(sections, units, files, &budgets, false);
+    let begin = |header: &UnitHeader<Slice<'_>>| offset(header).0;
+    let headers = &work.debug.main.headers;
+    let mut rest = &headers[headers.partition_point(|header| begin(header) < from)..];
+    let mut done = Vec::new();
+    while !rest.is_empty() {
+        let (batch, after) = rest.split_at(batch(rest));
+        rest = after;
+        // One batch is written while the next is worked out.
+        let before = std::mem::take(&mut done);
+        done = std::thread::scope(|scope| {
+            let next = scope.spawn(|| work.compile_batch(batch, symbols));
+            written.write(before);
+            next.join().unwrap_or_default()
         });
-        let package = package.transpose()?;
-        Ok(Self {
-            main,
-            alt,
-            package,
-            sequential,
-            lengths,
-            endian: match elf.endian {
-                Endianness::Little => RunTimeEndian::Little,
-                Endianness::Big => RunTimeEndian::Big,
-            },
-            code: code(elf),
-        })
+        // What was read of mapped sections so far need not stay in memory.
+        units.forget_pages();
+        sections.forget_pages();
     }
-
-    /// Adds all ranges to a table.
-    pub fn compile(
-        &self,
-        files: &Files<'_>,
-        symbols: &Symbols,
-        writer: &mut Writer,
-        notes: &mut Vec<String>,
-    ) {
-        let work = Work::new(self, files);
-        let mut failed: Option<(usize, DwarfError)> = None;
-        let mut write = |tables: Vec<Result<UnitTable, DwarfError>>| {
-            for table in tables {
-                match table {
-                    Ok(table) => table.write(writer),
-                    Err(error) => match &mut failed {
-                        Some((count, _)) => *count += 1,
-                        None => failed = Some((1, error)),
-                    },
-                }
-            }
-            // What was read of mapped sections so far need not stay in memory.
-            self.sequential.iter().for_each(Bytes::forget_pages);
-        };
-        let mut rest = &work.debug.main.headers[..];
-        let mut done = Vec::new();
-        while !rest.is_empty() {
-            let (batch, after) = rest.split_at(batch(rest));
-            rest = after;
-            // One batch is written while the next is worked out.
-            let before = std::mem::take(&mut done);
-            done = std::thread::scope(|scope| {
-                let next = scope.spawn(|| work.compile_batch(batch, symbols));
-                write(before);
-                next.join().unwrap_or_default()
-            });
-        }
-        write(done);
-        if let Some((count, error)) = failed {
-            let all = work.debug.main.headers.len();
-            notes.push(format!(
-                "{count} of {all} units of its debug information do not parse: {error}"
-            ));
-        }
-        match work.without_split.load(Ordering::Relaxed) {
-            0 => {}
-            count => notes.push(format!("{count} .dwo files of it are missing")),
-        }
-    }
-}
-
-/// A section, empty when there is none.
-fn section(elf: &Elf, name: &str) -> Result<Bytes, DwarfError> {
-    Ok(elf.section(name)?.unwrap_or_else(|| Bytes::from(Vec::new())))
+    written.write(done);
+    written.without_split += work.without_split.into_inner();
 }
 
 /// Units of a batch have this many bytes of entries together: what is worked out at once, two
@@ -155,154 +95,92 @@ fn batch(headers: &[UnitHeader<Slice<'_>>]) -> usize {
     fits.count().max(1).min(headers.len())
 }
 
-/// What is worked out of a file.
-#[derive(Debug)]
-struct Work<'a> {
-    debug: Debug<'a>,
-    package: Option<DwarfPackage<Slice<'a>>>,
-    sections: &'a Sections,
-    files: &'a Files<'a>,
-    /// Units whose other half was not found.
-    without_split: AtomicUsize,
-}
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::process::Command;
 
-/// Threads that parse: more want memory, not time.
-const MAX_WORKERS: usize = 4;
+    use super::super::symbols;
+    use super::*;
 
-impl<'a> Work<'a> {
-    fn new(sections: &'a Sections, files: &'a Files<'a>) -> Self {
-        let slice = |bytes: &'a Bytes| EndianSlice::new(&bytes[..], sections.endian);
-        let sup = sections.alt.as_ref();
-        let main = Part::new(sections.main.borrow_with_sup(sup, slice));
-        let sup = sup.map(|sup| Part::new(sup.borrow(slice)));
-        let package = sections.package.as_ref().and_then(|package| {
-            // One that does not parse is as none: its units are then counted as missing.
-            package.borrow(slice, EndianSlice::new(&[], sections.endian)).ok()
-        });
-        let debug = Debug::new(main, sup, &sections.code, sections.lengths);
-        Self { debug, package, sections, files, without_split: AtomicUsize::new(0) }
+    const UNITS: usize = 12;
+    const WHOLE: Limits = Limits { min_section: usize::MAX, piece: 1, max_unit: 1 };
+
+    /// A program of twelve units with functions and calls inlined into them.
+    fn program(flags: &[&str]) -> Elf {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: String| directory.path().join(name);
+        let sources: Vec<_> = (0..UNITS).map(|unit| path(format!("{unit}.c"))).collect();
+        for (unit, source) in sources.iter().enumerate() {
+            let calls = if unit + 1 < UNITS { format!("more{}(x)", unit + 1) } else { "x".into() };
+            let text = format!(
+                "int more{0}(int);\n{1}\
+                 static inline int twice{unit}(int x) {{ return x * 2 + {unit}; }}\n\
+                 int more{unit}(int x) {{ x = twice{unit}(x) * 3; return {calls}; }}\n",
+                unit + 1,
+                if unit == 0 { "int main(int n, char **v) { return more1(n); }\n" } else { "" },
+            );
+            std::fs::write(source, text).unwrap();
+        }
+        let program = path("program".into());
+        let mut gcc = Command::new("gcc");
+        gcc.args(["-g", "-O2"]).args(flags).arg("-o").arg(&program).args(&sources);
+        assert!(gcc.status().unwrap().success(), "{gcc:?}");
+        open(&program)
     }
 
-    /// Works out some units, in their order.
-    fn compile_batch(
-        &self,
-        batch: &[UnitHeader<Slice<'a>>],
-        symbols: &Symbols,
-    ) -> Vec<Result<UnitTable, DwarfError>> {
-        let next = AtomicUsize::new(0);
-        let work = || {
-            let mut units = Units::default();
-            let mut done = Vec::new();
-            loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                let Some(header) = batch.get(index) else { break };
-                done.push((index, self.compile_unit(&mut units, header, symbols)));
-            }
-            done
-        };
-        let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
-        let mut done: Vec<_> = std::thread::scope(|scope| {
-            let threads: Vec<_> =
-                (0..workers.min(batch.len())).map(|_| scope.spawn(work)).collect();
-            threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
-        });
-        done.sort_by_key(|&(index, _)| index);
-        done.into_iter().map(|(_, table)| table).collect()
+    fn open(path: &Path) -> Elf {
+        Elf::open(std::fs::File::open(path).unwrap(), &Default::default()).unwrap()
     }
 
-    fn compile_unit(
-        &self,
-        units: &mut Units<'a>,
-        header: &UnitHeader<Slice<'a>>,
-        symbols: &Symbols,
-    ) -> Result<UnitTable, DwarfError> {
-        let main = &self.debug.main.dwarf;
-        let unit = Arc::new(main.unit(*header)?);
-        let place = Place { dwarf: Arc::clone(main), unit, part: PartOf::Main };
-        // What `dwz` shares between units names the lines of all of them, and has no code.
-        if place.unit.entry(place.unit.header.root_offset())?.tag() == gimli::DW_TAG_partial_unit {
-            return Ok(UnitTable::default());
-        }
-        let rows = lines::read(&self.debug, &place)?;
-        if place.unit.dwo_id.is_none() || place.unit.dwo_name()?.is_none() {
-            let scopes = scopes::read(&self.debug, units, &place)?;
-            return Ok(overlay::overlay(&place, &scopes, &rows, symbols));
-        }
-        // The lines are here, the functions in the other half.
-        if let Some(dwarf) = self.packaged(&place)? {
-            if let Some(split) = split_unit(dwarf, &place)? {
-                let scopes = scopes::read(&self.debug, units, &split)?;
-                return Ok(overlay::overlay(&place, &scopes, &rows, symbols));
-            }
-        } else if let Some(sections) = self.split_sections(&place) {
-            let skeleton = place.unit.header.debug_info_offset().unwrap_or(DebugInfoOffset(0));
-            let all = self.sections;
-            if let Some(table) = overlay_split(all, skeleton, &sections, &rows, symbols)? {
-                return Ok(table);
+    fn table(elf: &Elf, limits: Limits) -> (Vec<u8>, Vec<String>) {
+        let files = Files { executable: Some(elf), ..Default::default() };
+        let (mut writer, mut notes) = (Writer::default(), Vec::new());
+        let symbols = symbols::read(&files, &mut notes);
+        compile(elf, &files, &symbols, &mut writer, &mut notes, limits).unwrap();
+        (writer.finish(), notes)
+    }
+
+    fn rest(elf: &Elf, limits: Limits) -> Rest {
+        let files = Files { executable: Some(elf), ..Default::default() };
+        let (mut writer, mut notes) = (Writer::default(), Vec::new());
+        let symbols = symbols::read(&files, &mut notes);
+        let sections = Sections::load(elf, &files).unwrap();
+        let mut written = Written::new(&mut writer);
+        pieces::compile(elf, &sections, &files, &symbols, &mut written, limits).unwrap()
+    }
+
+    #[test]
+    fn tables_of_pieces_are_those_of_the_whole() {
+        for flags in [&["-gz=zlib"][..], &["-gz=zlib", "-gdwarf-4"], &["-gz=zlib", "-gdwarf64"]] {
+            let elf = program(flags);
+            let whole = table(&elf, WHOLE);
+            assert_eq!(rest(&elf, WHOLE), Rest::From(0));
+            for piece in [1, 100, 1000, 1 << 20] {
+                let limits = Limits { min_section: 0, piece, max_unit: 1 << 20 };
+                assert_eq!(rest(&elf, limits), Rest::None, "{flags:?}, pieces of {piece}");
+                assert!(table(&elf, limits) == whole, "{flags:?}, pieces of {piece}");
             }
         }
-        self.without_split.fetch_add(1, Ordering::Relaxed);
-        Ok(overlay::overlay(&place, &scopes::Scopes::default(), &rows, symbols))
     }
 
-    /// The other half of a unit, from the package.
-    fn packaged(&self, place: &Place<'a>) -> gimli::Result<Option<Dwarf<Slice<'a>>>> {
-        match (&self.package, place.unit.dwo_id) {
-            (Some(package), Some(id)) => package.find_cu(id, &place.dwarf),
-            _ => Ok(None),
+    #[test]
+    fn a_unit_that_refers_to_another_ends_it() {
+        // One partition a unit and one with what they share: references between them.
+        let elf = program(&["-gz=zlib", "-flto", "-flto-partition=max"]);
+        let whole = table(&elf, WHOLE);
+        for piece in [1, 1000, 1 << 20] {
+            let limits = Limits { min_section: 0, piece, max_unit: 1 << 20 };
+            assert!(matches!(rest(&elf, limits), Rest::From(_)), "pieces of {piece}");
+            assert!(table(&elf, limits) == whole, "pieces of {piece}");
         }
     }
 
-    /// The file with the other half of a unit.
-    fn split_sections(&self, place: &Place<'a>) -> Option<DwarfSections<Bytes>> {
-        let text = |slice: Slice<'a>| String::from_utf8_lossy(slice.slice()).into_owned();
-        let name = place.dwarf.attr_string(&place.unit, place.unit.dwo_name().ok()??).ok()?;
-        let directory = place.unit.comp_dir.map(text).unwrap_or_default();
-        let elf = self.files.split?(&directory, &text(name))?;
-        DwarfSections::load(|id| {
-            id.dwo_name().map_or(Ok(Bytes::from(Vec::new())), |name| section(&elf, name))
-        })
-        .ok()
+    #[test]
+    fn a_large_unit_is_left_to_the_whole() {
+        let elf = program(&["-gz=zlib"]);
+        let limits = Limits { min_section: 0, piece: 16, max_unit: 64 };
+        assert_eq!(rest(&elf, limits), Rest::From(0));
+        assert!(table(&elf, limits) == table(&elf, WHOLE));
     }
-}
-
-/// Lines of a unit and functions of its other half, which is in a file of its own.
-///
-/// gimli's types are invariant in the lifetime of what they borrow: all that meets the other half's
-/// sections, which live for this call alone, is borrowed anew with them.
-fn overlay_split<'b>(
-    sections: &'b Sections,
-    skeleton: DebugInfoOffset,
-    other: &'b DwarfSections<Bytes>,
-    rows: &lines::Rows,
-    symbols: &Symbols,
-) -> Result<Option<UnitTable>, DwarfError> {
-    let slice = |bytes: &'b Bytes| EndianSlice::new(&bytes[..], sections.endian);
-    let main = sections.main.borrow(slice);
-    let unit = Arc::new(main.unit(main.unit_header(skeleton)?)?);
-    let place = Place { dwarf: Arc::new(main), unit, part: PartOf::Main };
-    let mut dwarf = other.borrow(slice);
-    dwarf.make_dwo(&place.dwarf);
-    let Some(split) = split_unit(dwarf, &place)? else { return Ok(None) };
-    let main = Part { dwarf: Arc::clone(&place.dwarf), headers: Vec::new() };
-    let debug = Debug::new(main, None, &sections.code, sections.lengths);
-    let scopes = scopes::read(&debug, &mut Units::default(), &split)?;
-    Ok(Some(overlay::overlay(&place, &scopes, rows, symbols)))
-}
-
-/// The unit of the other half that belongs to `skeleton`.
-fn split_unit<'b>(
-    dwarf: Dwarf<Slice<'b>>,
-    skeleton: &Place<'b>,
-) -> Result<Option<Place<'b>>, DwarfError> {
-    let mut headers = dwarf.units();
-    while let Some(header) = headers.next()? {
-        let mut unit = dwarf.unit(header)?;
-        if unit.dwo_id == skeleton.unit.dwo_id {
-            unit.copy_relocated_attributes(&skeleton.unit);
-            let unit = Arc::new(unit);
-            return Ok(Some(Place { dwarf: Arc::new(dwarf), unit, part: PartOf::Split }));
-        }
-    }
-    Ok(None)
 }

@@ -27,7 +27,7 @@ pub fn read<'a>(debug: &Debug<'a>, place: &Place<'a>) -> Result<Rows, DwarfError
     let mut rows = program.rows();
     let mut before: Option<(u64, u64, u32)> = None;
     while let Some((_, row)) = rows.next_row()? {
-        debug.rows().spend(1)?;
+        debug.budgets.rows.spend(1)?;
         if found.spans.len() >= MAX_ROWS {
             return Err(DwarfError::TooMuch);
         }

@@ -11,9 +11,12 @@ mod gopclntab;
 mod lines;
 mod overlay;
 mod paint;
+mod pieces;
 mod plt;
 mod scopes;
+mod sections;
 mod symbols;
+mod units;
 
 use stackwire_elf::{Bytes, Elf, Segment};
 
@@ -83,9 +86,9 @@ pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
     }
     let symbols = symbols::read(files, &mut notes);
     if let Some(elf) = with_dwarf(files) {
-        match dwarf::Sections::load(elf, files) {
-            Ok(sections) => sections.compile(files, &symbols, &mut writer, &mut notes),
-            Err(error) => notes.push(format!("its debug information: {error}")),
+        let limits = pieces::Limits::default();
+        if let Err(error) = dwarf::compile(elf, files, &symbols, &mut writer, &mut notes, limits) {
+            notes.push(format!("its debug information: {error}"));
         }
     }
     if let Some(elf) = files.executable {

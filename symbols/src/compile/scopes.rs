@@ -92,7 +92,7 @@ pub fn read<'a>(
         {
             let mut ranges = dwarf.die_ranges(unit, &entry)?;
             while let Some(range) = ranges.next()? {
-                debug.ranges().spend(1)?;
+                debug.budgets.ranges.spend(1)?;
                 if found.spans.len() >= MAX_SPANS {
                     return Err(DwarfError::TooMuch);
                 }
@@ -161,7 +161,7 @@ fn function<'a>(
     let origin = entry
         .attr_value(gimli::DW_AT_abstract_origin)
         .filter(|_| !own.iter().any(|&name| entry.has_attr(name)))
-        .and_then(|value| place.key(&value));
+        .and_then(|value| units.key(debug, place, &value));
     if let Some(&function) = origin.as_ref().and_then(|key| functions.get(key)) {
         return function;
     }
@@ -174,7 +174,7 @@ fn function<'a>(
     let name = &name[..name.len().min(MAX_NAME)];
     let known = found.by_place.contains_key(&(name.as_ptr() as usize, name.len()));
     // What no file has bytes for stays without a name.
-    let name = if known || debug.names().spend(name.len()).is_ok() { name } else { &[] };
+    let name = if known || debug.budgets.names.spend(name.len()).is_ok() { name } else { &[] };
     // By where it lies: many entries may name one string.
     let function =
         *found.by_place.entry((name.as_ptr() as usize, name.len())).or_insert_with(|| {

@@ -1,0 +1,161 @@
+//! Compiles units while the rest of their section is being decompressed.
+//!
+//! To decompress the 260 MB of libjvm's `.debug_info` takes one thread a second, a third of all the
+//! time its table takes. Units of C and C++ that no link-time optimization has seen need nothing of
+//! their section but themselves. The first that does ends this, and `dwarf.rs` goes on from there
+//! with the whole section. Where that never happens, the section is never written anywhere.
+
+use std::sync::mpsc;
+
+use gimli::{Endianity, RunTimeEndian, SectionId};
+use stackwire_elf::{Bytes, Elf, ElfError, Stream};
+
+use super::Files;
+use super::debug::{Budgets, DwarfError};
+use super::sections::Sections;
+use super::symbols::Symbols;
+use super::units::{Work, Written, offset};
+
+/// Units that are left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rest {
+    /// None: all are in the table.
+    None,
+    /// Those from this offset of the section on.
+    From(usize),
+}
+
+/// What is done in pieces, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Sections smaller than this are read whole.
+    pub min_section: usize,
+    /// Units are compiled together until they have this many.
+    pub piece: usize,
+    /// A larger unit is compiled from the whole section, which need not be in memory.
+    pub max_unit: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { min_section: 16 << 20, piece: 4 << 20, max_unit: 32 << 20 }
+    }
+}
+
+/// Pieces that wait to be compiled.
+const WAITING: usize = 1;
+
+/// Adds units from the front of the section to a table, as long as they need nothing but
+/// themselves.
+///
+/// # Errors
+/// When the section does not decompress to what its header says.
+pub fn compile(
+    elf: &Elf,
+    sections: &Sections,
+    files: &Files<'_>,
+    symbols: &Symbols,
+    written: &mut Written<'_>,
+    limits: Limits,
+) -> Result<Rest, DwarfError> {
+    let fits = |stream: &Stream<'_>| stream.size >= limits.min_section as u64;
+    let stream = elf.stream(SectionId::DebugInfo.name())?.filter(fits);
+    let Some(stream) = stream.filter(|_| sections.stand_alone()) else {
+        return Ok(Rest::From(0));
+    };
+    let size = stream.size;
+    let budgets = Budgets::new(sections.length + size as usize);
+    let mut compiled = 0;
+    let mut done = Vec::new();
+    let cut = std::thread::scope(|scope| {
+        let (full, pieces) = mpsc::sync_channel(WAITING);
+        let cut = scope.spawn(move || cut(stream, sections.endian, limits, &full));
+        for piece in pieces {
+            let piece = Bytes::from(piece);
+            let work = Work::new(sections, &piece, files, &budgets, true);
+            let headers = &work.debug.main.headers;
+            let before = std::mem::take(&mut done);
+            done = std::thread::scope(|scope| {
+                let next = scope.spawn(|| work.compile_batch(headers, symbols));
+                written.write(before);
+                next.join().unwrap_or_default()
+            });
+            sections.forget_pages();
+            let leads_out = |table: &Result<_, _>| matches!(table, Err(DwarfError::LeadsOut));
+            if let Some(first) = done.iter().position(leads_out) {
+                done.truncate(first);
+                compiled += headers.get(first).map_or(0, |header| offset(header).0);
+                break;
+            }
+            compiled += piece.len();
+        }
+        cut.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
+    written.write(done);
+    cut?;
+    Ok(if compiled as u64 == size { Rest::None } else { Rest::From(compiled) })
+}
+
+/// Cuts the section between units into pieces. Ends early where nobody wants more, and before a
+/// unit that is too large.
+fn cut(
+    mut stream: Stream<'_>,
+    endian: RunTimeEndian,
+    limits: Limits,
+    full: &mpsc::SyncSender<Vec<u8>>,
+) -> Result<(), DwarfError> {
+    let (mut read, mut rest) = (0, Vec::new());
+    while read < stream.size && rest.len() <= limits.max_unit {
+        let wanted = limits.piece.saturating_sub(rest.len());
+        let wanted = if wanted == 0 { limits.piece } else { wanted };
+        let wanted = (stream.size - read).min(wanted as u64) as usize;
+        rest.reserve(wanted);
+        let got = stream.read(&mut rest, wanted).map_err(ElfError::from)?;
+        read += got as u64;
+        if got < wanted {
+            return Err(ElfError::Cut { size: stream.size, found: read }.into());
+        }
+        let after = rest.split_off(whole_units(&rest, endian));
+        let piece = std::mem::replace(&mut rest, after);
+        if !piece.is_empty() && full.send(piece).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the units that are whole: the length of what follows stands in front of each, in four
+/// bytes, or behind four of 0xff in eight (DWARF 5, 7.4).
+fn whole_units(bytes: &[u8], endian: RunTimeEndian) -> usize {
+    let mut rest = bytes;
+    loop {
+        let whole = bytes.len() - rest.len();
+        let Some((short, after)) = rest.split_first_chunk::<4>() else { return whole };
+        let (length, after) = match (endian.read_u32(short), after.split_first_chunk::<8>()) {
+            (0xffff_ffff, Some((long, after))) => (endian.read_u64(long), after),
+            (0xffff_ffff, None) => return whole,
+            (short, _) => (u64::from(short), after),
+        };
+        let unit = usize::try_from(length).ok().and_then(|length| after.get(length..));
+        let Some(after) = unit else { return whole };
+        rest = after;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_cut_by_their_lengths() {
+        let whole = |bytes: &[u8]| whole_units(bytes, RunTimeEndian::Little);
+        assert_eq!(whole(&[]), 0);
+        assert_eq!(whole(&[2, 0, 0, 0, 9]), 0);
+        assert_eq!(whole(&[2, 0, 0, 0, 9, 9]), 6);
+        assert_eq!(whole(&[1, 0, 0, 0, 9, 2, 0, 0, 0, 9]), 5);
+        let long = [255, 255, 255, 255, 1, 0, 0, 0, 0, 0, 0, 0, 9];
+        assert_eq!((whole(&long), whole(&long[..12]), whole(&long[..4])), (13, 0, 0));
+        assert_eq!(whole(&[255; 40]), 0);
+        assert_eq!(whole_units(&[0, 0, 0, 2, 9, 9, 1], RunTimeEndian::Big), 6);
+    }
+}
