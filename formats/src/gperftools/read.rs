@@ -136,4 +136,18 @@ mod tests {
             assert!(read(&bytes[..cut], &mut Builder::new(), 0).is_err(), "{cut}");
         }
     }
+
+    #[test]
+    fn more_frames_than_are_ever_added_up_are_refused() {
+        // The period is 0: time alone would be little.
+        let counted = |count: u64| {
+            let words = [0u64, 3, 0, 0, 0, count, 4, 0x40_1010, 0x40_1021, 0x40_1031, 0x40_1041];
+            let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            bytes.extend([0u64, 1, 0].iter().flat_map(|word| word.to_le_bytes()));
+            bytes.extend(b"00401000-00402000 r-xp 00001000 fe:01 77 /bin/prog\n");
+            read(&*bytes, &mut Builder::new(), 0).map_err(|refused| refused.to_string())
+        };
+        assert_eq!(counted(1 << 60), Ok(()));
+        assert!(counted((1 << 60) + 1).unwrap_err().contains("frames"));
+    }
 }

@@ -28,8 +28,8 @@ const MAX_SERIES: usize = 64;
 pub struct Builder {
     profile: Profile,
     capture: usize,
-    /// Samples, and what they weigh.
-    total: (u64, u64),
+    /// Samples, what they weigh, and frames of those that stand for several.
+    total: [u64; 3],
     /// The one whose origin stands for all.
     first: usize,
     /// Each sample is kept with its time and CPU.

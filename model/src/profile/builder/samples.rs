@@ -5,8 +5,8 @@ use crate::profile::labels::{Label, LabelValue};
 use crate::profile::{Moment, Sample, SampleKey, Series, SeriesId, Types};
 use crate::{Event, ValueKind};
 
-/// Most samples and most weight of all of them: sums of them are not checked again. 2^62 ns are 146
-/// years.
+/// Most samples, most weight of all of them, and most frames of them: sums of them are not checked
+/// again. 2^62 ns are 146 years.
 const MAX_TOTAL: u64 = 1 << 62;
 
 /// Values that cannot be taken.
@@ -73,9 +73,12 @@ impl Builder {
         let table = &mut self.profile.samples;
         let new = |key| Sample { key, count: 0, value: 0 };
         let id = self.samples.intern(table, key, |sample| &sample.key, new, "samples")?;
-        let total = (self.total.0.saturating_add(count), self.total.1.saturating_add(value));
-        if total.0.max(total.1) > MAX_TOTAL {
-            return Err(Full("samples, or time of them,"));
+        // Single samples, which is what comes from a kernel, never have as many frames.
+        let frames = if count > 1 { self.profile.frames(key).count() as u64 } else { 0 };
+        let more = [count, value, count.saturating_mul(frames)];
+        let total = std::array::from_fn(|of| self.total[of].saturating_add(more[of]));
+        if total.into_iter().any(|sum| sum > MAX_TOTAL) {
+            return Err(Full("samples, or time or frames of them,"));
         }
         self.total = total;
         let sample = &mut self.profile.samples[id as usize];
