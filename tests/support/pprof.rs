@@ -67,6 +67,15 @@ pub(crate) fn go(arguments: &[&str], files: &[&Path]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// The bytes in a compressed profile.
+#[track_caller]
+pub(crate) fn unpack(path: &Path) -> Vec<u8> {
+    let file = std::fs::File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let mut bytes = Vec::new();
+    flate2::read::MultiGzDecoder::new(file).read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
 fn hex(text: &str) -> u64 {
     u64::from_str_radix(text.trim_start_matches("0x"), 16).unwrap()
 }
@@ -74,10 +83,7 @@ fn hex(text: &str) -> u64 {
 impl Pprof {
     #[track_caller]
     pub(crate) fn read(path: &Path) -> Self {
-        let file = std::fs::File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-        let mut bytes = Vec::new();
-        flate2::read::MultiGzDecoder::new(file).read_to_end(&mut bytes).unwrap();
-        let wire = wire::Profile::decode(&*bytes).unwrap();
+        let wire = wire::Profile::decode(&*unpack(path)).unwrap();
         let text = |at: i64| wire.string_table[at as usize].clone();
         let functions: HashMap<u64, &wire::Function> =
             wire.function.iter().map(|function| (function.id, function)).collect();
