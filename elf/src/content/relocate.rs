@@ -4,8 +4,9 @@
 //! Only what debug sections need: absolute relocations with addends. Addresses are ours alone and
 //! mean nothing outside; who asks about a kernel module finds its functions by name.
 
-use object::Endianness;
-use object::elf;
+use object::elf::{self, Rela64, Sym64};
+use object::read::elf::{Rela, Sym};
+use object::{Endianness, LittleEndian, pod};
 
 use super::{Bytes, Elf};
 use crate::{ElfError, Section};
@@ -44,17 +45,17 @@ pub(super) fn apply(elf: &Elf, content: Bytes, relocations: &Section) -> Result<
     if !elf.is_64 || elf.endian != Endianness::Little {
         return Err(ElfError::ForeignObject);
     }
-    let (entries, _) = entries.as_chunks::<24>();
+    let (entries, _) = entries.as_chunks::<{ size_of::<Rela64<LittleEndian>>() }>();
     for entry in entries {
-        let long = |at: usize| u64_at(entry, at).unwrap_or(0);
-        let (offset, info, addend) = (long(0), long(8), long(16));
-        let width = match info as u32 {
+        let Ok((entry, _)) = pod::from_bytes::<Rela64<LittleEndian>>(entry) else { continue };
+        let (offset, addend) = (entry.r_offset(LittleEndian), entry.r_addend(LittleEndian));
+        let width = match entry.r_type(LittleEndian, false) {
             elf::R_X86_64_64 | elf::R_AARCH64_ABS64 => 8,
             elf::R_X86_64_32 | elf::R_X86_64_32S | elf::R_AARCH64_ABS32 => 4,
             _ => continue,
         };
-        let Some(value) = symbol(elf, &symbols, info >> 32) else { continue };
-        let value = value.wrapping_add(addend).to_le_bytes();
+        let Some(value) = symbol(elf, &symbols, entry.r_sym(LittleEndian, false)) else { continue };
+        let value = value.wrapping_add_signed(addend).to_le_bytes();
         let place =
             usize::try_from(offset).ok().and_then(|at| content.get_mut(at..at.checked_add(width)?));
         // One that points outside changes nothing.
@@ -65,15 +66,11 @@ pub(super) fn apply(elf: &Elf, content: Bytes, relocations: &Section) -> Result<
     Ok(Bytes::from(content))
 }
 
-/// `Elf64_Sym`: section at 6, value at 8.
-fn symbol(elf: &Elf, symbols: &[u8], number: u64) -> Option<u64> {
-    let at = usize::try_from(number).ok()?.checked_mul(24)?;
-    let entry = symbols.get(at..at.checked_add(24)?)?;
-    let section = usize::from(entry[6]) | usize::from(entry[7]) << 8;
+/// The address a symbol stands for.
+fn symbol(elf: &Elf, symbols: &[u8], number: u32) -> Option<u64> {
+    let at = (number as usize).checked_mul(size_of::<Sym64<LittleEndian>>())?;
+    let (symbol, _) = pod::from_bytes::<Sym64<LittleEndian>>(symbols.get(at..)?).ok()?;
+    let section = usize::from(symbol.st_shndx(LittleEndian));
     let base = elf.sections.get(section).filter(|section| section.is_code());
-    Some(u64_at(entry, 8)?.wrapping_add(base.map_or(0, |section| section.address)))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk::<8>()?))
+    Some(symbol.st_value(LittleEndian).wrapping_add(base.map_or(0, |section| section.address)))
 }

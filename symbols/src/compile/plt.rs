@@ -7,7 +7,9 @@
 
 use std::collections::HashMap;
 
-use object::elf;
+use object::elf::{self, Rela64, Sym64};
+use object::read::elf::Rela;
+use object::{LittleEndian, pod};
 use stackwire_elf::Elf;
 use stackwire_model::Machine;
 
@@ -68,17 +70,18 @@ fn names(elf: &Elf) -> Option<HashMap<u64, String>> {
         let Some(Ok(entries)) = section(relocations).map(|found| elf.content(found)) else {
             continue;
         };
-        let (entries, _) = entries.as_chunks::<24>();
+        let (entries, _) = entries.as_chunks::<{ size_of::<Rela64<LittleEndian>>() }>();
         for entry in entries.iter().take(MAX_RELOCATIONS) {
-            let long = |at: usize| {
-                u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|byte| entry[at + byte]))
-            };
-            let (word, info) = (long(0), long(8));
-            if !matches!(info as u32, elf::R_X86_64_JUMP_SLOT | elf::R_X86_64_GLOB_DAT) {
+            let Ok((entry, _)) = pod::from_bytes::<Rela64<LittleEndian>>(entry) else { continue };
+            if !matches!(
+                entry.r_type(LittleEndian, false),
+                elf::R_X86_64_JUMP_SLOT | elf::R_X86_64_GLOB_DAT
+            ) {
                 continue;
             }
-            let at = ((info >> 32) as usize).saturating_mul(24);
-            let Some(raw) = symbols.get(at..at.saturating_add(24)) else { continue };
+            let word = entry.r_offset(LittleEndian);
+            let at = entry.r_sym(LittleEndian, false) as usize * size_of::<Sym64<LittleEndian>>();
+            let Some(raw) = symbols.get(at..) else { continue };
             let Some(name) = Raw::of(raw, elf).and_then(|raw| dynamic_name(&strings, &raw)) else {
                 continue;
             };

@@ -1,7 +1,8 @@
 //! Functions of ELF symbol tables: `.symtab`, or `.dynsym` where a file has no other.
 
 use object::Endianness;
-use object::elf;
+use object::elf::{self, Sym32, Sym64};
+use object::read::elf::Sym;
 use stackwire_elf::{Bytes, Elf, ElfError, Section};
 
 use super::paint::{Span, paint};
@@ -191,26 +192,23 @@ pub struct Raw {
 }
 
 impl Raw {
-    /// `Elf64_Sym` (name, info, other, shndx, value, size) or `Elf32_Sym` (name, value, size, info,
-    /// other, shndx).
+    /// Of a file of this class and byte order.
     pub fn of(entry: &[u8], elf: &Elf) -> Option<Self> {
-        let little = elf.endian == Endianness::Little;
-        let number = |at: usize, length: usize| -> Option<u64> {
-            let bytes = entry.get(at..at + length)?.iter();
-            let add = |number: u64, byte: &u8| number << 8 | u64::from(*byte);
-            Some(if little { bytes.rev().fold(0, add) } else { bytes.fold(0, add) })
-        };
-        let (info, section, address, size) = match elf.is_64 {
-            true => (number(4, 1)?, number(6, 2)?, number(8, 8)?, number(16, 8)?),
-            false => (number(12, 1)?, number(14, 2)?, number(4, 4)?, number(8, 4)?),
-        };
+        match elf.is_64 {
+            true => Self::read::<Sym64<Endianness>>(entry, elf.endian),
+            false => Self::read::<Sym32<Endianness>>(entry, elf.endian),
+        }
+    }
+
+    fn read<S: Sym<Endian = Endianness>>(entry: &[u8], endian: Endianness) -> Option<Self> {
+        let (entry, _) = object::pod::from_bytes::<S>(entry).ok()?;
         Some(Self {
-            name: number(0, 4)? as u32,
-            kind: info as u8 & 0xf,
-            binding: info as u8 >> 4,
-            section: section as u16,
-            address,
-            size,
+            name: entry.st_name(endian),
+            kind: entry.st_type(),
+            binding: entry.st_bind(),
+            section: entry.st_shndx(endian),
+            address: entry.st_value(endian).into(),
+            size: entry.st_size(endian).into(),
         })
     }
 }
