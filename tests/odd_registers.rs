@@ -55,7 +55,8 @@ fn inside_execve_there_is_no_user_stack() {
         return;
     }
     let program = start("exec");
-    let profile = record(program.pid(), 3, &[]);
+    // When other processes are busy, only a tenth of its samples are inside execve.
+    let profile = record(program.pid(), 6, &[]);
     let (all, with) = with_user_frames(&profile, |name| name.starts_with("do_execve"));
     assert!(all > 200, "only {all} of {} samples are inside execve", profile.count());
     assert_eq!(with, 0, "of {all} samples inside execve");

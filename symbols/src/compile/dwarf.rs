@@ -1,9 +1,9 @@
 //! DWARF → ranges of the table: units in parallel, in batches, merged in their order.
 //!
-//! `units.rs` works out what a unit says, from `scopes.rs` (functions, inlined calls) and `lines.rs`
-//! (files, lines), laid over each other by `overlay.rs`. `debug.rs` has how references between
-//! units are followed. `pieces.rs` has units compiled while their section is still being
-//! decompressed.
+//! `units.rs` compiles one unit. It takes functions and inlined calls from `scopes.rs`, and files
+//! and lines from `lines.rs`; `overlay.rs` lays the one over the other. `debug.rs` follows
+//! references between units. `pieces.rs` compiles the first units of a section while the rest of
+//! the section is still being decompressed.
 
 use gimli::{SectionId, UnitHeader};
 use stackwire_elf::{Bytes, Elf};
