@@ -46,7 +46,7 @@ impl<'a> Symbols<'a> {
         let symbols = self.modules.get(module)?;
         let after = symbols.partition_point(|&(start, _)| start <= offset);
         let (_, name) = symbols.get(after.checked_sub(1)?).filter(|(_, name)| !name.is_empty())?;
-        Some(Line { function: (*name).to_owned(), ..Line::default() })
+        Some(Line { function: (*name).into(), ..Line::default() })
     }
 
     /// All symbols of a module by offset, several at one place included.

@@ -35,6 +35,12 @@ impl Bytes {
         Ok(Self(Arc::new(Inner::Mapped(map))))
     }
 
+    /// Whether they are a mapped file: the system can give up their memory and read it again.
+    #[must_use]
+    pub fn are_mapped(&self) -> bool {
+        matches!(&*self.0, Inner::Mapped(_))
+    }
+
     /// Gives memory of a mapped file back to the system, which reads it again if it must.
     pub fn forget_pages(&self) {
         if let Inner::Mapped(map) = &*self.0 {
@@ -65,6 +71,12 @@ impl Deref for Bytes {
             Inner::Owned(bytes) => bytes,
             Inner::Mapped(map) => map,
         }
+    }
+}
+
+impl AsRef<[u8]> for Bytes {
+    fn as_ref(&self) -> &[u8] {
+        self
     }
 }
 

@@ -82,7 +82,7 @@ fn stacks(
             None => (frame, false),
         };
         let executable = into.executable(Executable::Names { kernel: in_kernel })?;
-        let line = Line { function: name.to_owned(), ..Line::default() };
+        let line = Line { function: name.into(), ..Line::default() };
         let location = into.named(executable, Arc::from([line]))?;
         // What a kernel frame has called is not the user's.
         if in_kernel && user.is_empty() { &mut kernel } else { &mut user }.push(location);
@@ -108,7 +108,7 @@ mod tests {
             .iter()
             .map(|sample| {
                 let frames = profile.frames(sample.key);
-                let names = frames.map(|at| profile.given[&at][0].function.as_str());
+                let names = frames.map(|at| &*profile.given[&at][0].function);
                 (names.collect::<Vec<_>>().join(" "), sample.count)
             })
             .collect();

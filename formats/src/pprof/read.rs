@@ -250,7 +250,7 @@ impl<'a> Reader<'a> {
                 name => name,
             };
             lines.push(Line {
-                function: name.to_owned(),
+                function: name.into(),
                 file: self.text(function.filename)?.into(),
                 line: u32::try_from(line.line).unwrap_or(0),
             });
@@ -427,8 +427,7 @@ mod tests {
     fn what_is_apart_stays_apart() {
         let profile = read_all(&[wire("one"), wire("two")]).unwrap();
         assert_eq!(profile.sample_count(), 62);
-        let mut names: Vec<_> =
-            profile.given.values().map(|lines| lines[0].function.as_str()).collect();
+        let mut names: Vec<_> = profile.given.values().map(|lines| &*lines[0].function).collect();
         names.sort_unstable();
         assert_eq!(names, ["one", "two"], "two builds of one path");
         let unmapped: Vec<_> = profile

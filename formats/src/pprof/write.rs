@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use bytestring::ByteString;
 use flate2::{Compression, GzBuilder};
 use prost::Message;
 use rustc_hash::FxHashMap;
@@ -150,7 +151,7 @@ struct Writer<'a> {
     locations: Vec<proto::Location>,
     location_ids: FxHashMap<LocationId, u64>,
     functions: Vec<proto::Function>,
-    function_ids: HashMap<(u64, String, Arc<str>), u64>,
+    function_ids: HashMap<(u64, ByteString, Arc<str>), u64>,
     columns: Columns,
 }
 

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
+use bytestring::ByteString;
 use stackwire_model::profile::{
     LocationId, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
 };
@@ -140,9 +141,9 @@ pub(crate) struct Counts {
 pub(crate) fn functions(
     profile: Named<'_>,
     series: SeriesId,
-) -> BTreeMap<(String, String), Counts> {
+) -> BTreeMap<(ByteString, String), Counts> {
     // Names are compared once a location, not once a frame of each sample.
-    let mut numbers: HashMap<(String, String), usize> = HashMap::new();
+    let mut numbers: HashMap<(ByteString, String), usize> = HashMap::new();
     let mut number_of = |function, module: &str| {
         let next = numbers.len();
         *numbers.entry((function, module.to_owned())).or_insert(next)

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use bytestring::ByteString;
+
 use super::{LocationId, Missing, Profile, Quality};
 
 /// What one resolution of a profile found.
@@ -53,7 +55,7 @@ impl Named<'_> {
                 };
                 let path = self.executables[found.executable.index()].name();
                 let function = place(&path, start.unwrap_or(found.offset));
-                vec![Line { function, ..Line::default() }]
+                vec![Line { function: function.into(), ..Line::default() }]
             }
         }
     }
@@ -94,7 +96,7 @@ fn base(path: &str) -> &str {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Line {
     /// Demangled name.
-    pub function: String,
+    pub function: ByteString,
     /// Source file, empty when unknown.
     pub file: Arc<str>,
     /// Line, 0 when unknown.

@@ -104,7 +104,7 @@ mod tests {
         }
         let mut profile = into.build();
         let named = |name: &str| Resolution::Found {
-            lines: Arc::from([Line { function: name.to_owned(), ..Line::default() }]),
+            lines: Arc::from([Line { function: name.into(), ..Line::default() }]),
             quality: Quality::Jitdump,
         };
         let resolutions = vec![named("old"), named("old"), named("new")];

@@ -32,16 +32,12 @@ pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
         say(&format!("stackwire: {}: {note}", arguments.object));
     }
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
-    for text in &arguments.addresses {
-        print(arguments, &symbols, text, &mut out)?;
-    }
+    print(arguments, &symbols, arguments.addresses.iter().map(String::as_str), &mut out)?;
     if arguments.addresses.is_empty() {
         let mut input = BufReader::new(std::io::stdin());
         let mut line = String::new();
         while input.read_line(&mut line).context("cannot read standard input")? > 0 {
-            for text in line.split_whitespace() {
-                print(arguments, &symbols, text, &mut out)?;
-            }
+            print(arguments, &symbols, line.split_whitespace(), &mut out)?;
             line.clear();
             // Whoever writes one address and waits for its answer gets it.
             if input.buffer().is_empty() {
@@ -53,23 +49,37 @@ pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
     Ok(())
 }
 
-fn print(
+fn print<'a>(
     arguments: &Symbolize,
     symbols: &Symbols,
-    text: &str,
+    texts: impl Iterator<Item = &'a str>,
     out: &mut impl Write,
 ) -> Result<(), Failure> {
-    let Some(address) = address(text) else {
-        return Err(Failure::Usage(format!(
-            "{text:?} is not an address: give it in hex, as 0x1234"
-        )));
-    };
-    let answer = symbols.lookup(address);
-    let text = if arguments.json { json(address, &answer, symbols)? } else { plain(&answer) };
-    match out.write_all(text.as_bytes()) {
-        // `symbolize | head` has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
-        other => Ok(other.context("cannot print")?),
+    let mut addresses = Vec::new();
+    let mut invalid = None;
+    for text in texts {
+        match address(text) {
+            Some(address) => addresses.push(address),
+            None => {
+                invalid = Some(text);
+                break;
+            }
+        }
+    }
+    for (&address, answer) in addresses.iter().zip(symbols.lookup(&addresses)) {
+        let text = if arguments.json { json(address, &answer, symbols)? } else { plain(&answer) };
+        match out.write_all(text.as_bytes()) {
+            // `symbolize | head` has seen enough.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+            other => other.context("cannot print")?,
+        }
+    }
+    // The answers of those before it are printed first.
+    match invalid {
+        Some(text) => {
+            Err(Failure::Usage(format!("{text:?} is not an address: give it in hex, as 0x1234")))
+        }
+        None => Ok(()),
     }
 }
 

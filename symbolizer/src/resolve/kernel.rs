@@ -13,7 +13,7 @@ use stackwire_symbols::table::Table;
 
 use super::kernel_files::Kernel;
 use super::ladder::{self, Wanted};
-use super::{Nameless, Snapshots, Sources, nameless, resolution, source};
+use super::{Nameless, Snapshots, Sources, nameless, resolutions, source};
 use crate::profile::{
     Executable, ExecutableId, LocationId, Missing, MissingReason, Profile, Quality, Resolution,
     Source,
@@ -40,20 +40,20 @@ pub(super) fn job(
             Wanted { build_id: Some(id), executable: None, code: None, kernel: Some(kernel) };
         ladder::find(wanted, sources, deadline)
     });
-    let offsets = || locations.iter().map(|location| profile.locations[location.index()].offset);
+    let offsets: Vec<u64> =
+        locations.iter().map(|location| profile.locations[location.index()].offset).collect();
     let by_kallsyms = |offset| symbols.map(|symbols| from_kallsyms(symbols, module, offset));
     match found {
         Some(Ok(found)) => {
             let layout = Layout::of(&found.table, module, symbols);
-            let resolutions = offsets().map(|offset| {
-                let address = |offset| layout.address(offset);
-                match resolution(&found.table, address, offset, sources) {
-                    // What is patched in at run time is in no file.
-                    Resolution::Missing(missing) => {
-                        by_kallsyms(offset).unwrap_or(Resolution::Missing(missing))
-                    }
-                    named => named,
+            let address = |offset| layout.address(offset);
+            let named = resolutions(&found.table, address, &offsets, sources);
+            let resolutions = offsets.into_iter().zip(named).map(|(offset, named)| match named {
+                // What is patched in at run time is in no file.
+                Resolution::Missing(missing) => {
+                    by_kallsyms(offset).unwrap_or(Resolution::Missing(missing))
                 }
+                named => named,
             });
             let resolutions = resolutions.collect();
             Ok((source(found), resolutions))
@@ -63,7 +63,7 @@ pub(super) fn job(
                 Some(Err(nothing)) => (nothing.notes, nothing.fetch_failed),
                 _ => (Vec::new(), false),
             };
-            let resolutions: Option<Vec<_>> = offsets().map(by_kallsyms).collect();
+            let resolutions: Option<Vec<_>> = offsets.into_iter().map(by_kallsyms).collect();
             let Some(resolutions) = resolutions else {
                 let reason = match kallsyms {
                     Some(_) => MissingReason::KallsymsNotSent,

@@ -249,11 +249,10 @@ fn elf_job(
         let (notes, fetch_failed) = (missing.notes, missing.fetch_failed);
         (Source { notes, fetch_failed, ..Source::default() }, reason)
     })?;
-    let resolutions = locations.iter().map(|location| {
-        let offset = profile.locations[location.index()].offset;
-        resolution(&found.table, |offset| found.table.address_of(offset), offset, sources)
-    });
-    let resolutions = resolutions.collect();
+    let offsets: Vec<u64> =
+        locations.iter().map(|location| profile.locations[location.index()].offset).collect();
+    let resolutions =
+        resolutions(&found.table, |offset| found.table.address_of(offset), &offsets, sources);
     let mut source = source(found);
     if matches!(executable, Executable::File { key: None, .. }) {
         source
@@ -286,38 +285,49 @@ fn code(profile: &Profile, id: ExecutableId) -> Option<(u64, u64)> {
     Some((lowest.file_offset, lowest.length))
 }
 
-/// What a table says of an offset in the file.
-fn resolution(
+/// What a table says of offsets in the file.
+fn resolutions(
     table: &Table,
     address_of: impl Fn(u64) -> Option<u64>,
-    offset: u64,
+    offsets: &[u64],
     sources: &Sources,
-) -> Resolution {
-    let at = |offset| {
-        address_of(offset).map(|address| sources.recent.named(table, address, sources.demangle))
-    };
-    let Some(mut named) = at(offset) else {
-        return Resolution::Missing(Missing::because(MissingReason::NotLoaded));
-    };
-    if named.is_none() {
-        // A signal handler returns to the first byte of a function nobody called. Less one, as
-        // return addresses are looked up, that is in nothing; and nothing is what lies in front of
-        // it.
-        named = at(offset.saturating_add(1)).flatten();
-    }
-    match named {
-        Some((lines, quality)) => Resolution::Found { lines, quality },
-        None => {
-            let reason = match table.best() {
-                Some(_) => MissingReason::NoSymbol,
-                None => MissingReason::Stripped,
-            };
-            let begins = address_of(offset)
-                .and_then(|address| Some(address - table.bounds(address)?.start))
-                .and_then(|inside| offset.checked_sub(inside));
-            Resolution::Missing(Missing { reason, start: begins })
+) -> Vec<Resolution> {
+    let named_at = |addresses: &[u64]| sources.recent.named(table, addresses, sources.demangle);
+    let missing = |reason, start| Resolution::Missing(Missing { reason, start });
+    let mut found = vec![missing(MissingReason::NotLoaded, None); offsets.len()];
+    let loaded = offsets.iter().enumerate();
+    let loaded = loaded.filter_map(|(index, &offset)| Some((address_of(offset)?, index)));
+    let (addresses, places): (Vec<u64>, Vec<usize>) = loaded.unzip();
+    let mut unnamed = Vec::new();
+    for (index, named) in places.into_iter().zip(named_at(&addresses)) {
+        match named {
+            Some((lines, quality)) => found[index] = Resolution::Found { lines, quality },
+            None => unnamed.push(index),
         }
     }
+    // A signal handler returns to the first byte of a function nobody called. Less one, as return
+    // addresses are looked up, that is in nothing; and nothing is what lies in front of it.
+    let next = unnamed.iter().map(|&index| address_of(offsets[index].saturating_add(1)));
+    let next: Vec<Option<u64>> = next.collect();
+    let addresses: Vec<u64> = next.iter().flatten().copied().collect();
+    let mut named = named_at(&addresses).into_iter();
+    for (index, next) in unnamed.into_iter().zip(next) {
+        let offset = offsets[index];
+        found[index] = match next.and_then(|_| named.next()).flatten() {
+            Some((lines, quality)) => Resolution::Found { lines, quality },
+            None => {
+                let reason = match table.best() {
+                    Some(_) => MissingReason::NoSymbol,
+                    None => MissingReason::Stripped,
+                };
+                let begins = address_of(offset)
+                    .and_then(|address| Some(address - table.bounds(address)?.start))
+                    .and_then(|inside| offset.checked_sub(inside));
+                missing(reason, begins)
+            }
+        };
+    }
+    found
 }
 
 fn quality(kind: Kind) -> Quality {

@@ -77,13 +77,15 @@ impl Symbols {
         })
     }
 
-    /// What an address is, as the ELF file counts them (`llvm-symbolizer --obj` does the same).
+    /// What each address is, as the ELF file counts them (`llvm-symbolizer --obj` does the same).
     #[must_use]
-    pub fn lookup(&self, address: u64) -> Answer {
-        match self.recent.named(&self.found.table, address, self.demangle) {
+    pub fn lookup(&self, addresses: &[u64]) -> Vec<Answer> {
+        let named = self.recent.named(&self.found.table, addresses, self.demangle);
+        let answers = named.into_iter().map(|named| match named {
             Some((frames, quality)) => Answer { frames, quality: Some(quality) },
             None => Answer { frames: Arc::default(), quality: None },
-        }
+        });
+        answers.collect()
     }
 
     /// The table the answers are from.

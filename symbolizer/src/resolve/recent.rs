@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lru::LruCache;
 use rustc_hash::FxBuildHasher;
-use stackwire_symbols::demangle::demangle;
 use stackwire_symbols::table::{Frame, Table};
 
 use crate::profile::{Line, Quality};
@@ -36,36 +35,58 @@ impl Default for Recent {
 }
 
 impl Recent {
-    /// What a table says of an address.
-    pub fn named(&self, table: &Table, address: u64, readable: bool) -> Named {
-        self.get((table.checksum(), address, readable), || {
-            let mut frames = table.lookup(address).peekable();
-            let quality = frames.peek().map(|frame| super::quality(frame.kind))?;
-            Some((frames.map(|frame| line(frame, readable)).collect(), quality))
+    /// What a table says of each address, in their order.
+    pub fn named(&self, table: &Table, addresses: &[u64], readable: bool) -> Vec<Named> {
+        self.get((table.checksum(), readable), addresses, |address| {
+            let mut frames = table.lookup(address);
+            let quality = frames.clone().next().map(|frame| super::quality(frame.kind))?;
+            // Frames are counted first: an iterator of known length is collected without a `Vec`
+            // in between.
+            let lines = (0..frames.clone().count())
+                .map(|_| frames.next().map_or_else(Line::default, |frame| line(frame, readable)));
+            Some((lines.collect(), quality))
         })
     }
 
-    /// The answer from before, else the one `look_up` gives.
-    fn get(&self, key: Key, look_up: impl FnOnce() -> Named) -> Named {
+    /// The answers from before; for addresses without one, those that `look_up` gives.
+    fn get(
+        &self,
+        (table, readable): (u64, bool),
+        addresses: &[u64],
+        look_up: impl Fn(u64) -> Named,
+    ) -> Vec<Named> {
         let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = lock().get(&key) {
-            return known.clone();
+        let mut answers = vec![None; addresses.len()];
+        let mut unknown = Vec::new();
+        {
+            let mut known = lock();
+            for (index, (&address, answer)) in addresses.iter().zip(&mut answers).enumerate() {
+                match known.get(&(table, address, readable)) {
+                    Some(found) => answer.clone_from(found),
+                    None => unknown.push((address, index)),
+                }
+            }
         }
-        // Not under the lock: it takes longer than all the rest.
-        let named = look_up();
-        if named.as_ref().is_none_or(|(lines, _)| lines.len() <= MAX_LINES) {
-            lock().put(key, named.clone());
+        // In the order of addresses: neighbours share cache lines and pages of the table. Not
+        // under the lock, since it takes longer than all the rest.
+        unknown.sort_unstable();
+        for &(address, index) in &unknown {
+            answers[index] = look_up(address);
         }
-        named
+        let mut known = lock();
+        for (address, index) in unknown {
+            let answer = &answers[index];
+            if answer.as_ref().is_none_or(|(lines, _)| lines.len() <= MAX_LINES) {
+                known.put((table, address, readable), answer.clone());
+            }
+        }
+        answers
     }
 }
 
 /// A frame of a table as a line of a profile.
 fn line(frame: Frame<'_>, readable: bool) -> Line {
-    let function = match readable {
-        false => frame.function().to_owned(),
-        true => frame.readable().map_or_else(|| demangle(frame.function()), str::to_owned),
-    };
+    let function = if readable { frame.readable_name() } else { frame.raw_name() };
     Line { function, file: frame.file(), line: frame.line }
 }
 
@@ -78,7 +99,7 @@ mod tests {
         let recent = Recent::default();
         let asked = std::cell::Cell::new(0);
         let ask = |address| {
-            recent.get((1, address, true), || {
+            recent.get((1, true), &[address], |_| {
                 asked.set(asked.get() + 1);
                 None
             })
@@ -92,5 +113,21 @@ mod tests {
         assert_eq!(asked.get(), before);
         ask(1);
         assert_eq!(asked.get(), before + 1);
+    }
+
+    #[test]
+    fn answers_are_in_the_order_of_their_addresses() {
+        let recent = Recent::default();
+        let of = |address: u64| {
+            let line = Line { line: address as u32, ..Line::default() };
+            (address != 7).then(|| (Arc::from([line]), Quality::Symtab))
+        };
+        let ask = |addresses: &[u64]| recent.get((1, true), addresses, of);
+        ask(&[5, 2]);
+        // Some are known, one is asked for twice, one has no name.
+        let addresses = [9, 5, 7, 2, 9, 1];
+        let expected: Vec<Named> = addresses.iter().map(|&address| of(address)).collect();
+        assert_eq!(ask(&addresses), expected);
+        assert_eq!(ask(&addresses), expected);
     }
 }

@@ -5,12 +5,15 @@
 
 mod dlang;
 
+use std::borrow::Cow;
+
 use cpp_demangle::DemangleOptions;
 
 /// The readable form of a mangled name; any other name as it is.
 #[must_use]
-pub fn demangle(name: &str) -> String {
-    at_once(name).or_else(|| cpp_without_parameters(name)).unwrap_or_else(|| name.to_owned())
+pub fn demangle(name: &str) -> Cow<'_, str> {
+    let readable = at_once(name).or_else(|| cpp_without_parameters(name));
+    readable.map_or(Cow::Borrowed(name), Cow::Owned)
 }
 
 /// The readable form of a name that is mangled as its compiler says. Takes time in proportion to

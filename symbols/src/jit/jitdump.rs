@@ -247,7 +247,7 @@ mod tests {
 
     fn at(functions: &Functions, address: u64) -> (String, String, u32) {
         let line = functions.line(address).unwrap_or_default();
-        (line.function, line.file.to_string(), line.line)
+        (line.function.to_string(), line.file.to_string(), line.line)
     }
 
     #[test]

@@ -8,12 +8,12 @@ use stackwire_model::profile::Line;
 pub fn line(name: &str) -> Line {
     let apart = python(name).or_else(|| script(name)).or_else(|| dotnet(name));
     let apart = apart.or_else(|| wasm(name));
-    apart.unwrap_or_else(|| Line { function: name.to_owned(), ..Line::default() })
+    apart.unwrap_or_else(|| Line { function: name.into(), ..Line::default() })
 }
 
 fn python(name: &str) -> Option<Line> {
     let (function, file) = name.strip_prefix("py::")?.rsplit_once(":/")?;
-    Some(Line { function: function.to_owned(), file: format!("/{file}").into(), line: 0 })
+    Some(Line { function: function.into(), file: format!("/{file}").into(), line: 0 })
 }
 
 fn script(name: &str) -> Option<Line> {
@@ -26,7 +26,7 @@ fn script(name: &str) -> Option<Line> {
     let (_column, number, file) = (parts.next()?, parts.next()?, parts.next()?);
     let line = number.parse().ok()?;
     let function = if function.is_empty() { "(anonymous)" } else { function };
-    Some(Line { function: function.to_owned(), file: file.into(), line })
+    Some(Line { function: function.into(), file: file.into(), line })
 }
 
 /// `instance void [System.Private.CoreLib] System.Threading.Thread::StartCallback()[PreStub]`.
@@ -50,7 +50,7 @@ fn dotnet(name: &str) -> Option<Line> {
     let is_one = !before.is_empty()
         && function.contains("::")
         && known.iter().any(|known| tier.starts_with(known));
-    is_one.then(|| Line { function: function.to_owned(), file: module.into(), line: 0 })
+    is_one.then(|| Line { function: function.into(), file: module.into(), line: 0 })
 }
 
 fn wasm(name: &str) -> Option<Line> {
@@ -59,7 +59,7 @@ fn wasm(name: &str) -> Option<Line> {
     number.parse::<u32>().ok()?;
     let (index, named) = rest.split_once("::").unwrap_or((rest, rest));
     index.starts_with("function[").then(|| Line {
-        function: named.to_owned(),
+        function: named.into(),
         file: module.into(),
         line: 0,
     })
@@ -75,7 +75,7 @@ mod tests {
     fn names_are_taken_apart() {
         let parts = |name| {
             let line = line(name);
-            (line.function, line.file.to_string(), line.line)
+            (line.function.to_string(), line.file.to_string(), line.line)
         };
         let is = |function: &str, file: &str, line| (function.to_owned(), file.to_owned(), line);
         assert_eq!(parts("py::leafy:/a b/x.py"), is("leafy", "/a b/x.py", 0));

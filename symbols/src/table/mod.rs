@@ -59,13 +59,16 @@ mod readable;
 mod text;
 mod write;
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use bytestring::ByteString;
 use stackwire_elf::{Bytes, Segment};
 
 use self::text::Text;
 pub use self::write::{NodeKey, Writer};
+use crate::demangle::demangle;
 
 /// Magic with the version in its last byte.
 const MAGIC: [u8; 8] = *b"SWTABLE\x06";
@@ -148,10 +151,22 @@ impl<'t> Frame<'t> {
         self.table.text.get(self.function)
     }
 
-    /// The readable form of its name, where the table has one; else it is made by `demangle`.
+    /// The same name, to keep.
     #[must_use]
-    pub fn readable(&self) -> Option<&'t str> {
-        (self.readable.0 != NO_TEXT).then(|| self.table.text.get(self.readable))
+    pub fn raw_name(&self) -> ByteString {
+        self.table.text.keep(self.function)
+    }
+
+    /// The readable form of its name, to keep: that of the table, or made now.
+    #[must_use]
+    pub fn readable_name(&self) -> ByteString {
+        if self.readable.0 != NO_TEXT {
+            return self.table.text.keep(self.readable);
+        }
+        match demangle(self.function()) {
+            Cow::Borrowed(_) => self.raw_name(),
+            Cow::Owned(readable) => readable.into(),
+        }
     }
 
     /// Source file, empty when unknown.

@@ -1,29 +1,37 @@
-//! The end of some bytes, as text that was checked once.
+//! The text of a table: UTF-8, checked once when the table is opened. Names are pieces of it.
 
-#![allow(unsafe_code, reason = "a check of UTF-8 for each name would cost more than its lookup")]
-
+use bytestring::ByteString;
 use stackwire_elf::Bytes;
 
-/// The end of some bytes, as text.
+/// The end of a table's bytes, as text.
 #[derive(Clone, Debug)]
 pub(super) struct Text {
-    bytes: Bytes,
-    start: usize,
+    text: ByteString,
+    /// Whether pieces share the table's memory, see [`Text::keep`].
+    shared: bool,
 }
 
 impl Text {
-    /// `None` when it is no UTF-8, or begins behind the end.
+    /// `None` when it is not UTF-8, or begins behind the end of the bytes.
     pub(super) fn new(bytes: Bytes, start: usize) -> Option<Self> {
-        std::str::from_utf8(bytes.get(start..)?).ok()?;
-        Some(Self { bytes, start })
+        let shared = bytes.are_mapped();
+        let len = bytes.len();
+        let text = bytes::Bytes::from_owner(bytes).slice(start.min(len)..);
+        let text = ByteString::try_from(text).ok()?;
+        (start <= len).then_some(Self { text, shared })
     }
 
-    /// The piece at a place, of a length; empty when there is none such. Costs no look at its
-    /// content.
+    /// The piece at a place, of a length; empty when there is none such. Its bytes are not read.
     pub(super) fn get(&self, (at, length): (u32, u32)) -> &str {
-        // SAFETY: checked in `new`, and the bytes do not change.
-        let text = unsafe { std::str::from_utf8_unchecked(&self.bytes[self.start..]) };
         let at = at as usize;
-        text.get(at..at + length as usize).unwrap_or("")
+        self.text.get(at..at + length as usize).unwrap_or("")
+    }
+
+    /// The same piece, for longer than the table lives. Pieces of a mapped table share its
+    /// mapping: nothing is copied or read. Pieces of a table in our own memory are copied, so that
+    /// one name does not keep megabytes alive.
+    pub(super) fn keep(&self, place: (u32, u32)) -> ByteString {
+        let piece = self.get(place);
+        if self.shared { self.text.slice_ref(piece) } else { piece.into() }
     }
 }

@@ -190,7 +190,8 @@ impl Writer {
         out
     }
 
-    /// Adds the readable names of all functions; place and length of each, [`NO_TEXT`] for none.
+    /// Adds the readable names of all functions; place and length of each, [`NO_TEXT`] for none. A
+    /// name that cannot be mangled is its own readable form.
     fn readable(&mut self) -> Vec<(u32, u32)> {
         let names: Vec<&str> = self
             .function_words
@@ -201,7 +202,11 @@ impl Writer {
             })
             .collect();
         let made = readable(&names);
-        let mut places = vec![(NO_TEXT, 0); self.function_words.len()];
+        let plain = |(&[at, length], name): (&[u32; 2], &&str)| match name.starts_with('_') {
+            true => (NO_TEXT, 0),
+            false => (at, length >> KIND_BITS),
+        };
+        let mut places: Vec<_> = self.function_words.iter().zip(&names).map(plain).collect();
         for (function, name) in made {
             if self.text.len() + name.len() <= MAX_TEXT {
                 places[function] = (self.text.len() as u32, name.len() as u32);
@@ -395,12 +400,12 @@ mod tests {
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
         let names = [0, 8, 16].map(|at| {
             let frame = table.lookup(at).next().unwrap();
-            (frame.function(), frame.readable())
+            (frame.function(), frame.readable_name())
         });
         let expected = [
-            ("_Z4workm", Some("work(unsigned long)")),
-            ("main", None),
-            ("_Z4idlem", Some("idle(unsigned long)")),
+            ("_Z4workm", "work(unsigned long)".into()),
+            ("main", "main".into()),
+            ("_Z4idlem", "idle(unsigned long)".into()),
         ];
         assert_eq!(names, expected);
     }

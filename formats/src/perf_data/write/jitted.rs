@@ -104,7 +104,7 @@ fn machine(profile: &Profile) -> Machine {
 /// The function that was compiled, not what is inlined there.
 fn name(resolution: &Resolution) -> Option<&str> {
     match resolution {
-        Resolution::Found { lines, .. } => lines.last().map(|line| line.function.as_str()),
+        Resolution::Found { lines, .. } => lines.last().map(|line| &*line.function),
         Resolution::Missing(_) => None,
     }
 }
