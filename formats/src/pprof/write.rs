@@ -4,7 +4,6 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
-use std::sync::Arc;
 
 use bytestring::ByteString;
 use flate2::{Compression, GzBuilder};
@@ -151,7 +150,7 @@ struct Writer<'a> {
     locations: Vec<proto::Location>,
     location_ids: FxHashMap<LocationId, u64>,
     functions: Vec<proto::Function>,
-    function_ids: HashMap<(u64, ByteString, Arc<str>), u64>,
+    function_ids: HashMap<(u64, ByteString, ByteString), u64>,
     columns: Columns,
 }
 

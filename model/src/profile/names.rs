@@ -98,7 +98,7 @@ pub struct Line {
     /// Demangled name.
     pub function: ByteString,
     /// Source file, empty when unknown.
-    pub file: Arc<str>,
+    pub file: ByteString,
     /// Line, 0 when unknown.
     pub line: u32,
 }

@@ -14,6 +14,8 @@ use crate::profile::{Line, Quality};
 
 /// Answers kept: some 10 MB with names as they usually are.
 const ANSWERS: NonZeroUsize = NonZeroUsize::new(1 << 14).expect("not zero");
+/// Addresses looked up together: what is found for them stays in the processor's caches.
+const AT_ONCE: usize = 64;
 /// Longer chains than this are not kept: those of hostile files have a thousand names.
 const MAX_LINES: usize = 64;
 
@@ -37,23 +39,32 @@ impl Default for Recent {
 impl Recent {
     /// What a table says of each address, in their order.
     pub fn named(&self, table: &Table, addresses: &[u64], readable: bool) -> Vec<Named> {
-        self.get((table.checksum(), readable), addresses, |address| {
-            let mut frames = table.lookup(address);
-            let quality = frames.clone().next().map(|frame| super::quality(frame.kind))?;
-            // Frames are counted first: an iterator of known length is collected without a `Vec`
-            // in between.
-            let lines = (0..frames.clone().count())
-                .map(|_| frames.next().map_or_else(Line::default, |frame| line(frame, readable)));
-            Some((lines.collect(), quality))
+        self.get((table.checksum(), readable), addresses, |addresses, answers| {
+            // One loop for each step: the processor fetches the memory of several addresses at
+            // once, where one loop with all steps would wait for each.
+            let chains: Vec<_> = addresses.iter().map(|&address| table.lookup(address)).collect();
+            let quality = |frame: Frame<'_>| super::quality(frame.kind);
+            let found: Vec<_> = chains
+                .iter()
+                .map(|chain| Some((chain.clone().count(), chain.clone().next().map(quality)?)))
+                .collect();
+            answers.extend(chains.into_iter().zip(found).map(|(mut chain, found)| {
+                let (count, quality) = found?;
+                // An iterator of known length is collected without a `Vec` in between.
+                let lines = (0..count).map(|_| {
+                    chain.next().map_or_else(Line::default, |frame| line(frame, readable))
+                });
+                Some((lines.collect(), quality))
+            }));
         })
     }
 
-    /// The answers from before; for addresses without one, those that `look_up` gives.
+    /// The answers from before; for addresses without one, those that `look_up` adds.
     fn get(
         &self,
         (table, readable): (u64, bool),
         addresses: &[u64],
-        look_up: impl Fn(u64) -> Named,
+        look_up: impl Fn(&[u64], &mut Vec<Named>),
     ) -> Vec<Named> {
         let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut answers = vec![None; addresses.len()];
@@ -67,17 +78,19 @@ impl Recent {
                 }
             }
         }
-        // In the order of addresses: neighbours share cache lines and pages of the table. Not
-        // under the lock, since it takes longer than all the rest.
+        // In the order of addresses: neighbours share cache lines and pages of the table.
         unknown.sort_unstable();
-        for &(address, index) in &unknown {
-            answers[index] = look_up(address);
-        }
-        let mut known = lock();
-        for (address, index) in unknown {
-            let answer = &answers[index];
-            if answer.as_ref().is_none_or(|(lines, _)| lines.len() <= MAX_LINES) {
-                known.put((table, address, readable), answer.clone());
+        let mut found = Vec::with_capacity(AT_ONCE);
+        for unknown in unknown.chunks(AT_ONCE) {
+            let addresses: Vec<u64> = unknown.iter().map(|&(address, _)| address).collect();
+            // Not under the lock, since it takes longer than all the rest.
+            look_up(&addresses, &mut found);
+            let mut known = lock();
+            for (&(address, index), answer) in unknown.iter().zip(found.drain(..)) {
+                if answer.as_ref().is_none_or(|(lines, _)| lines.len() <= MAX_LINES) {
+                    known.put((table, address, readable), answer.clone());
+                }
+                answers[index] = answer;
             }
         }
         answers
@@ -99,9 +112,9 @@ mod tests {
         let recent = Recent::default();
         let asked = std::cell::Cell::new(0);
         let ask = |address| {
-            recent.get((1, true), &[address], |_| {
+            recent.get((1, true), &[address], |_, answers| {
                 asked.set(asked.get() + 1);
-                None
+                answers.push(None);
             })
         };
         ask(1);
@@ -122,10 +135,13 @@ mod tests {
             let line = Line { line: address as u32, ..Line::default() };
             (address != 7).then(|| (Arc::from([line]), Quality::Symtab))
         };
-        let ask = |addresses: &[u64]| recent.get((1, true), addresses, of);
+        let look_up = |addresses: &[u64], answers: &mut Vec<Named>| {
+            answers.extend(addresses.iter().map(|&address| of(address)));
+        };
+        let ask = |addresses: &[u64]| recent.get((1, true), addresses, look_up);
         ask(&[5, 2]);
         // Some are known, one is asked for twice, one has no name.
-        let addresses = [9, 5, 7, 2, 9, 1];
+        let addresses: Vec<u64> = [9, 5, 7, 2, 9, 1].into_iter().chain(20..300).collect();
         let expected: Vec<Named> = addresses.iter().map(|&address| of(address)).collect();
         assert_eq!(ask(&addresses), expected);
         assert_eq!(ask(&addresses), expected);

@@ -12,7 +12,7 @@ use cpp_demangle::DemangleOptions;
 /// The readable form of a mangled name; any other name as it is.
 #[must_use]
 pub fn demangle(name: &str) -> Cow<'_, str> {
-    let readable = at_once(name).or_else(|| cpp_without_parameters(name));
+    let readable = at_once(name).or_else(|| in_pieces(name).0);
     readable.map_or(Cow::Borrowed(name), Cow::Owned)
 }
 
@@ -54,16 +54,20 @@ fn cpp(name: &str) -> Option<String> {
 const MAX_ENDS: usize = 64;
 const MAX_MANGLED: usize = 4096;
 
-/// The name alone of what has types that cannot be read: GCC mangles `enable_if<…::value>` in a way
-/// of its own (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
-fn cpp_without_parameters(name: &str) -> Option<String> {
+/// The name alone of what has types that cannot be read, and how many pieces of the name were
+/// tried. GCC mangles `enable_if<…::value>` in a way of its own (cpp_demangle's issue 308), as in
+/// the return type of `std::swap<int>`.
+pub fn in_pieces(name: &str) -> (Option<String>, usize) {
     if !CPP.iter().any(|prefix| name.starts_with(prefix)) {
-        return None;
+        return (None, 0);
     }
-    let name = name.get(..name.len().min(MAX_MANGLED))?;
+    let mut tried = 0;
+    let name = name.get(..name.len().min(MAX_MANGLED)).unwrap_or_default();
     // Names with parameters of a template, which alone have such types, end in E.
     let ends = name.bytes().enumerate().filter(|(_, byte)| *byte == b'E').take(MAX_ENDS);
-    ends.map(|(at, _)| &name[..=at]).find_map(cpp)
+    let pieces = ends.map(|(at, _)| &name[..=at]).inspect(|_| tried += 1);
+    let readable = { pieces }.find_map(cpp);
+    (readable, tried)
 }
 
 /// Longest readable name made of a mangled one.

@@ -6,8 +6,8 @@
 //! of code that is not all there.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
+use bytestring::ByteString;
 use stackwire_unwind::jitdump::{Fields, RecordKind, Records};
 
 use super::{Function, Functions, Made};
@@ -44,7 +44,7 @@ struct Dump<'a> {
     /// How many lines the code that comes next has, and they, by its address.
     lines: HashMap<u64, (u64, Fields<'a>)>,
     line_count: usize,
-    files: Vec<Arc<str>>,
+    files: Vec<ByteString>,
     file_numbers: HashMap<String, u32>,
 }
 

@@ -9,10 +9,10 @@ mod name;
 mod perf_map;
 
 use std::collections::BinaryHeap;
-use std::sync::Arc;
 
 pub use self::jitdump::parse as parse_jitdump;
 pub use self::perf_map::parse as parse_perf_map;
+use bytestring::ByteString;
 use stackwire_model::profile::Line;
 
 /// A function.
@@ -47,7 +47,7 @@ pub struct Functions {
     /// In the order of the file.
     made: Vec<Made>,
     functions: Vec<Function>,
-    files: Vec<Arc<str>>,
+    files: Vec<ByteString>,
 }
 
 /// Functions looked at, for one address, from the last one on; and for all.
@@ -77,7 +77,7 @@ impl Functions {
         if let Some(&(_, file, number)) = after.checked_sub(1).and_then(|at| function.lines.get(at))
             && let Some(file) = self.files.get(file as usize)
         {
-            line.file = Arc::clone(file);
+            line.file.clone_from(file);
             line.line = number;
         }
         Some(line)

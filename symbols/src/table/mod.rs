@@ -61,7 +61,6 @@ mod write;
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
 
 use bytestring::ByteString;
 use stackwire_elf::{Bytes, Segment};
@@ -157,7 +156,8 @@ impl<'t> Frame<'t> {
         self.table.text.keep(self.function)
     }
 
-    /// The readable form of its name, to keep: that of the table, or made now.
+    /// The readable form of its name, to keep: that of the table; where the table has none, it is
+    /// made now.
     #[must_use]
     pub fn readable_name(&self) -> ByteString {
         if self.readable.0 != NO_TEXT {
@@ -169,14 +169,12 @@ impl<'t> Frame<'t> {
         }
     }
 
-    /// Source file, empty when unknown.
+    /// Source file, to keep; empty when unknown.
     #[must_use]
-    pub fn file(&self) -> Arc<str> {
-        let index = (self.file as usize).checked_sub(1);
-        let (table, Some(index)) = (self.table, index) else { return Arc::default() };
-        let Some(file) = table.file_names.get(index) else { return Arc::default() };
-        let word = |at| table.word(table.files, index * FILE + at).unwrap_or(0);
-        Arc::clone(file.get_or_init(|| table.text.get((word(0), word(1))).into()))
+    pub fn file(&self) -> ByteString {
+        let Some(index) = (self.file as usize).checked_sub(1) else { return ByteString::new() };
+        let word = |at| self.table.word(self.table.files, index * FILE + at).unwrap_or(0);
+        self.table.text.keep((word(0), word(1)))
     }
 }
 
@@ -193,8 +191,6 @@ pub struct Table {
     segments: Part,
     bounds: Part,
     files: Part,
-    /// Paths that were asked for: many frames share one.
-    file_names: Box<[OnceLock<Arc<str>>]>,
     text: Text,
     best: Option<Kind>,
 }
@@ -239,7 +235,6 @@ impl Table {
         let base = long(16);
         let text = Text::new(bytes.clone(), at).ok_or(TableError::Cut)?;
         let checksum = long(8);
-        let file_names = (0..files.words / FILE).map(|_| OnceLock::new()).collect();
         Ok(Self {
             bytes,
             checksum,
@@ -251,7 +246,6 @@ impl Table {
             segments,
             bounds,
             files,
-            file_names,
             text,
             best,
         })

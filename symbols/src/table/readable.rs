@@ -1,9 +1,8 @@
 //! Readable names of a table's functions, made once, when it is written: to make one takes ten
 //! times as long as to look an address up.
 //!
-//! What is not made here is tried at each look-up: names that are not mangled, those that are
-//! mangled in another way than they should be, and those of a file whose readable names would be
-//! many times larger than itself.
+//! In a file whose readable names would be many times larger than itself, not all are made. What
+//! is not made here is tried at each look-up.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -15,12 +14,14 @@ const CHUNK: usize = 4096;
 const MAX_WORKERS: usize = 4;
 /// What a mangled name that is tried costs of the budget, beside its readable form.
 const TRIED: usize = 64;
+/// What each piece costs of a name that can only be read in part.
+const PIECE: usize = 256;
 /// Bytes of readable names a chunk may have, beside four for each byte of its names.
 const BUDGET: usize = 1 << 20;
 
-/// The readable form of each name that is mangled, by its place in `names`. The same for the same
-/// names, however many threads there are.
-pub(super) fn readable(names: &[&str]) -> Vec<(usize, String)> {
+/// The readable form of names, by their place in `names`; `None` for a name that has no other form.
+/// The same for the same names, however many threads there are.
+pub(super) fn readable(names: &[&str]) -> Vec<(usize, Option<String>)> {
     let chunks: Vec<(usize, &[&str])> = (0..).step_by(CHUNK).zip(names.chunks(CHUNK)).collect();
     let next = AtomicUsize::new(0);
     let work = || {
@@ -39,20 +40,25 @@ pub(super) fn readable(names: &[&str]) -> Vec<(usize, String)> {
     done.into_iter().flat_map(|(_, names)| names).collect()
 }
 
-fn of_chunk(first: usize, names: &[&str]) -> Vec<(usize, String)> {
+fn of_chunk(first: usize, names: &[&str]) -> Vec<(usize, Option<String>)> {
     let mut left = BUDGET + 4 * names.iter().map(|name| name.len()).sum::<usize>();
     let mut made = Vec::new();
     for (index, name) in (first..).zip(names) {
-        // All that are mangled begin so, but those of some other object formats.
+        // No mangled name begins in another way.
         if !name.starts_with('_') {
+            made.push((index, None));
             continue;
         }
-        let text = demangle::at_once(name);
-        // One that failed may have grown to the bound first.
-        let cost = TRIED + text.as_ref().map_or(0, String::len);
+        let mut cost = TRIED;
+        let text = demangle::at_once(name).or_else(|| {
+            let (text, pieces) = demangle::in_pieces(name);
+            cost += pieces * PIECE;
+            text
+        });
+        cost += text.as_ref().map_or(0, String::len);
         let Some(rest) = left.checked_sub(cost) else { break };
         left = rest;
-        made.extend(text.map(|text| (index, text)));
+        made.push((index, text));
     }
     made
 }
@@ -62,10 +68,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_mangled_has_a_readable_form() {
+    fn only_what_is_mangled_has_another_form() {
         let names = ["main", "_Z4workm", "_start", "_ZN4core3fmt5write17h0123456789abcdefE"];
-        let expected = [(1, "work(unsigned long)".to_owned()), (3, "core::fmt::write".to_owned())];
-        assert_eq!(readable(&names), expected);
+        let expected = [None, Some("work(unsigned long)"), None, Some("core::fmt::write")];
+        let made = readable(&names).into_iter();
+        assert!(made.eq((0..).zip(expected.map(|name| name.map(str::to_owned)))));
     }
 
     #[test]
@@ -85,7 +92,7 @@ mod tests {
         }
         let names = vec![name.as_str(); CHUNK];
         let made = readable(&names);
-        let bytes: usize = made.iter().map(|(_, text)| text.len()).sum();
+        let bytes: usize = made.iter().filter_map(|(_, text)| text.as_ref()).map(String::len).sum();
         assert!(bytes <= BUDGET + 4 * CHUNK * name.len(), "{bytes}");
     }
 }

@@ -190,8 +190,8 @@ impl Writer {
         out
     }
 
-    /// Adds the readable names of all functions; place and length of each, [`NO_TEXT`] for none. A
-    /// name that cannot be mangled is its own readable form.
+    /// Adds the readable names of all functions; place and length of each, [`NO_TEXT`] where none
+    /// was made. A name without another form is its own.
     fn readable(&mut self) -> Vec<(u32, u32)> {
         let names: Vec<&str> = self
             .function_words
@@ -202,15 +202,16 @@ impl Writer {
             })
             .collect();
         let made = readable(&names);
-        let plain = |(&[at, length], name): (&[u32; 2], &&str)| match name.starts_with('_') {
-            true => (NO_TEXT, 0),
-            false => (at, length >> KIND_BITS),
-        };
-        let mut places: Vec<_> = self.function_words.iter().zip(&names).map(plain).collect();
+        let mut places = vec![(NO_TEXT, 0); self.function_words.len()];
         for (function, name) in made {
-            if self.text.len() + name.len() <= MAX_TEXT {
-                places[function] = (self.text.len() as u32, name.len() as u32);
-                self.text.extend(name.as_bytes());
+            let [at, length] = self.function_words[function];
+            match name {
+                None => places[function] = (at, length >> KIND_BITS),
+                Some(name) if self.text.len() + name.len() <= MAX_TEXT => {
+                    places[function] = (self.text.len() as u32, name.len() as u32);
+                    self.text.extend(name.as_bytes());
+                }
+                Some(_) => {}
             }
         }
         places
