@@ -3,26 +3,30 @@
 //!
 //! Compiled twice, for `bpfel-unknown-none` and for the host, from these files. The programs are in
 //! `main.rs` and the files it names, the only host-side decoder of records in
-//! `collector/src/sample.rs`.
+//! `collector/src/sources/record.rs`.
 
 #![cfg_attr(target_arch = "bpf", no_std, feature(asm_experimental_arch))]
 
 pub mod arch;
-mod masked;
-mod memory;
 mod picker;
 mod record;
-mod rule;
-pub mod tables;
-pub mod unwind;
-pub mod vma;
+/// What walking by tables takes: the tables, a rule, the step, the kernel's tree of mappings.
+mod walk {
+    pub mod masked;
+    pub mod memory;
+    pub mod rule;
+    pub mod tables;
+    pub mod unwind;
+    pub mod vma;
+}
 
-pub use masked::masked;
-pub use memory::Memory;
 pub use picker::Picker;
 pub use record::{
     COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
     MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, SAMPLE, SampleHeader, Scope,
     Unwind, UserEnd, WALK,
 };
-pub use rule::{NO_RULE, Rule, cfa, fp, ra};
+pub use walk::masked::masked;
+pub use walk::memory::Memory;
+pub use walk::rule::{NO_RULE, Rule, cfa, fp, ra};
+pub use walk::{tables, unwind, vma};

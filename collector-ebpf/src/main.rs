@@ -11,17 +11,19 @@ mod maps;
 #[cfg(target_arch = "bpf")]
 mod processes;
 #[cfg(target_arch = "bpf")]
-mod sample;
-#[cfg(target_arch = "bpf")]
-mod table_walk;
+mod sources {
+    pub mod perf_event;
+}
 #[cfg(target_arch = "bpf")]
 mod targets;
 #[cfg(target_arch = "bpf")]
 mod task;
 #[cfg(target_arch = "bpf")]
-mod tree;
-#[cfg(target_arch = "bpf")]
-mod user_stack;
+mod walk {
+    pub mod by_frame_pointers;
+    pub mod by_tables;
+    pub mod tree;
+}
 
 #[cfg(target_arch = "bpf")]
 #[panic_handler]

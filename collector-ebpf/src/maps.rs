@@ -71,7 +71,7 @@ pub static PICKERS: Array<Picker> =
 #[map]
 pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
 
-/// What programs of events call, and what those call in turn: see `sample.rs`.
+/// What programs of events call, and what those call in turn: see `sources/perf_event.rs`.
 #[map]
 pub static STAGES: ProgramArray = ProgramArray::with_max_entries(3, 0);
 
@@ -88,7 +88,7 @@ pub static COUNTERS: Array<u64> =
 #[map]
 pub static TARGETS: HashMap<u32, u64> = HashMap::with_max_entries(MAX_TARGETS, 0);
 
-/// Unwind tables, see `tables.rs`. Written by the collector, through mmap.
+/// Unwind tables, see `walk/tables.rs`. Written by the collector, through mmap.
 #[map]
 pub static PROCESSES: Array<tables::Process> =
     Array::with_max_entries(tables::PROCESS_SLOTS, BPF_F_MMAPABLE);

@@ -15,7 +15,7 @@
 //! size is off by, later samples make up for, by a quarter of their weight at most: the sum of all
 //! weights stays beside what was counted.
 //!
-//! Pure. Called by the program `pick` in `sample.rs`; tested on the host.
+//! Pure. Called by the program `pick` in `sources/perf_event.rs`; tested on the host.
 
 /// The state of one event on one CPU. All zero at first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

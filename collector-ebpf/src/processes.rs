@@ -15,7 +15,7 @@ use stackwire_collector_ebpf::tables::{
 
 use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config, wake_collector};
 use crate::task::Task;
-use crate::tree;
+use crate::walk::tree;
 
 /// First mapping and number of mappings of a process, if they are those of the program it runs now.
 #[inline(always)]

@@ -13,7 +13,7 @@ use crate::host::kallsyms::KernelLayout;
 use crate::normalize::{self, Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
-use crate::sample::comm_text;
+use crate::sources::record::comm_text;
 
 /// A process with samples in this epoch, as it was at the first of them; or one that ended in it.
 #[derive(Clone, Debug, Default)]
@@ -318,7 +318,7 @@ fn intern<K: std::hash::Hash + Eq, V>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::event::{Change, Event, Mapped};
+    use crate::sources::side_band::{Change, Event, Mapped};
 
     #[test]
     fn equal_stacks_are_stored_once_and_share_their_callers() {

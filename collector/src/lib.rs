@@ -1,6 +1,6 @@
 //! The privileged half of Stackwire: samples stacks with eBPF and streams them unsymbolized.
 //!
-//! A sample's way through the files: `sampler/` (rings) → `sample.rs` and `event.rs` (records) →
+//! A sample's way through the files: `sampler/` (rings) → `sources/` (records) →
 //! `pipeline.rs` (merge by time) → `process/` (what was mapped) → `normalize.rs` (address →
 //! executable and offset) → `batch.rs` (epoch) → `wire.rs` (message) → `outbox.rs` (queue) →
 //! `sink/` (file or gRPC).
@@ -24,7 +24,7 @@ mod artifact;
 mod batch;
 mod clock;
 mod config;
-mod event;
+
 mod handover;
 mod helpers;
 mod host;
@@ -34,10 +34,10 @@ mod outbox;
 mod pipeline;
 mod priority;
 mod process;
-mod sample;
 mod sampler;
 mod session;
 mod sink;
+mod sources;
 mod unwind;
 mod wire;
 
@@ -59,7 +59,7 @@ pub const VERSION: &str = env!("STACKWIRE_VERSION");
 pub mod fuzz {
     /// Decodes a ring record.
     pub fn ring_record(bytes: &[u8]) {
-        let _ = crate::sample::decode(bytes, &mut Vec::new());
-        let _ = crate::event::decode(bytes);
+        let _ = crate::sources::record::decode(bytes, &mut Vec::new());
+        let _ = crate::sources::side_band::decode(bytes);
     }
 }

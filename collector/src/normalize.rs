@@ -170,9 +170,9 @@ fn kernel_end(end: u8) -> EndReason {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::event::{Change, Event, Mapped};
     use crate::host::kallsyms;
     use crate::process::Processes;
+    use crate::sources::side_band::{Change, Event, Mapped};
 
     fn processes() -> Processes {
         let mut processes = Processes::new(None, false);

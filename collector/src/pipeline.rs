@@ -13,7 +13,6 @@ use stackwire_model::LostReason;
 use crate::artifact::Hash;
 use crate::batch::Epoch;
 use crate::clock::now_ns;
-use crate::event::Change;
 use crate::handover::Handover;
 use crate::host::Identity;
 use crate::host::jit::Snapshots;
@@ -22,6 +21,7 @@ use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
 use crate::process::{Processes, maps};
 use crate::sampler::{Batch, Sampler};
+use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
 use crate::wire::{self, References, Span};
 

@@ -10,9 +10,9 @@ use sha2::{Digest, Sha256};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1};
 
-use crate::handed::{Handed, key};
 use crate::ingest::{self, Context, IngestError, Met};
 use crate::profile::{ArtifactHash, Builder, Executable, ExecutableId, Profile};
+use crate::receive::handed::{Handed, key};
 
 /// A capture that gives no profile.
 #[derive(Debug, thiserror::Error)]

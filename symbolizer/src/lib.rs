@@ -1,7 +1,7 @@
 //! The unprivileged half of Stackwire: finds names for captured stacks and writes profiles.
 //!
-//! A sample's way through the files: `server.rs` (gRPC) → `log.rs` (on disk) → `capture.rs`
-//! (messages) → `ingest/` (the only reader of the wire) → `Profile` of the crate `model` (tables) →
+//! A sample's way through the files: `receive/` (gRPC, then on disk) → `capture.rs` (messages)
+//! → `ingest/` (the only reader of the wire) → `Profile` of the crate `model` (tables) →
 //! `resolve/` (names, by the crate `symbols`) → the crate `formats` (pprof, perf.data, folded,
 //! flame graph, report). Profiles of others come in through `input.rs`, read by the same crate.
 //!
@@ -33,15 +33,13 @@
 mod capture;
 #[cfg(fuzzing)]
 pub mod fuzz;
-mod handed;
 mod here;
 mod ingest;
 mod input;
-mod log;
 pub mod metrics;
+mod receive;
 mod resolve;
 mod serve;
-mod server;
 mod session;
 
 pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into, read_with};

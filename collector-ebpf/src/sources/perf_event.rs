@@ -24,8 +24,8 @@ use crate::maps::{
 use crate::processes::generation;
 use crate::targets::wanted;
 use crate::task::Task;
-use crate::user_stack::Registers;
-use crate::{table_walk, user_stack};
+use crate::walk::by_frame_pointers::Registers;
+use crate::walk::{by_frame_pointers, by_tables};
 
 /// A program for each event: no helper tells which event a program runs for
 /// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
@@ -169,13 +169,13 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
 /// Walks on where the program before left off; when the walk is over, hands the record over.
 #[perf_event]
 pub fn walk_frame_pointers(ctx: PerfEventContext) -> u32 {
-    walk_on(&ctx, user_stack::step)
+    walk_on(&ctx, by_frame_pointers::step)
 }
 
 /// Likewise, by tables: the collector puts one of the two into `STAGES`.
 #[perf_event]
 pub fn walk_tables(ctx: PerfEventContext) -> u32 {
-    walk_on(&ctx, table_walk::step)
+    walk_on(&ctx, by_tables::step)
 }
 
 #[inline(always)]
@@ -207,9 +207,9 @@ fn is_where_it_will_return(saved: &pt_regs) -> bool {
 fn walk_from(scratch: &mut Scratch, task: Task, pid: u32, regs: &pt_regs) {
     if config().unwind == Unwind::FramePointers as u32 || saved::is_compat(regs) {
         let start = Registers { ip: saved::ip(regs), sp: saved::sp(regs), fp: saved::fp(regs) };
-        user_stack::begin(scratch, start);
+        by_frame_pointers::begin(scratch, start);
     } else {
-        table_walk::begin(scratch, pid, regs, task.thread_pointer());
+        by_tables::begin(scratch, pid, regs, task.thread_pointer());
     }
     if saved::is_compat(regs) {
         scratch.walk.end = UserEnd::Compat as u64;

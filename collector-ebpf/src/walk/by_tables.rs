@@ -1,7 +1,8 @@
 //! The walk of a user stack by unwind tables, with frame pointers where the code was made at run
 //! time.
 //!
-//! In steps of [`STEP`] frames, each a program that tail-calls the next, as in `user_stack.rs`.
+//! In steps of [`STEP`] frames, each a program that tail-calls the next, as in
+//! `by_frame_pointers.rs`.
 //! Searches are loops the verifier can count, over arrays that never change their size.
 
 use aya_ebpf::bindings::pt_regs;
@@ -17,7 +18,7 @@ use crate::maps::{
     EXECUTABLES, MAPPINGS, PAGES, ROWS, RULES, SCRATCH, Scratch, TableWalk, WALKING, config,
 };
 use crate::processes::{find_process, generation};
-use crate::tree;
+use crate::walk::tree;
 
 /// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk,
 /// which cover MAX_USER_FRAMES.
@@ -99,7 +100,7 @@ pub fn step(scratch: &mut Scratch) {
 #[inline(never)]
 pub extern "C" fn walk_frame() -> u64 {
     let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return UserEnd::DepthLimit as u64 };
-    // SAFETY: as in `sample.rs`, in whose programs this runs.
+    // SAFETY: as in `sources/perf_event.rs`, in whose programs this runs.
     frame(unsafe { &mut *scratch })
 }
 

@@ -187,7 +187,7 @@ pub fn row(low: u16, rule: u16) -> u32 {
 mod layout {
     //! What the two compilations must agree on.
     use super::{Executable, Mapping, Process};
-    use crate::rule::Rule;
+    use crate::walk::rule::Rule;
     const _: () = assert!(size_of::<Rule>() == 24 && size_of::<Mapping>() == 24);
     const _: () = assert!(size_of::<Executable>() == 24 && size_of::<Process>() == 16);
 }

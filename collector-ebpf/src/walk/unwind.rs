@@ -8,10 +8,10 @@
 use crate::arch::{
     Edge, RAX, RBP, RBX, REGISTERS, RSP, SIGNAL_FRAME, SignalFrame, edge, follows_call, interrupted,
 };
-use crate::masked::masked;
-use crate::memory::Memory;
 use crate::record::UserEnd;
-use crate::rule::{Rule, cfa, fp, ra};
+use crate::walk::masked::masked;
+use crate::walk::memory::Memory;
+use crate::walk::rule::{Rule, cfa, fp, ra};
 
 /// What is known of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

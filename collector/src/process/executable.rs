@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use stackwire_model::ExecutableKey;
 
-use crate::event::Mapped;
+use crate::sources::side_band::Mapped;
 
 /// What an address can lie in.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -7,7 +7,7 @@ use stackwire_collector_ebpf::INTERRUPTED;
 
 use super::cgroup::Membership;
 use super::executable::{Executable, Executables};
-use crate::event::Mapped;
+use crate::sources::side_band::Mapped;
 
 /// An executable mapping.
 #[derive(Clone, Debug)]

@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
 
 use super::life::living_task;
-use crate::event::Mapped;
+use crate::sources::side_band::Mapped;
 
 /// Executable mappings of `pid`, by address.
 ///

@@ -26,7 +26,7 @@ use self::life::is_running;
 pub use self::life::{has_ended, living_task};
 pub use self::wanted::Wanted;
 use crate::clock::now_ns;
-use crate::event::{Change, Event};
+use crate::sources::side_band::{Change, Event};
 
 /// Processes remembered at once; beyond it, those without a sample in this epoch are forgotten
 /// first.
@@ -426,7 +426,7 @@ mod tests {
     use stackwire_model::BuildId;
 
     use super::*;
-    use crate::event::Mapped;
+    use crate::sources::side_band::Mapped;
 
     const PID: u32 = 4_000_001; // above any pid_max, so that /proc has no such process
 

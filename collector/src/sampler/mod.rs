@@ -8,8 +8,6 @@ mod btf;
 pub(crate) mod mapped;
 mod object;
 mod offsets;
-mod pace;
-mod perf_event;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -23,11 +21,11 @@ use stackwire_model::Event;
 
 use self::object::Object;
 pub use self::object::{BTF_PATH, Filter, LoadError};
-use self::pace::Pace;
-use self::perf_event::{PerfEvent, Sampled};
 use crate::host::cpu_list;
+use crate::sources::pace::Pace;
+use crate::sources::perf_event::{PerfEvent, Sampled};
+use crate::sources::{record, side_band};
 use crate::unwind::Descriptors;
-use crate::{event, sample};
 
 /// Sampling could not start.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +77,7 @@ pub struct Batch {
     /// Samples not yet taken by [`Batch::advance`].
     pub samples: Vec<RawSample>,
     /// Side-band events.
-    pub events: Vec<event::Event>,
+    pub events: Vec<side_band::Event>,
     /// Ring records that did not decode.
     pub malformed: u64,
     frames: Vec<u64>,
@@ -199,7 +197,9 @@ impl Sampler {
         for (&cpu, events) in &mut self.events {
             let Some(first) = events.first_mut() else { continue };
             if !first.advances() || !online.contains(&cpu) {
-                first.drain(&mut self.buffer, |record| batch.events.extend(event::decode(record)));
+                first.drain(&mut self.buffer, |record| {
+                    batch.events.extend(side_band::decode(record))
+                });
                 gone.push(cpu);
             }
         }
@@ -285,7 +285,7 @@ impl Sampler {
         while let Some(record) = self.ring.next() {
             left = left.saturating_sub(record.len());
             let start = batch.frames.len();
-            match sample::decode(&record, &mut batch.frames) {
+            match record::decode(&record, &mut batch.frames) {
                 Ok(header) => batch.samples.push(RawSample { header, start }),
                 Err(_) => batch.malformed += 1,
             }
@@ -294,7 +294,7 @@ impl Sampler {
             }
         }
         for event in self.events.values_mut().filter_map(|events| events.first_mut()) {
-            event.drain(&mut self.buffer, |record| batch.events.extend(event::decode(record)));
+            event.drain(&mut self.buffer, |record| batch.events.extend(side_band::decode(record)));
         }
         batch.samples.sort_by_key(|sample| sample.header.time_ns);
         batch.events.sort_by_key(|event| event.time_ns);

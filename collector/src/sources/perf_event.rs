@@ -3,7 +3,7 @@
 //! The first event of a CPU does both jobs: its overflow runs the sampling program, which writes no
 //! perf record, and its ring carries the side band. Others have no ring of their own: what the
 //! kernel says of them goes into that of the first. Unsafe lives here and in `mapped.rs` only.
-//! Decodes nothing: `event.rs` does. Called by `sampler/mod.rs`.
+//! Decodes nothing: `side_band.rs` does. Called by `sampler/mod.rs`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -13,7 +13,7 @@ use perf_event_open_sys::bindings as abi;
 use perf_event_open_sys::ioctls;
 use stackwire_model::PerfType;
 
-use super::mapped::Mapped;
+use crate::sampler::mapped::Mapped;
 
 /// Pages of records a CPU's ring holds: 256 KiB, half of what `kernel.perf_event_mlock_kb` allows
 /// an unprivileged user per CPU.

@@ -1,7 +1,7 @@
 //! perf side-band records: bytes in, [`Event`] out. Pure.
 //!
 //! Formats: `enum perf_event_type` in include/uapi/linux/perf_event.h. The ids behind every record
-//! are those `sampler/perf_event.rs` asks for: TID, TIME, CPU. Called by `sampler/mod.rs`.
+//! are those `perf_event.rs` asks for: TID, TIME, CPU. Called by `sampler/mod.rs`.
 
 use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
 

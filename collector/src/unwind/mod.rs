@@ -31,11 +31,11 @@ pub use self::maps::Descriptors;
 pub use self::no_table::NoTable;
 use self::processes::Published;
 use crate::clock::now_ns;
-use crate::event::Event;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::process::Processes;
 use crate::process::executable::Kind;
+use crate::sources::side_band::Event;
 
 /// How long a capture of single processes waits for their tables before the first sample.
 const WARM_UP: Duration = Duration::from_millis(100);

@@ -14,10 +14,10 @@ use super::catalog::{Catalog, UNLISTED};
 use super::maps::ProcessMaps;
 use super::owner::{Owner, SHARES};
 use super::space::Space;
-use crate::event::Event;
 use crate::process::Wanted;
 use crate::process::executable::Kind;
 use crate::process::{Mapping, Processes, jitdump};
+use crate::sources::side_band::Event;
 
 /// Of one process: one that maps without end leaves room for others.
 const MAX_MAPPINGS: u32 = MAPPINGS / 4;

@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::log::{Answer, LogError};
+use crate::receive::log::{Answer, LogError};
 
 /// Keeps one stream. Its methods block: they write and sync files.
 pub trait Keep: Send + 'static {

@@ -19,8 +19,8 @@ use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 use stackwire_symbols::table;
 
 use crate::capture::{Assembler, CaptureError};
-use crate::handed::{Taken, key};
 use crate::profile::{ArtifactHash, Executable};
+use crate::receive::handed::{Taken, key};
 use crate::resolve::Pinned;
 
 /// A log that cannot go on.

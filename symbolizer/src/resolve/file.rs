@@ -19,8 +19,8 @@ use stackwire_cache::Absent;
 use stackwire_elf::{ElfError, Headers};
 use stackwire_model::{BuildId, Device, ExecutableKey};
 
-use crate::handed::{Handed, NotHanded};
 use crate::profile::Executable;
+use crate::receive::handed::{Handed, NotHanded};
 
 /// Why there is no file.
 #[derive(Debug, thiserror::Error)]

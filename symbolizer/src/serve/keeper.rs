@@ -1,7 +1,7 @@
 //! What a server keeps of each stream: a log a window, ended and resolved in its time.
 //!
 //! A window is resolved once the artifacts asked for with it have come, which is after the next
-//! window has begun. Called by `server.rs`, on threads that may block.
+//! window has begun. Called by `receive/grpc.rs`, on threads that may block.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -15,11 +15,11 @@ use stackwire_proto::v1::collector_message::Body;
 
 use super::{Config, window};
 use crate::capture::Assembler;
-use crate::handed::Handed;
-use crate::log::{Answer, Files, Held, Log, LogError, inspect};
 use crate::profile::hex;
+use crate::receive::grpc::{Accept, Keep, NotKept};
+use crate::receive::handed::Handed;
+use crate::receive::log::{Answer, Files, Held, Log, LogError, inspect};
 use crate::resolve::Pinned;
-use crate::server::{Accept, Keep, NotKept};
 
 /// Windows that may be resolved at once before collectors are asked to pause.
 const MAX_UNRESOLVED: usize = 4;

@@ -17,8 +17,8 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 
 use self::keeper::Keepers;
+use crate::receive::grpc::service;
 use crate::resolve::Sources;
-use crate::server::service;
 
 /// How to serve.
 #[derive(Clone, Debug)]

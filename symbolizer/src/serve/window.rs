@@ -10,8 +10,8 @@ use stackwire_formats::pprof;
 
 use super::Config;
 use crate::capture::{self, Artifacts};
-use crate::log::Closed;
 use crate::profile::{Profile, unite};
+use crate::receive::log::Closed;
 use crate::resolve::{Pinned, resolve};
 
 /// Resolves a window, writes its profile, and keeps its log as a capture like any other.

@@ -21,10 +21,10 @@ use tokio_stream::wrappers::UnixListenerStream;
 
 pub use self::builder::Builder;
 use self::stream::OneStream;
-use crate::log::Closed;
 use crate::profile::{Names, Profile, unite};
+use crate::receive::grpc::{NotKept, service};
+use crate::receive::log::Closed;
 use crate::resolve::{Sources, lay_out, resolve};
-use crate::server::{NotKept, service};
 
 /// A capture that could not start or finish.
 #[derive(Debug, thiserror::Error)]

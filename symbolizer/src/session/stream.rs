@@ -11,9 +11,9 @@ use stackwire_proto::v1;
 
 use super::Kept;
 use crate::capture::Assembler;
-use crate::log::{Answer, Closed, Files, Log, LogError};
+use crate::receive::grpc::{Accept, Keep, NotKept};
+use crate::receive::log::{Answer, Closed, Files, Log, LogError};
 use crate::resolve::Pinned;
-use crate::server::{Accept, Keep, NotKept};
 
 /// The log to be, and who is told that the collector has greeted and that its stream is over.
 pub(super) type Ends = (File, Option<Kept>, Sender<Result<(), NotKept>>, Sender<(Closed, bool)>);

@@ -3,7 +3,7 @@
 #[cfg(target_arch = "bpf")]
 pub mod saved;
 
-use crate::memory::Memory;
+use crate::walk::memory::Memory;
 
 /// Registers by DWARF number: rax, rdx, rcx, rbx, rsi, rdi, rbp, rsp, r8 to r15 (System V ABI,
 /// figure 3.36).

@@ -1,0 +1,8 @@
+//! Receiving: a collector's stream over gRPC, kept on disk before it is acknowledged, with the
+//! files the collector hands over.
+//!
+//! What becomes of a stream is decided by `session/` (one client, one log) and `serve/` (many).
+
+pub mod grpc;
+pub mod handed;
+pub mod log;
