@@ -64,12 +64,21 @@ impl std::fmt::Debug for Stream<'_> {
 }
 
 impl Stream<'_> {
-    /// Adds up to `most` bytes. There are fewer at the end alone.
+    /// Fills a buffer, and says how many bytes there were: fewer only at the end.
     ///
     /// # Errors
     /// Those of the decompressor and of the file.
-    pub fn read(&mut self, into: &mut Vec<u8>, most: usize) -> io::Result<usize> {
-        self.from.by_ref().take(most as u64).read_to_end(into)
+    pub fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let mut filled = 0;
+        while filled < into.len() {
+            match self.from.read(&mut into[filled..]) {
+                Ok(0) => break,
+                Ok(more) => filled += more,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(filled)
     }
 }
 

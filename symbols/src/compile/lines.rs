@@ -17,6 +17,9 @@ pub struct Rows {
 /// Most rows of a unit; the largest seen have some hundred thousand.
 const MAX_ROWS: usize = 4 << 20;
 
+/// Rows paid for at once: all threads share the budget. The headers of a unit have more bytes.
+const BLOCK: usize = 64;
+
 /// Reads the rows of a unit; none when it has no line program.
 ///
 /// # Errors
@@ -26,8 +29,13 @@ pub fn read<'a>(debug: &Debug<'a>, place: &Place<'a>) -> Result<Rows, DwarfError
     let Some(program) = place.unit.line_program.clone() else { return Ok(found) };
     let mut rows = program.rows();
     let mut before: Option<(u64, u64, u32)> = None;
+    let mut paid = 0;
     while let Some((_, row)) = rows.next_row()? {
-        debug.budgets.rows.spend(1)?;
+        if paid == 0 {
+            debug.budgets.rows.spend(BLOCK)?;
+            paid = BLOCK;
+        }
+        paid -= 1;
         if found.spans.len() >= MAX_ROWS {
             return Err(DwarfError::TooMuch);
         }

@@ -1,6 +1,6 @@
 //! The functions of a compilation unit and what is inlined into them, from its tree of entries.
 
-use gimli::{AttributeValue, DebuggingInformationEntry as Entry};
+use gimli::{Abbreviation, AttributeValue, DebuggingInformationEntry as Entry};
 use rustc_hash::FxHashMap;
 
 use super::debug::{Debug, DwarfError, PartOf, Place, Slice, Units};
@@ -50,7 +50,7 @@ pub fn read<'a>(
     units: &mut Units<'a>,
     place: &Place<'a>,
 ) -> Result<Scopes<'a>, DwarfError> {
-    let (dwarf, unit) = (&*place.dwarf, &*place.unit);
+    let unit = &*place.unit;
     let mut found = Scopes::default();
     let mut functions: FxHashMap<(PartOf, usize), u32> = FxHashMap::default();
     // The scope in force at each depth of the tree.
@@ -59,53 +59,89 @@ pub fn read<'a>(
     let mut entry = Entry::null();
     while !entries.is_empty() {
         let depth = entries.next_depth();
-        if !entries.read_entry(&mut entry)? {
+        let mut ahead = entries.clone();
+        let Some(abbreviation) = ahead.read_abbreviation()? else {
+            entries = ahead;
             continue;
-        }
+        };
         while stack.last().is_some_and(|&(at, _)| at >= depth) {
             stack.pop();
         }
         let parent = stack.last().and_then(|&(_, scope)| scope);
-        let scope = match entry.tag() {
-            gimli::DW_TAG_compile_unit => {
-                let language = entry.attr_value(gimli::DW_AT_language);
-                found.of_ghc = language == Some(AttributeValue::Language(gimli::DW_LANG_Haskell));
-                None
-            }
-            gimli::DW_TAG_subprogram => {
-                scope(debug, units, place, &entry, None, &mut functions, &mut found)
-            }
-            gimli::DW_TAG_inlined_subroutine if parent.is_some() => {
-                scope(debug, units, place, &entry, parent, &mut functions, &mut found)
-            }
-            // Blocks and namespaces are transparent; types are looked into for methods defined in
-            // them.
-            _ => parent,
-        };
-        let has_code = match entry.tag() {
-            gimli::DW_TAG_subprogram | gimli::DW_TAG_inlined_subroutine => scope != parent,
-            gimli::DW_TAG_lexical_block => found.of_ghc,
+        let matters = match abbreviation.tag() {
+            gimli::DW_TAG_compile_unit => true,
+            gimli::DW_TAG_subprogram => has_code(abbreviation),
+            gimli::DW_TAG_inlined_subroutine => parent.is_some() && has_code(abbreviation),
+            gimli::DW_TAG_lexical_block => found.of_ghc && parent.is_some(),
             _ => false,
         };
-        if let (true, Some(scope)) = (has_code, scope)
-            && !ends_beyond(dwarf, unit, &entry)
-        {
-            let mut ranges = dwarf.die_ranges(unit, &entry)?;
-            while let Some(range) = ranges.next()? {
-                debug.budgets.ranges.spend(1)?;
-                if found.spans.len() >= MAX_SPANS {
-                    return Err(DwarfError::TooMuch);
-                }
-                if debug.is_code(range.begin) {
-                    found.spans.push(Span { start: range.begin, end: range.end, what: scope });
-                }
+        let scope = if matters {
+            entries.read_entry(&mut entry)?;
+            self::entry(debug, units, place, &entry, parent, &mut functions, &mut found)?
+        } else {
+            // Most entries are variables, types and calls. Their attributes are not parsed.
+            ahead.skip_attributes(abbreviation.attributes())?;
+            entries = ahead;
+            match abbreviation.tag() {
+                gimli::DW_TAG_subprogram => None,
+                gimli::DW_TAG_inlined_subroutine if parent.is_some() => None,
+                // Blocks and namespaces are transparent; types are looked into for methods defined
+                // in them.
+                _ => parent,
             }
-        }
-        if entry.has_children() && stack.len() < MAX_DEPTH {
+        };
+        if abbreviation.has_children() && stack.len() < MAX_DEPTH {
             stack.push((depth, scope));
         }
     }
     Ok(found)
+}
+
+/// Whether entries of this form have code. Declarations and abstract instances have none.
+fn has_code(abbreviation: &Abbreviation) -> bool {
+    let names = [gimli::DW_AT_low_pc, gimli::DW_AT_ranges];
+    abbreviation.attributes().iter().any(|attribute| names.contains(&attribute.name()))
+}
+
+/// Reads an entry that matters; gives the scope of its children.
+fn entry<'a>(
+    debug: &Debug<'a>,
+    units: &mut Units<'a>,
+    place: &Place<'a>,
+    entry: &Entry<Slice<'a>>,
+    parent: Option<u32>,
+    functions: &mut FxHashMap<(PartOf, usize), u32>,
+    found: &mut Scopes<'a>,
+) -> Result<Option<u32>, DwarfError> {
+    let (dwarf, unit) = (&*place.dwarf, &*place.unit);
+    let scope = match entry.tag() {
+        gimli::DW_TAG_compile_unit => {
+            let language = entry.attr_value(gimli::DW_AT_language);
+            found.of_ghc = language == Some(AttributeValue::Language(gimli::DW_LANG_Haskell));
+            return Ok(None);
+        }
+        gimli::DW_TAG_subprogram => Some(scope(debug, units, place, entry, None, functions, found)),
+        gimli::DW_TAG_inlined_subroutine => {
+            Some(scope(debug, units, place, entry, parent, functions, found))
+        }
+        // A block of GHC.
+        _ => parent,
+    };
+    if let Some(scope) = scope
+        && !ends_beyond(dwarf, unit, entry)
+    {
+        let mut ranges = dwarf.die_ranges(unit, entry)?;
+        while let Some(range) = ranges.next()? {
+            debug.budgets.ranges.spend(1)?;
+            if found.spans.len() >= MAX_SPANS {
+                return Err(DwarfError::TooMuch);
+            }
+            if debug.is_code(range.begin) {
+                found.spans.push(Span { start: range.begin, end: range.end, what: scope });
+            }
+        }
+    }
+    Ok(scope)
 }
 
 /// Whether an entry's code would end beyond all addresses: gimli 0.34 adds without looking.
@@ -122,7 +158,7 @@ fn ends_beyond<'a>(
     low.is_some_and(|low| low.checked_add(size).is_none())
 }
 
-/// Adds a scope for an entry that has code; of declarations and abstract instances, none.
+/// Adds a scope for an entry that has code.
 fn scope<'a>(
     debug: &Debug<'a>,
     units: &mut Units<'a>,
@@ -131,10 +167,7 @@ fn scope<'a>(
     parent: Option<u32>,
     functions: &mut FxHashMap<(PartOf, usize), u32>,
     found: &mut Scopes<'a>,
-) -> Option<u32> {
-    if !entry.has_attr(gimli::DW_AT_low_pc) && !entry.has_attr(gimli::DW_AT_ranges) {
-        return None;
-    }
+) -> u32 {
     let function = function(debug, units, place, entry, functions, found);
     let number = |name| entry.attr(name).and_then(gimli::Attribute::udata_value);
     let file = match entry.attr_value(gimli::DW_AT_call_file) {
@@ -144,7 +177,7 @@ fn scope<'a>(
     };
     let line = number(gimli::DW_AT_call_line).unwrap_or(0);
     found.scopes.push(Scope { function, parent, call: (file, u32::try_from(line).unwrap_or(0)) });
-    Some((found.scopes.len() - 1) as u32)
+    (found.scopes.len() - 1) as u32
 }
 
 /// Number of the function an entry is an instance of.

@@ -23,7 +23,7 @@ pub struct Work<'a> {
     pub debug: Debug<'a>,
     package: Option<DwarfPackage<Slice<'a>>>,
     sections: &'a Sections,
-    units: &'a Bytes,
+    units: &'a [u8],
     files: &'a Files<'a>,
     /// Units whose other half was not found.
     pub without_split: AtomicUsize,
@@ -36,7 +36,7 @@ impl<'a> Work<'a> {
     /// `units` are all of the file, or a piece of them.
     pub fn new(
         sections: &'a Sections,
-        units: &'a Bytes,
+        units: &'a [u8],
         files: &'a Files<'a>,
         budgets: &'a Budgets,
         is_piece: bool,
@@ -44,7 +44,7 @@ impl<'a> Work<'a> {
         let slice = |bytes: &'a Bytes| EndianSlice::new(&bytes[..], sections.endian);
         let sup = sections.alt.as_ref();
         let mut main = sections.main.borrow_with_sup(sup, slice);
-        main.debug_info = slice(units).into();
+        main.debug_info = EndianSlice::new(units, sections.endian).into();
         let main = Part::new(main);
         let sup = sup.map(|sup| Part::new(sup.borrow(slice)));
         let package = sections.package.as_ref().and_then(|package| {
@@ -155,7 +155,7 @@ impl<'a> Work<'a> {
     ) -> Result<Option<UnitTable>, DwarfError> {
         let slice = |bytes: &'b Bytes| EndianSlice::new(&bytes[..], self.sections.endian);
         let mut main = self.sections.main.borrow(slice);
-        main.debug_info = slice(self.units).into();
+        main.debug_info = EndianSlice::new(self.units, self.sections.endian).into();
         let unit = Arc::new(main.unit(main.unit_header(offset(skeleton))?)?);
         let place = Place { dwarf: Arc::new(main), unit, part: PartOf::Main };
         let mut dwarf = other.borrow(slice);

@@ -1,6 +1,10 @@
 //! Writes compiled tables. The same input in the same order gives the same bytes.
 
-use rustc_hash::FxHashMap;
+use std::hash::{BuildHasher, Hash};
+
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+use rustc_hash::{FxBuildHasher, FxHashMap};
 use stackwire_elf::Segment;
 
 use super::readable::readable;
@@ -31,12 +35,13 @@ struct Range {
 #[derive(Debug, Default)]
 pub struct Writer {
     text: Vec<u8>,
-    places: FxHashMap<Box<str>, (u32, u32)>,
+    /// Places in `text`, and nodes below, by what is there: a map would keep it a second time.
+    places: HashTable<(u32, u32)>,
     functions: FxHashMap<((u32, u32), Kind), u32>,
     function_words: Vec<[u32; 2]>,
     files: FxHashMap<(u32, u32), u32>,
     file_words: Vec<[u32; 2]>,
-    nodes: FxHashMap<NodeKey, u32>,
+    nodes: HashTable<u32>,
     node_words: Vec<NodeKey>,
     ranges: Vec<Range>,
     fallback: [Vec<Range>; 2],
@@ -73,14 +78,17 @@ impl Writer {
 
     /// Node of a frame.
     pub fn node(&mut self, key: NodeKey) -> u32 {
-        if self.node_words.len() >= MAX {
-            return 0;
+        let nodes = &mut self.node_words;
+        let of = |node: u32| nodes[node as usize - 1];
+        let known = self.nodes.entry(hash(&key), |&it| of(it) == key, |&it| hash(&of(it)));
+        match known {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(_) if nodes.len() >= MAX => 0,
+            Entry::Vacant(place) => {
+                nodes.push(key);
+                *place.insert(nodes.len() as u32).get()
+            }
         }
-        let words = &mut self.node_words;
-        *self.nodes.entry(key).or_insert_with(|| {
-            words.push(key);
-            words.len() as u32
-        })
     }
 
     /// Addresses of a node. Where ranges overlap, the one that starts first keeps what it has.
@@ -114,8 +122,8 @@ impl Writer {
     /// The table.
     #[must_use]
     pub fn finish(mut self) -> Vec<u8> {
-        self.places = FxHashMap::default();
-        self.nodes = FxHashMap::default();
+        self.places = HashTable::default();
+        self.nodes = HashTable::default();
         let readable = self.readable();
         let ranges = without_overlaps(std::mem::take(&mut self.ranges));
         let ranges = self
@@ -218,16 +226,24 @@ impl Writer {
     }
 
     fn place(&mut self, text: &str) -> (u32, u32) {
-        if let Some(&place) = self.places.get(text) {
-            return place;
-        }
         let fits = text.len() < 1 << (32 - KIND_BITS) && self.text.len() + text.len() <= MAX_TEXT;
-        let text = if fits { text } else { "" };
-        let place = (self.text.len() as u32, text.len() as u32);
-        self.text.extend(text.as_bytes());
-        self.places.insert(text.into(), place);
-        place
+        let text = if fits { text.as_bytes() } else { &[] };
+        let all = &mut self.text;
+        let of = |(at, length): (u32, u32)| &all[at as usize..][..length as usize];
+        let known = self.places.entry(hash(text), |&it| of(it) == text, |&it| hash(of(it)));
+        match known {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(place) => {
+                let at = (all.len() as u32, text.len() as u32);
+                all.extend(text);
+                *place.insert(at).get()
+            }
+        }
     }
+}
+
+fn hash<T: Hash + ?Sized>(key: &T) -> u64 {
+    FxBuildHasher.hash_one(key)
 }
 
 /// Sorted, each cut where the one before it ends.
