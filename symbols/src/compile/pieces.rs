@@ -5,16 +5,19 @@
 //! their section but themselves. The first that does ends this, and `dwarf.rs` goes on from there
 //! with the whole section. Where that never happens, the section is never written anywhere.
 
-use std::sync::mpsc;
+use std::collections::BTreeMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
 use gimli::{Endianity, RunTimeEndian, SectionId};
 use stackwire_elf::{Elf, ElfError, Stream};
 
 use super::Files;
 use super::debug::{Budgets, DwarfError};
+use super::overlay::UnitTable;
 use super::sections::Sections;
 use super::symbols::Symbols;
-use super::units::{Work, Written, offset};
+use super::units::{MAX_WORKERS, Work, Written, offset};
 
 /// Units that are left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +33,7 @@ pub enum Rest {
 pub struct Limits {
     /// Sections smaller than this are read whole.
     pub min_section: usize,
-    /// Units are compiled together until they have this many.
+    /// Units are in one piece until they have this many.
     pub piece: usize,
     /// A larger unit is compiled from the whole section, which need not be in memory.
     pub max_unit: usize,
@@ -38,15 +41,32 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { min_section: 16 << 20, piece: 4 << 20, max_unit: 32 << 20 }
+        Self { min_section: 16 << 20, piece: 1 << 20, max_unit: 32 << 20 }
     }
 }
 
-/// Pieces that wait to be compiled.
-const WAITING: usize = 1;
+/// Buffers for pieces, and so the most pieces between the decompressor and the table.
+const BUFFERS: usize = 8;
+/// Units that are whole, at the front of a buffer.
+struct Piece {
+    number: usize,
+    buffer: Vec<u8>,
+    length: usize,
+}
+
+/// A piece that was compiled.
+struct Compiled {
+    tables: Vec<Result<UnitTable, DwarfError>>,
+    /// Bytes of the units before the first that leads out of the piece; of all, if none does.
+    length: usize,
+    leads_out: bool,
+    buffer: Vec<u8>,
+}
 
 /// Adds units from the front of the section to a table, as long as they need nothing but
 /// themselves.
+///
+/// One thread decompresses, some compile a piece each, this one adds them in their order.
 ///
 /// # Errors
 /// When the section does not decompress to what its header says.
@@ -66,63 +86,92 @@ pub fn compile(
     let size = stream.size;
     let budgets = Budgets::new(sections.length + size as usize);
     let mut compiled = 0;
-    let mut done = Vec::new();
-    let cut = std::thread::scope(|scope| {
-        let (full, pieces) = mpsc::sync_channel(WAITING);
-        let (used, free) = mpsc::channel();
-        let cut = scope.spawn(move || cut(stream, sections.endian, limits, &full, &free));
-        for piece in pieces {
-            let work = Work::new(sections, piece.units(), files, &budgets, true);
-            let headers = &work.debug.main.headers;
-            let before = std::mem::take(&mut done);
-            done = std::thread::scope(|scope| {
-                let next = scope.spawn(|| work.compile_batch(headers, symbols));
-                written.write(before);
-                next.join().unwrap_or_default()
+    std::thread::scope(|scope| {
+        let (free, buffers) = mpsc::channel();
+        (0..BUFFERS).for_each(|_| _ = free.send(Vec::new()));
+        let (full, pieces) = mpsc::channel();
+        let cut = scope.spawn(move || cut(stream, sections.endian, limits, &full, &buffers));
+        let (done, finished) = mpsc::channel();
+        // Of the compiling threads alone: when they have ended, nobody waits for pieces.
+        let pieces = Arc::new(Mutex::new(pieces));
+        let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
+        for _ in 0..workers {
+            let (pieces, done, budgets) = (Arc::clone(&pieces), done.clone(), &budgets);
+            scope.spawn(move || {
+                while let Some(piece) = next(&pieces) {
+                    let number = piece.number;
+                    let compiled = compile_piece(piece, sections, files, symbols, budgets);
+                    if done.send((number, compiled)).is_err() {
+                        break;
+                    }
+                }
             });
-            sections.forget_pages();
-            let leads_out = |table: &Result<_, _>| matches!(table, Err(DwarfError::LeadsOut));
-            if let Some(first) = done.iter().position(leads_out) {
-                done.truncate(first);
-                compiled += headers.get(first).map_or(0, |header| offset(header).0);
-                break;
-            }
-            compiled += piece.length;
-            // Nobody takes it when all has been read.
-            let _ = used.send(piece.buffer);
         }
+        drop((pieces, done));
+        let mut early = BTreeMap::new();
+        let mut number = 0;
+        'pieces: for (its_number, piece) in finished {
+            early.insert(its_number, piece);
+            while let Some(piece) = early.remove(&number) {
+                number += 1;
+                written.write(piece.tables);
+                compiled += piece.length;
+                if piece.leads_out {
+                    break 'pieces;
+                }
+                sections.forget_pages();
+                // Nobody takes it when all has been read.
+                let _ = free.send(piece.buffer);
+            }
+        }
+        drop(free);
         cut.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    });
-    written.write(done);
-    cut?;
+    })?;
     Ok(if compiled as u64 == size { Rest::None } else { Rest::From(compiled) })
 }
 
-/// Units that are whole, at the front of a buffer.
-struct Piece {
-    buffer: Vec<u8>,
-    length: usize,
+/// The next piece; `None` when there are no more.
+fn next(pieces: &Mutex<mpsc::Receiver<Piece>>) -> Option<Piece> {
+    pieces.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
 }
 
-impl Piece {
-    fn units(&self) -> &[u8] {
-        &self.buffer[..self.length]
-    }
+fn compile_piece(
+    piece: Piece,
+    sections: &Sections,
+    files: &Files<'_>,
+    symbols: &Symbols,
+    budgets: &Budgets,
+) -> Compiled {
+    let Piece { buffer, mut length, .. } = piece;
+    let compile = || {
+        let work = Work::new(sections, &buffer[..length], files, budgets, true);
+        let headers = &work.debug.main.headers;
+        let mut tables = work.compile_in_order(headers, symbols);
+        let leads_out = |table: &Result<_, _>| matches!(table, Err(DwarfError::LeadsOut));
+        let first = tables.iter().position(leads_out);
+        tables.truncate(first.unwrap_or(tables.len()));
+        (tables, first.and_then(|first| headers.get(first)).map(|header| offset(header).0))
+    };
+    // A panic costs the names of its piece, not those of the file: the next is waited for.
+    let (tables, end) = std::panic::catch_unwind(AssertUnwindSafe(compile)).unwrap_or_default();
+    length = end.unwrap_or(length);
+    Compiled { tables, length, leads_out: end.is_some(), buffer }
 }
 
 /// Cuts the section between units into pieces. Ends early where nobody wants more, and before a
 /// unit that is too large.
 ///
-/// Buffers come back through `free`: a new one costs page faults, a tenth of the time it takes to
-/// fill it.
+/// `buffers` come back when their pieces are in the table: a new one costs page faults, a tenth of
+/// the time it takes to fill it.
 fn cut(
     mut stream: Stream<'_>,
     endian: RunTimeEndian,
     limits: Limits,
-    full: &mpsc::SyncSender<Piece>,
-    free: &mpsc::Receiver<Vec<u8>>,
+    full: &mpsc::Sender<Piece>,
+    buffers: &mpsc::Receiver<Vec<u8>>,
 ) -> Result<(), DwarfError> {
-    let (mut buffer, mut filled) = (Vec::new(), 0);
+    let Ok(mut buffer) = buffers.recv() else { return Ok(()) };
+    let (mut filled, mut number) = (0, 0);
     let mut left = stream.size;
     while left > 0 && filled <= limits.max_unit {
         let wanted = match limits.piece.saturating_sub(filled) {
@@ -140,11 +189,11 @@ fn cut(
         filled += got;
         let length = whole_units(&buffer[..filled], endian);
         if length > 0 {
-            let mut next = free.try_recv().unwrap_or_default();
+            let Ok(mut next) = buffers.recv() else { break };
             make_room(&mut next, filled - length);
             next[..filled - length].copy_from_slice(&buffer[length..filled]);
-            let piece = Piece { buffer: std::mem::replace(&mut buffer, next), length };
-            filled -= length;
+            let piece = Piece { number, buffer: std::mem::replace(&mut buffer, next), length };
+            (filled, number) = (filled - length, number + 1);
             if full.send(piece).is_err() {
                 break;
             }

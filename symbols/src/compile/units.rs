@@ -29,8 +29,8 @@ pub struct Work<'a> {
     pub without_split: AtomicUsize,
 }
 
-/// Threads that parse: more want memory, not time.
-const MAX_WORKERS: usize = 4;
+/// Threads that compile: more want memory, not time.
+pub const MAX_WORKERS: usize = 4;
 
 impl<'a> Work<'a> {
     /// `units` are all of the file, or a piece of them.
@@ -55,7 +55,26 @@ impl<'a> Work<'a> {
         Self { debug, package, sections, units, files, without_split: AtomicUsize::new(0) }
     }
 
-    /// Works out some units, in their order.
+    /// Compiles some units one after the other. Ends after the first that leads out of the piece.
+    pub fn compile_in_order(
+        &self,
+        headers: &[UnitHeader<Slice<'a>>],
+        symbols: &Symbols,
+    ) -> Vec<Result<UnitTable, DwarfError>> {
+        let mut units = Units::default();
+        let mut done = Vec::new();
+        for header in headers {
+            let table = self.compile_unit(&mut units, header, symbols);
+            if units.led_out {
+                done.push(Err(DwarfError::LeadsOut));
+                break;
+            }
+            done.push(table);
+        }
+        done
+    }
+
+    /// Compiles some units, several at a time; gives their tables in the order of the units.
     pub fn compile_batch(
         &self,
         batch: &[UnitHeader<Slice<'a>>],
@@ -68,11 +87,7 @@ impl<'a> Work<'a> {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(header) = batch.get(index) else { break };
-                let table = self.compile_unit(&mut units, header, symbols);
-                done.push((index, if units.led_out { Err(DwarfError::LeadsOut) } else { table }));
-                if units.led_out {
-                    break;
-                }
+                done.push((index, self.compile_unit(&mut units, header, symbols)));
             }
             done
         };
