@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use stackwire::profile::FileOffset;
 use stackwire_collector_ebpf::UserEnd;
 use stackwire_collector_ebpf::arch::{SignalFrame, follows_call};
 use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON};
@@ -60,7 +61,7 @@ fn ours_with_kinds(stopped: &Stopped, modules: &mut Modules) -> (Vec<Frame>, Str
             let offset = ip - mapping.start + mapping.offset;
             let table = modules.of(stopped, mapping).table.as_ref();
             let Some(table) = table else { break "no table".to_owned() };
-            match table.rule(offset) {
+            match table.rule(FileOffset(offset)) {
                 Some(rule) => *rule,
                 None if cursor.exact == 0 && !follows_call(&mut memory, cursor.ip, false) => {
                     cursor.exact = 1;

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{SampleHeader, UserEnd};
-use stackwire_model::EndReason;
+use stackwire_model::{Address, EndReason, FileOffset, UserAddr};
 
 use crate::host::kallsyms::KernelLayout;
 use crate::normalize::{self, Frame, FrameKind, Stack};
@@ -50,11 +50,11 @@ pub struct MappingDef {
     /// Index into [`Epoch::executables`].
     pub executable: u32,
     /// First address.
-    pub start: u64,
+    pub start: UserAddr,
     /// Bytes.
     pub length: u64,
-    /// File offset of the first address.
-    pub file_offset: u64,
+    /// Offset in the file of the first address.
+    pub file_offset: FileOffset,
     /// Since when, monotonic nanoseconds; 0: as long as the process.
     pub since_ns: u64,
 }
@@ -77,9 +77,9 @@ pub struct Node {
     pub parent: u32,
     /// Index into [`Epoch::executables`].
     pub executable: u32,
-    /// Offset in the executable.
-    pub offset: u64,
-    /// How to read the offset.
+    /// Address in the executable.
+    pub address: Address,
+    /// How to read the address.
     pub kind: FrameKind,
 }
 
@@ -120,7 +120,7 @@ pub struct Epoch {
 
     executable_index: FxHashMap<u64, u32>,
     process_index: FxHashMap<u64, u32>,
-    mapping_index: FxHashMap<(u32, u64, u64, u64), u32>,
+    mapping_index: FxHashMap<(u32, UserAddr, UserAddr, u64), u32>,
     thread_index: FxHashMap<ThreadDef, u32>,
     node_index: FxHashMap<Node, u32>,
     stack_index: FxHashMap<(u32, EndReason), u32>,
@@ -233,7 +233,7 @@ impl Epoch {
         let mut parent = 0;
         for frame in stack.frames.iter().rev() {
             let executable = self.executable(&frame.executable);
-            let node = Node { parent, executable, offset: frame.offset, kind: frame.kind };
+            let node = Node { parent, executable, address: frame.address, kind: frame.kind };
             parent = 1 + intern(&mut self.node_index, &mut self.nodes, node, node);
         }
         let stack = (parent, stack.end);
@@ -292,7 +292,7 @@ impl Epoch {
                 process,
                 executable,
                 start: mapping.start,
-                length: mapping.end - mapping.start,
+                length: mapping.end.0 - mapping.start.0,
                 file_offset: mapping.file_offset,
                 since_ns: mapping.since_ns,
             };
@@ -326,8 +326,12 @@ mod tests {
         let pid = 4_000_001;
         let exec = Change::Comm { tid: pid, comm: "x".into(), exec: true };
         processes.apply(&Event { time_ns: 0, pid, change: exec });
-        let mapped =
-            Mapped { start: 0x1000, length: 0x1000, path: "/x".into(), ..Mapped::default() };
+        let mapped = Mapped {
+            start: UserAddr(0x1000),
+            length: 0x1000,
+            path: "/x".into(),
+            ..Mapped::default()
+        };
         processes.apply(&Event { time_ns: 0, pid, change: Change::Map(mapped) });
         let header = SampleHeader {
             pid,

@@ -86,7 +86,7 @@ impl Handover {
             let wanted = Wanted::Mapped {
                 pid: epoch.processes[mapping.process as usize].pid,
                 start: mapping.start,
-                end: mapping.start + mapping.length,
+                end: mapping.start.saturating_add(mapping.length),
                 path: path.clone(),
             };
             let places = known.entry(*key).or_default();
@@ -163,6 +163,8 @@ mod tests {
     use stackwire_model::BuildId;
     use stackwire_proto::ARTIFACT_PIECE_BYTES;
 
+    use stackwire_model::{FileOffset, UserAddr};
+
     use super::*;
     use crate::batch::MappingDef;
     use crate::process::executable::Executables;
@@ -185,9 +187,9 @@ mod tests {
         epoch.mappings.push(MappingDef {
             process: 0,
             executable: 0,
-            start: 0x1000,
+            start: UserAddr(0x1000),
             length: 0x1000,
-            file_offset: 0,
+            file_offset: FileOffset(0),
             since_ns: 0,
         });
         let of = |share| {

@@ -6,7 +6,7 @@
 use std::rc::Rc;
 
 use stackwire_collector_ebpf::{INTERRUPTED, KernelEnd, UserEnd};
-use stackwire_model::EndReason;
+use stackwire_model::{Address, EndReason, FileOffset, KernelAddr, KernelOffset, UserAddr};
 
 use crate::host::kallsyms::KernelLayout;
 use crate::process::executable::{Executable, Executables, Kind};
@@ -28,9 +28,9 @@ pub enum FrameKind {
 pub struct Frame {
     /// What the code came from.
     pub executable: Rc<Executable>,
-    /// Offset in it; see the wire contract for what it counts from.
-    pub offset: u64,
-    /// How to read the offset.
+    /// Address in it.
+    pub address: Address,
+    /// How to read the address.
     pub kind: FrameKind,
     /// The mapping it lies in; none for kernel frames and unmapped addresses.
     pub mapping: Option<Mapping>,
@@ -75,23 +75,23 @@ pub fn user(
         let address = if index == 0 { address } else { address & !INTERRUPTED };
         if address >= USER_END {
             if index == 0 {
-                let (executable, offset) = (Rc::clone(unmapped), 0);
-                frames.push(Frame { executable, offset, kind, mapping: None });
+                let (executable, address) = (Rc::clone(unmapped), Address::User(UserAddr(0)));
+                frames.push(Frame { executable, address, kind, mapping: None });
             }
             return Some(Stack { frames, end: EndReason::NotCode });
         }
         // A call may be the last instruction of a mapping, its return address just behind it.
         let inside = if kind == FrameKind::Caller { address.wrapping_sub(1) } else { address };
-        match process.mapping(inside) {
+        match process.mapping(UserAddr(inside)) {
             Some(mapping) => frames.push(Frame {
                 executable: Rc::clone(&mapping.executable),
-                offset: offset_in(mapping, address),
+                address: address_in(mapping, UserAddr(address)),
                 kind,
                 mapping: Some(mapping.clone()),
             }),
             None if index == 0 || !known => frames.push(Frame {
                 executable: Rc::clone(unmapped),
-                offset: address,
+                address: Address::User(UserAddr(address)),
                 kind,
                 mapping: None,
             }),
@@ -101,12 +101,12 @@ pub fn user(
     Some(Stack { frames, end: if known { user_end(end) } else { EndReason::NoMappings } })
 }
 
-fn offset_in(mapping: &Mapping, address: u64) -> u64 {
+fn address_in(mapping: &Mapping, address: UserAddr) -> Address {
     match mapping.executable.kind {
-        Kind::Anonymous | Kind::Described { .. } => address,
+        Kind::Anonymous | Kind::Described { .. } => Address::User(address),
         // The image of the vDSO starts with its mapping.
-        Kind::Vdso => address - mapping.start,
-        _ => address - mapping.start + mapping.file_offset,
+        Kind::Vdso => Address::File(FileOffset(address.0 - mapping.start.0)),
+        _ => Address::File(mapping.offset(address)),
     }
 }
 
@@ -124,14 +124,15 @@ pub fn kernel(
         let kind = if index == 0 { FrameKind::Leaf } else { FrameKind::Caller };
         // As above: look where the call is, report where it returns.
         let back = u64::from(index != 0);
-        let (kind_of, offset) = match layout.locate(address.wrapping_sub(back)) {
-            Some(("", offset)) => (Kind::Kernel, offset + back),
-            Some((module, offset)) => (Kind::Module(module.to_owned()), offset + back),
+        let at = |offset: KernelOffset| Address::Kernel(offset.saturating_add(back));
+        let (kind_of, address) = match layout.locate(KernelAddr(address.wrapping_sub(back))) {
+            Some(("", offset)) => (Kind::Kernel, at(offset)),
+            Some((module, offset)) => (Kind::Module(module.to_owned()), at(offset)),
             // Where the kernel is may not be told, so all of it is one place.
-            None if layout.is_empty() => (Kind::Kernel, 0),
-            None => (Kind::Unmapped, 0),
+            None if layout.is_empty() => (Kind::Kernel, Address::Kernel(KernelOffset(0))),
+            None => (Kind::Unmapped, Address::User(UserAddr(0))),
         };
-        Frame { executable: executables.intern(kind_of), offset, kind, mapping: None }
+        Frame { executable: executables.intern(kind_of), address, kind, mapping: None }
     });
     Some(Stack { frames: frames.collect(), end: kernel_end(end) })
 }
@@ -181,9 +182,9 @@ mod tests {
         processes.apply(&Event { time_ns: 0, pid, change: exec });
         for (path, start) in [("/bin/x", 0x1000), ("[vdso]", 0x8000), ("//anon", 0x9000)] {
             let mapped = Mapped {
-                start,
+                start: UserAddr(start),
                 length: 0x1000,
-                file_offset: 0x500,
+                file_offset: FileOffset(0x500),
                 path: path.into(),
                 ..Mapped::default()
             };
@@ -198,7 +199,7 @@ mod tests {
         let unmapped = processes.executables().intern(Kind::Unmapped);
         let process = processes.sampled(4_000_001, 1, 1);
         let stack = user(process, &[0x1010, 0x8010, 0x9010], 0, &unmapped).unwrap();
-        let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.offset).collect();
+        let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.address.number()).collect();
         assert_eq!(offsets, [0x510, 0x10, 0x9010]);
         assert_eq!(stack.end, EndReason::Root);
         assert_eq!(
@@ -216,7 +217,7 @@ mod tests {
         assert_eq!((stack.frames.len(), stack.end), (1, EndReason::NotCode));
         // Behind the last byte, where a call that never returns leaves it.
         let stack = user(process, &[0x1010, 0x2000], 0, &unmapped).unwrap();
-        assert_eq!((stack.frames.len(), stack.frames[1].offset), (2, 0x1500));
+        assert_eq!((stack.frames.len(), stack.frames[1].address.number()), (2, 0x1500));
         // A leaf is where the CPU was, whatever is known of it.
         let stack = user(process, &[0x7777], 0, &unmapped).unwrap();
         assert_eq!(stack.frames[0].executable.kind, Kind::Unmapped);
@@ -228,7 +229,7 @@ mod tests {
         let unmapped = processes.executables().intern(Kind::Unmapped);
         let process = processes.sampled(4_000_001, 1, 1);
         let stack = user(process, &[0xffff_ffff_8100_0000], 12, &unmapped).unwrap();
-        assert_eq!((stack.frames[0].offset, stack.end), (0, EndReason::NotCode));
+        assert_eq!((stack.frames[0].address.number(), stack.end), (0, EndReason::NotCode));
         let stack = user(process, &[0x1010, INTERRUPTED | 1 << 60, 0x1020], 0, &unmapped).unwrap();
         assert_eq!((stack.frames.len(), stack.end), (1, EndReason::NotCode));
     }
@@ -241,7 +242,7 @@ mod tests {
         let mut executables = Executables::default();
         let addresses = [0xffff_ffff_8100_0010, 0xffff_ffff_c000_1020, 0xffff_8888_0000_0000];
         let stack = kernel(&layout, &addresses, 0, &mut executables).unwrap();
-        let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.offset).collect();
+        let offsets: Vec<u64> = stack.frames.iter().map(|frame| frame.address.number()).collect();
         assert_eq!(offsets, [0x10, 0x20, 0]);
         assert_eq!(stack.frames[1].executable.kind, Kind::Module("mod".into()));
         assert!(kernel(&layout, &[], KernelEnd::None as u8, &mut executables).is_none());

@@ -184,9 +184,9 @@ pub fn epoch(
         .map(|mapping| v1::Mapping {
             process: mapping.process,
             executable: mapping.executable,
-            start: mapping.start,
+            start: mapping.start.0,
             length: mapping.length,
-            file_offset: mapping.file_offset,
+            file_offset: mapping.file_offset.0,
             since_ns: mapping.since_ns,
         })
         .collect();
@@ -310,13 +310,14 @@ fn nodes(epoch: &Epoch) -> v1::StackNodes {
     for node in &epoch.nodes {
         wire.parent.push(node.parent);
         wire.executable.push(node.executable);
-        wire.offset_delta.push(node.offset.wrapping_sub(before) as i64);
+        let number = node.address.number();
+        wire.offset_delta.push(number.wrapping_sub(before) as i64);
         wire.kind.push(match node.kind {
             FrameKind::Leaf => v1::FrameKind::Leaf as u32,
             FrameKind::Caller => v1::FrameKind::Caller as u32,
             FrameKind::Interrupted => v1::FrameKind::Signal as u32,
         });
-        before = node.offset;
+        before = number;
     }
     wire
 }

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use stackwire_model::{FileOffset, VirtAddr};
+
 /// The reason.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -13,14 +15,16 @@ pub enum ElfError {
     #[error("not a readable ELF file: {0}")]
     Broken(#[from] object::read::Error),
     /// A section is not where its header says.
-    #[error("not a readable ELF file: its {name} has {size} bytes at {offset}, the file {length}")]
+    #[error(
+        "not a readable ELF file: its {name} has {size} bytes at {offset:#x}, the file {length}"
+    )]
     OutsideFile {
         /// The section.
         name: String,
         /// Bytes it has, as its header says.
         size: u64,
         /// Where it begins.
-        offset: u64,
+        offset: FileOffset,
         /// Bytes of the file.
         length: u64,
     },
@@ -28,7 +32,7 @@ pub enum ElfError {
     #[error("not a readable ELF file: {size} bytes at {address:#x} are not in it")]
     NotLoaded {
         /// First address.
-        address: u64,
+        address: VirtAddr,
         /// Bytes.
         size: u64,
     },

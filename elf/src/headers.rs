@@ -11,6 +11,8 @@ use object::elf::{self, FileHeader32, FileHeader64};
 use object::read::elf::{FileHeader, ProgramHeader as _, SectionHeader as _};
 use object::{Endianness, FileKind, ReadCache, ReadRef};
 
+use stackwire_model::{FileOffset, VirtAddr};
+
 use crate::ElfError;
 use crate::notes::{Ids, take_all};
 use crate::positioned::Positioned;
@@ -26,9 +28,9 @@ const MAX_NOTES: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// First offset in the file.
-    pub offset: u64,
+    pub offset: FileOffset,
     /// First address.
-    pub address: u64,
+    pub address: VirtAddr,
     /// Bytes in the file.
     pub size: u64,
 }
@@ -36,14 +38,14 @@ pub struct Segment {
 impl Segment {
     /// Where an address of it is in the file.
     #[must_use]
-    pub fn offset_of(&self, address: u64) -> Option<u64> {
+    pub fn offset_of(&self, address: VirtAddr) -> Option<FileOffset> {
         self.offset.checked_add(self.inside(address)?)
     }
 
     /// How far into it an address is.
     #[must_use]
-    pub fn inside(&self, address: u64) -> Option<u64> {
-        address.checked_sub(self.address).filter(|inside| *inside < self.size)
+    pub fn inside(&self, address: VirtAddr) -> Option<u64> {
+        address.since(self.address).filter(|inside| *inside < self.size)
     }
 }
 
@@ -54,8 +56,8 @@ pub struct Load {
     pub segment: Segment,
     /// Executable.
     pub code: bool,
-    /// First address and size in memory.
-    pub memory: (u64, u64),
+    /// Bytes in memory.
+    pub memory_size: u64,
 }
 
 /// A section as its header describes it.
@@ -68,9 +70,9 @@ pub struct Section {
     /// `sh_flags`.
     pub flags: u64,
     /// Address.
-    pub address: u64,
+    pub address: VirtAddr,
     /// Where in the file.
-    pub offset: u64,
+    pub offset: FileOffset,
     /// Bytes, in the file and, unless it is compressed, in memory.
     pub size: u64,
     /// Number of the section it refers to.
@@ -103,7 +105,7 @@ impl Section {
 
     /// Addresses it covers.
     #[must_use]
-    pub fn range(&self) -> Range<u64> {
+    pub fn range(&self) -> Range<VirtAddr> {
         self.address..self.address.saturating_add(self.size)
     }
 }
@@ -118,7 +120,7 @@ pub struct Headers {
     /// `e_machine`.
     pub machine: u16,
     /// Address of its first instruction.
-    pub entry: u64,
+    pub entry: VirtAddr,
     /// An object file, which no linker has given addresses.
     pub relocatable: bool,
     /// Bytes of the file.
@@ -163,7 +165,7 @@ impl Headers {
 
     /// Where an address is in the file.
     #[must_use]
-    pub fn offset_of(&self, address: u64) -> Option<u64> {
+    pub fn offset_of(&self, address: VirtAddr) -> Option<FileOffset> {
         self.loads.iter().find_map(|load| {
             let inside = load.segment.inside(address)?;
             load.segment.offset.checked_add(inside)
@@ -176,7 +178,7 @@ impl Headers {
     /// [`ElfError::OutsideFile`] when it does not.
     pub fn check(&self, section: &Section) -> Result<(), ElfError> {
         let end = section.offset.checked_add(section.size);
-        if end.is_some_and(|end| end <= self.length) {
+        if end.is_some_and(|end| end.0 <= self.length) {
             return Ok(());
         }
         Err(ElfError::OutsideFile {
@@ -207,7 +209,7 @@ impl Headers {
 
     /// Addresses of its code, from the first to behind the last, which have gaps between them.
     #[must_use]
-    pub fn code_range(&self) -> Option<Range<u64>> {
+    pub fn code_range(&self) -> Option<Range<VirtAddr>> {
         let code = || self.sections.iter().filter(|section| section.is_code()).map(Section::range);
         Some(code().map(|range| range.start).min()?..code().map(|range| range.end).max()?)
     }
@@ -240,7 +242,7 @@ where
         is_64: header.is_class_64(),
         endian,
         machine: header.e_machine(endian),
-        entry: header.e_entry(endian).into(),
+        entry: VirtAddr(header.e_entry(endian).into()),
         relocatable: header.e_type(endian) == elf::ET_REL,
         length,
         sections: Vec::new(),
@@ -263,8 +265,8 @@ where
             name: String::from_utf8_lossy(name).into_owned(),
             kind: section.sh_type(endian),
             flags: section.sh_flags(endian).into(),
-            address: section.sh_addr(endian).into(),
-            offset: section.sh_offset(endian).into(),
+            address: VirtAddr(section.sh_addr(endian).into()),
+            offset: FileOffset(section.sh_offset(endian).into()),
             size: section.sh_size(endian).into(),
             link: section.sh_link(endian),
             info: section.sh_info(endian),
@@ -273,15 +275,15 @@ where
     }
     for header in header.program_headers(endian, data)? {
         let segment = Segment {
-            offset: header.p_offset(endian).into(),
-            address: header.p_vaddr(endian).into(),
+            offset: FileOffset(header.p_offset(endian).into()),
+            address: VirtAddr(header.p_vaddr(endian).into()),
             size: header.p_filesz(endian).into(),
         };
         match header.p_type(endian) {
             elf::PT_LOAD => headers.loads.push(Load {
                 segment,
                 code: header.p_flags(endian) & elf::PF_X != 0,
-                memory: (segment.address, header.p_memsz(endian).into()),
+                memory_size: header.p_memsz(endian).into(),
             }),
             elf::PT_GNU_EH_FRAME => {
                 headers.eh_frame_index.get_or_insert(segment);

@@ -2,16 +2,16 @@
 
 use std::fs::File;
 
-use stackwire_model::BuildId;
 use stackwire_model::profile::{ArtifactHash, Executable};
+use stackwire_model::{BuildId, KernelAddr};
 
 /// A module of a kernel, and where it lay.
 #[derive(Clone, Copy, Debug)]
 pub struct Module<'a> {
     /// First address.
-    pub start: u64,
+    pub start: KernelAddr,
     /// First address behind it.
-    pub end: u64,
+    pub end: KernelAddr,
     /// Its name.
     pub name: &'a str,
 }
@@ -24,7 +24,7 @@ pub trait Host {
     fn kernel_symbols(
         &mut self,
         _kernel: BuildId,
-        _text: u64,
+        _text: KernelAddr,
         _modules: &[Module<'_>],
     ) -> Option<ArtifactHash> {
         None

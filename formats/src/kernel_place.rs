@@ -21,7 +21,7 @@ pub fn places(profile: &Profile) -> FxHashMap<u32, (u64, u64)> {
     for location in &profile.locations {
         if let Executable::Kernel { .. } = profile.executables[location.executable.index()] {
             let end = ends.entry(location.executable.0).or_default();
-            *end = (*end).max(location.offset.saturating_add(1));
+            *end = (*end).max(location.address.number().saturating_add(1));
         }
     }
     let mut places = FxHashMap::default();

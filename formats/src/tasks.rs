@@ -10,30 +10,39 @@ use std::rc::Rc;
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
     Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, LocationId, Mapping,
-    Process, ProcessId, StackId, Thread, ThreadId, lookup_offset,
+    Process, ProcessId, StackId, Thread, ThreadId, lookup_address,
 };
+use stackwire_model::{Address, FileOffset, UserAddr};
 
 /// Mappings of all processes together: a child shares its parent's until it maps something itself.
 const MAX_MAPS: usize = 4 << 20;
 
 /// By first address; none covers another.
-type Maps = BTreeMap<u64, Map>;
+type Maps = BTreeMap<UserAddr, Map>;
 
 /// Executable memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Map {
     /// First address.
-    pub start: u64,
+    pub start: UserAddr,
     /// First address behind it.
-    pub end: u64,
-    /// File offset of the first address.
-    pub file_offset: u64,
+    pub end: UserAddr,
+    /// Offset in the file of the first address.
+    pub file_offset: FileOffset,
     /// What is mapped.
     pub executable: ExecutableId,
     /// Addresses mean something in this process alone.
     pub private: bool,
     /// When it was mapped, on the clock of the profile; 0: unknown.
     pub since: u64,
+}
+
+impl Map {
+    /// The byte of the file that is at an address in the mapping.
+    #[must_use]
+    pub fn offset(&self, address: UserAddr) -> FileOffset {
+        FileOffset(address.0.wrapping_sub(self.start.0).wrapping_add(self.file_offset.0))
+    }
 }
 
 #[derive(Debug)]
@@ -46,7 +55,7 @@ struct Task {
     /// Names of its threads.
     names: FxHashMap<u32, String>,
     /// Mappings the profile has been told of, by address: end, file offset, executable.
-    told: FxHashMap<u64, (u64, u64, ExecutableId)>,
+    told: FxHashMap<UserAddr, (UserAddr, FileOffset, ExecutableId)>,
     threads: FxHashMap<u32, ThreadId>,
 }
 
@@ -118,7 +127,8 @@ impl Tasks {
         let maps = Rc::make_mut(&mut task.maps);
         let first = maps.range(..new.start).next_back().map(|(_, old)| *old);
         let first = first.filter(|old| old.end > new.start);
-        let covered: Vec<u64> = maps.range(new.start..new.end).map(|(&start, _)| start).collect();
+        let covered: Vec<UserAddr> =
+            maps.range(new.start..new.end).map(|(&start, _)| start).collect();
         let last = covered.last().map_or(first, |start| maps.get(start).copied());
         for start in covered {
             maps.remove(&start);
@@ -127,7 +137,7 @@ impl Tasks {
             maps.insert(old.start, Map { end: new.start, ..old });
         }
         if let Some(old) = last.filter(|old| old.end > new.end) {
-            let file_offset = old.file_offset.wrapping_add(new.end - old.start);
+            let file_offset = old.offset(new.end);
             maps.insert(new.end, Map { start: new.end, file_offset, ..old });
         }
         maps.insert(new.start, new);
@@ -154,7 +164,7 @@ impl Tasks {
     }
 
     /// Where an address of a process lies.
-    pub fn find(&self, pid: u32, address: u64) -> Option<&Map> {
+    pub fn find(&self, pid: u32, address: UserAddr) -> Option<&Map> {
         let maps = &self.by_pid.get(&pid)?.maps;
         let (_, map) = maps.range(..=address).next_back()?;
         Some(map).filter(|map| address < map.end)
@@ -165,7 +175,7 @@ impl Tasks {
         &mut self,
         into: &mut Builder,
         pid: u32,
-        addresses: &[(u64, FrameKind)],
+        addresses: &[(UserAddr, FrameKind)],
         end: EndReason,
     ) -> Result<Option<StackId>, Full> {
         if addresses.is_empty() {
@@ -174,22 +184,25 @@ impl Tasks {
         let process = self.task(into, pid)?.id;
         let mut locations: Vec<LocationId> = Vec::with_capacity(addresses.len());
         for &(address, kind) in addresses {
-            let address = lookup_offset(address, kind);
+            let address = lookup_address(address, kind);
             let location = match self.find(pid, address).copied() {
                 Some(map) => {
                     self.tell(into, pid, process, &map)?;
-                    let inside = (address - map.start).wrapping_add(map.file_offset);
                     Location {
                         executable: map.executable,
                         process: map.private.then_some(process),
-                        offset: if map.private { address } else { inside },
+                        address: if map.private {
+                            Address::User(address)
+                        } else {
+                            Address::File(map.offset(address))
+                        },
                         seen_ns: 0,
                     }
                 }
                 None => Location {
                     executable: into.executable(Executable::Unmapped)?,
                     process: Some(process),
-                    offset: address,
+                    address: Address::User(address),
                     seen_ns: 0,
                 },
             };
@@ -214,7 +227,7 @@ impl Tasks {
             process,
             executable: map.executable,
             start: map.start,
-            length: map.end - map.start,
+            length: map.end.0.saturating_sub(map.start.0),
             file_offset: map.file_offset,
             since_ns: map.since,
         })
@@ -284,15 +297,15 @@ mod tests {
         for (since, path) in [(1, "/a.so"), (2, "/b.so")] {
             let executable = file(&mut into, path);
             let map = Map {
-                start: 0x1000,
-                end: 0x2000,
-                file_offset: 0,
+                start: UserAddr(0x1000),
+                end: UserAddr(0x2000),
+                file_offset: FileOffset(0),
                 executable,
                 private: false,
                 since,
             };
             tasks.map(&mut into, 7, map).unwrap();
-            let stack = [(0x1010, FrameKind::Exact)];
+            let stack = [(UserAddr(0x1010), FrameKind::Exact)];
             tasks.stack(&mut into, 7, &stack, EndReason::NotSaid).unwrap();
         }
         let profile = into.build();
@@ -306,9 +319,9 @@ mod tests {
         let (mut into, mut tasks) = (Builder::new(), Tasks::default());
         let executable = into.executable(Executable::Anonymous).unwrap();
         let map = |start, end, file_offset| Map {
-            start,
-            end,
-            file_offset,
+            start: UserAddr(start),
+            end: UserAddr(end),
+            file_offset: FileOffset(file_offset),
             executable,
             private: false,
             since: 0,
@@ -316,7 +329,10 @@ mod tests {
         for new in [map(0, 100, 0), map(200, 300, 0), map(20, 30, 7), map(90, 210, 9)] {
             tasks.map(&mut into, 1, new).unwrap();
         }
-        let at = |address| tasks.find(1, address).map(|it| (it.start, it.end, it.file_offset));
+        let at = |address| {
+            let found = tasks.find(1, UserAddr(address));
+            found.map(|it| (it.start.0, it.end.0, it.file_offset.0))
+        };
         assert_eq!(at(19), Some((0, 20, 0)));
         assert_eq!(at(20), Some((20, 30, 7)));
         assert_eq!(at(30), Some((30, 90, 30)));
@@ -326,7 +342,7 @@ mod tests {
         assert_eq!(tasks.maps, 5);
         // Another program begins with nothing, and what was there is given back.
         tasks.comm(&mut into, (1, 1), "x".to_owned(), true).unwrap();
-        assert_eq!((tasks.find(1, 50).is_none(), tasks.maps), (true, 0));
+        assert_eq!((tasks.find(1, UserAddr(50)).is_none(), tasks.maps), (true, 0));
     }
 
     #[test]
@@ -344,9 +360,9 @@ mod tests {
         let (mut into, mut tasks) = (Builder::new(), Tasks::default());
         let executable = into.executable(Executable::Anonymous).unwrap();
         let map = |start| Map {
-            start,
-            end: start + 1,
-            file_offset: 0,
+            start: UserAddr(start),
+            end: UserAddr(start + 1),
+            file_offset: FileOffset(0),
             executable,
             private: true,
             since: 0,

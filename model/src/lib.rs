@@ -3,6 +3,7 @@
 //!
 //! Pure: no I/O, no wire format, no ELF. Every other crate may use it; it uses none of them.
 
+mod address;
 mod build_id;
 mod event;
 mod executable;
@@ -11,6 +12,7 @@ pub mod profile;
 mod reason;
 mod sampling;
 
+pub use address::{Address, CodeAddress, FileOffset, KernelAddr, KernelOffset, UserAddr, VirtAddr};
 pub use build_id::{BadBuildId, BuildId};
 pub use event::{Event, PerfType, UnknownEvent, ValueKind};
 pub use executable::{Device, ExecutableKey, FileId};

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stackwire::cache::Cache;
-use stackwire::{Sources, Symbols};
+use stackwire::{Sources, Symbols, VirtAddr};
 
 /// Fewer than answers are kept.
 const ADDRESSES: usize = 10_000;
@@ -55,9 +55,11 @@ fn measure(path: &Path) -> anyhow::Result<String> {
     let symbols = open()?;
     let table = symbols.table();
     // All over the code, out of order, the same every time.
-    let functions: Vec<u64> = table.functions().map(|(address, _)| address).collect();
-    let at = |index: usize| functions[index * 7_919 % functions.len()] + (index % 61) as u64;
-    let addresses: Vec<u64> = (0..ADDRESSES).map(at).collect();
+    let functions: Vec<VirtAddr> = table.functions().map(|(address, _)| address).collect();
+    let at = |index: usize| {
+        functions[index * 7_919 % functions.len()].saturating_add((index % 61) as u64)
+    };
+    let addresses: Vec<VirtAddr> = (0..ADDRESSES).map(at).collect();
 
     let frames: usize = addresses.iter().map(|&address| table.lookup(address).count()).sum();
     let started = Instant::now();

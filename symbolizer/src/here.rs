@@ -15,6 +15,8 @@ use stackwire_formats::{Host, Module};
 use stackwire_model::BuildId;
 use stackwire_proto::kallsyms::{Symbol, symbols};
 
+use stackwire_model::KernelAddr;
+
 use crate::capture::Artifacts;
 use crate::profile::{ArtifactHash, Executable};
 use crate::resolve::{Sources, open_executable, open_regular};
@@ -35,7 +37,7 @@ impl Kallsyms {
 
     /// Symbols of the kernel that runs here, if its build-id is this one, as lines `module TAB
     /// offset TAB name`.
-    fn of(&self, build_id: BuildId, text: u64, modules: &[Module<'_>]) -> Option<Vec<u8>> {
+    fn of(&self, build_id: BuildId, text: KernelAddr, modules: &[Module<'_>]) -> Option<Vec<u8>> {
         if running_kernel()? != build_id {
             return None;
         }
@@ -68,7 +70,7 @@ impl Host for Here<'_> {
     fn kernel_symbols(
         &mut self,
         kernel: BuildId,
-        text: u64,
+        text: KernelAddr,
         modules: &[Module<'_>],
     ) -> Option<ArtifactHash> {
         self.artifacts.add_whole(self.kallsyms.of(kernel, text, modules)?)
@@ -90,7 +92,7 @@ impl Host for Here<'_> {
     }
 }
 
-fn rebase(kallsyms: &str, text: u64, modules: &[Module<'_>]) -> Option<Vec<u8>> {
+fn rebase(kallsyms: &str, text: KernelAddr, modules: &[Module<'_>]) -> Option<Vec<u8>> {
     let is_base = |it: &Symbol<'_>| it.name == "_text" && it.module.is_empty();
     let here = symbols(kallsyms).find(is_base)?.address;
     let mut snapshot = String::new();
@@ -108,7 +110,7 @@ fn rebase(kallsyms: &str, text: u64, modules: &[Module<'_>]) -> Option<Vec<u8>> 
             }
             _ => continue,
         };
-        if let Some(offset) = address.checked_sub(base) {
+        if let Some(offset) = address.since(base) {
             // Writing to a String cannot fail.
             let _ = writeln!(snapshot, "{module}\t{offset:x}\t{name}");
         }
@@ -170,16 +172,17 @@ ffffffffc0000080 t second\t[ext4]
 ffffffffc0900080 t third\t[xfs]
 ";
         let (start, end) = (0xffff_ffff_c000_0000, 0xffff_ffff_c000_1000);
+        let (start, end) = (KernelAddr(start), KernelAddr(end));
         let modules = [Module { start, end, name: "ext4" }];
         let text = |at| {
             String::from_utf8(rebase(kallsyms, at, &modules).unwrap_or_default())
                 .unwrap_or_default()
         };
         assert_eq!(
-            text(0xffff_ffff_8100_0000),
+            text(KernelAddr(0xffff_ffff_8100_0000)),
             "\t0\t_text\n\t100\tdo_syscall\next4\t80\tsecond\n"
         );
-        assert_eq!(text(0xffff_ffff_9100_0000), "\t0\t_text\n\t100\tdo_syscall\n");
-        assert!(rebase("0000000000000000 T _text\n", 0, &modules).is_none());
+        assert_eq!(text(KernelAddr(0xffff_ffff_9100_0000)), "\t0\t_text\n\t100\tdo_syscall\n");
+        assert!(rebase("0000000000000000 T _text\n", KernelAddr(0), &modules).is_none());
     }
 }

@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use stackwire_model::{FileOffset, UserAddr, VirtAddr};
+
 use crate::compile::{Files, compile};
 use crate::jit::{Functions, parse_jitdump, parse_perf_map};
 
@@ -25,7 +27,8 @@ pub fn table(bytes: &[u8]) {
     let Ok(table) = crate::table::Table::open(bytes.into()) else { return };
     let _ = (table.best(), table.segments().count());
     for address in [0, 1, 0x1000, 0x1234, 0x40_0000, 0x40_1000, u64::MAX] {
-        let _ = table.address_of(address);
+        let _ = table.address_of(FileOffset(address));
+        let address = VirtAddr(address);
         assert!(table.lookup(address).count() <= 1024);
         assert!(table.bounds(address).is_none_or(|bounds| bounds.contains(&address)));
     }
@@ -43,6 +46,6 @@ pub fn jitdump(bytes: &[u8]) {
 
 fn look_around(functions: &Functions) {
     for address in [0, 0x1000, u64::MAX] {
-        let _ = functions.line(address);
+        let _ = functions.line(UserAddr(address));
     }
 }

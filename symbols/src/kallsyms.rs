@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 
+use stackwire_model::KernelOffset;
 use stackwire_model::profile::Line;
 
 /// A module's symbols by offset.
-type Module<'a> = Vec<(u64, &'a str)>;
+type Module<'a> = Vec<(KernelOffset, &'a str)>;
 
 /// The snapshot, parsed.
 #[derive(Debug, Default)]
@@ -28,7 +29,7 @@ impl<'a> Symbols<'a> {
                 continue;
             };
             if let Ok(offset) = u64::from_str_radix(offset, 16) {
-                modules.entry(module).or_default().push((offset, name));
+                modules.entry(module).or_default().push((KernelOffset(offset), name));
             }
         }
         for symbols in modules.values_mut() {
@@ -42,7 +43,7 @@ impl<'a> Symbols<'a> {
 
     /// The function around `offset` in `module`.
     #[must_use]
-    pub fn find(&self, module: &str, offset: u64) -> Option<Line> {
+    pub fn find(&self, module: &str, offset: KernelOffset) -> Option<Line> {
         let symbols = self.modules.get(module)?;
         let after = symbols.partition_point(|&(start, _)| start <= offset);
         let (_, name) = symbols.get(after.checked_sub(1)?).filter(|(_, name)| !name.is_empty())?;
@@ -51,7 +52,7 @@ impl<'a> Symbols<'a> {
 
     /// All symbols of a module by offset, several at one place included.
     #[must_use]
-    pub fn of(&self, module: &str) -> Vec<(u64, &'a str)> {
+    pub fn of(&self, module: &str) -> Vec<(KernelOffset, &'a str)> {
         let symbols = self.modules.get(module).into_iter().flatten();
         symbols.filter(|(_, name)| !name.is_empty()).copied().collect()
     }
@@ -75,7 +76,9 @@ mod tests {
     fn finds_the_best_name_around_an_offset() {
         let text = b"\t0\t_text\n\t0\tstartup_64\n\t100\t__pfx_read\n\t100\tread\n\t100\t__x64_read\n\t200\t__do_sys_vfork\n\t200\t__ia32_sys_vfork\n\t200\t__x64_sys_vfork\next4\t10\tf\nbad\n";
         let symbols = Symbols::parse(text);
-        let name = |module: &str, offset| symbols.find(module, offset).map(|line| line.function);
+        let name = |module: &str, offset| {
+            symbols.find(module, KernelOffset(offset)).map(|line| line.function)
+        };
         assert_eq!(name("", 0x50).unwrap(), "startup_64");
         assert_eq!(name("", 0x123).unwrap(), "read");
         assert_eq!(name("", 0x200).unwrap(), "__x64_sys_vfork");
@@ -90,7 +93,7 @@ mod tests {
         let two = "\t200\twrite\n\t280\t\n\t100\tread\n";
         for (text, at_200) in [(one.to_owned(), None), (format!("{one}{two}"), Some("write"))] {
             let symbols = Symbols::parse(text.as_bytes());
-            let name = |offset| symbols.find("", offset).map(|line| line.function);
+            let name = |offset| symbols.find("", KernelOffset(offset)).map(|line| line.function);
             assert_eq!(name(0x1ff).as_deref(), Some("read"));
             assert_eq!((name(0x200).as_deref(), name(0x280)), (at_200, None));
         }

@@ -70,10 +70,10 @@ fn compile_with(
     let mut spans = Spans::default();
     let mut bases = BaseAddresses::default();
     if let Some(text) = elf.section(".text") {
-        bases = bases.set_text(text.address);
+        bases = bases.set_text(text.address.0);
     }
     if let Some(got) = elf.section(".got") {
-        bases = bases.set_got(got.address);
+        bases = bases.set_got(got.address.0);
     }
     let mut found = false;
     if let Some(section) = elf.section(".eh_frame") {
@@ -81,7 +81,7 @@ fn compile_with(
         let mut section_ = EhFrame::new(&content, LittleEndian);
         section_.set_address_size(8);
         found = true;
-        let bases = bases.clone().set_eh_frame(section.address);
+        let bases = bases.clone().set_eh_frame(section.address.0);
         add_section(&section_, &bases, elf, &mut spans, (&[], kept));
     }
     let covered = spans.covered();
@@ -138,7 +138,7 @@ fn add_clones(elf: &Elf<'_>, spans: &mut Spans) {
 fn add_stubs(elf: &Elf<'_>, covered: &[(u64, u64)], spans: &mut Spans) {
     let of_static = elf.section(".plt").filter(|_| elf.section(".dynamic").is_none());
     for section in of_static.into_iter().chain(elf.section(".iplt")) {
-        let Some(offset) = elf.offset(section.address) else { continue };
+        let Some(offset) = elf.offset(section.address.0) else { continue };
         let end = offset.saturating_add(section.size);
         let next = covered.partition_point(|&(_, end)| end <= offset);
         if covered.get(next).is_none_or(|&(start, _)| end <= start) {

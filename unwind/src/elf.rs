@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use gimli::{BaseAddresses, EhFrameHdr, Pointer};
 use object::{Endianness, elf};
 use stackwire_elf::{ElfError, Headers, Section, Segment};
-use stackwire_model::{BuildId, Machine};
+use stackwire_model::{BuildId, Machine, VirtAddr};
 
 use crate::error::CompileError;
 use crate::table::MACHINE;
@@ -32,10 +32,11 @@ pub struct Elf<'f> {
 fn eh_frame(file: &File, headers: &Headers) -> Option<Section> {
     let Segment { address, size, offset } = headers.eh_frame_index?;
     let mut index = vec![0; usize::try_from(size.min(MAX_INDEX_HEAD)).ok()?];
-    file.read_exact_at(&mut index, offset).ok()?;
-    let bases = BaseAddresses::default().set_eh_frame_hdr(address);
+    file.read_exact_at(&mut index, offset.0).ok()?;
+    let bases = BaseAddresses::default().set_eh_frame_hdr(address.0);
     let parsed = EhFrameHdr::new(&index, gimli::LittleEndian).parse(&bases, 8).ok()?;
     let Pointer::Direct(address) = parsed.eh_frame_ptr() else { return None };
+    let address = VirtAddr(address);
     headers.loads.iter().find_map(|load| {
         let inside = load.segment.inside(address)?;
         Some(Section {
@@ -81,7 +82,7 @@ impl<'f> Elf<'f> {
     /// Address of its first instruction.
     #[must_use]
     pub fn entry(&self) -> u64 {
-        self.headers.entry
+        self.headers.entry.0
     }
 
     /// A section by name that has content.
@@ -94,7 +95,7 @@ impl<'f> Elf<'f> {
     /// Whether an address is in a linkage table, of jumps to other files.
     #[must_use]
     pub fn is_linkage_table(&self, address: u64) -> bool {
-        let inside = |section: &&Section| address.wrapping_sub(section.address) < section.size;
+        let inside = |section: &&Section| address.wrapping_sub(section.address.0) < section.size;
         let mut sections = self.headers.sections.iter().filter(inside);
         sections.any(|section| section.name.starts_with(".plt") || section.name == ".iplt")
     }
@@ -113,7 +114,7 @@ impl<'f> Elf<'f> {
             return Err(ElfError::SectionTooLarge { name, size }.into());
         }
         let mut content = vec![0; section.size as usize];
-        self.file.read_exact_at(&mut content, section.offset).map_err(ElfError::from)?;
+        self.file.read_exact_at(&mut content, section.offset.0).map_err(ElfError::from)?;
         Ok(content)
     }
 
@@ -159,7 +160,7 @@ impl<'f> Elf<'f> {
             .headers
             .loads
             .iter()
-            .find_map(|load| Some(load.segment.size - load.segment.inside(address)?));
+            .find_map(|load| Some(load.segment.size - load.segment.inside(VirtAddr(address))?));
         self.code(address, length.min(left.unwrap_or(0))).unwrap_or_default()
     }
 
@@ -184,7 +185,7 @@ impl<'f> Elf<'f> {
     /// Where an address is in the file.
     #[must_use]
     pub fn offset(&self, address: u64) -> Option<u64> {
-        self.headers.offset_of(address)
+        self.headers.offset_of(VirtAddr(address)).map(|offset| offset.0)
     }
 }
 
@@ -193,6 +194,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+    use stackwire_model::FileOffset;
 
     #[test]
     fn a_program_of_another_machine_has_a_reason_and_no_table() {
@@ -227,11 +229,12 @@ mod tests {
         let [rules, same] = [&whole, &stripped].map(|elf| crate::compile(elf.file).unwrap());
         // Code that has none is found by section headers: entries of a PLT, and what GCC adds
         // (`startup.rs`).
-        let differ = |at: &u64| rules.rule(*at).is_some() && rules.rule(*at) != same.rule(*at);
+        let at = |table: &crate::Table, at| table.rule(FileOffset(at)).copied();
+        let differ = |it: &u64| at(&rules, *it).is_some() && at(&rules, *it) != at(&same, *it);
         let text = whole.section(".text").unwrap();
-        let places = (text.offset..text.offset + text.size).step_by(97);
-        assert!(places.clone().filter(|at| rules.rule(*at).is_some()).count() > 1000);
-        assert!(places.clone().filter(differ).all(|at| same.rule(at).is_none()));
+        let places = (text.offset.0..text.offset.0 + text.size).step_by(97);
+        assert!(places.clone().filter(|it| at(&rules, *it).is_some()).count() > 1000);
+        assert!(places.clone().filter(differ).all(|it| at(&same, it).is_none()));
         assert!(places.filter(differ).count() < 5);
     }
 }

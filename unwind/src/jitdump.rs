@@ -235,6 +235,7 @@ mod tests {
     use stackwire_collector_ebpf::cfa;
 
     use super::*;
+    use stackwire_model::FileOffset;
 
     const WINDOW_7: u64 = 7 * WINDOW;
 
@@ -344,7 +345,7 @@ mod tests {
     }
 
     fn offset(table: &Table, at: u64) -> Option<i32> {
-        table.rule(0x1_0000 + at).map(|rule| rule.offset)
+        table.rule(FileOffset(0x1_0000 + at)).map(|rule| rule.offset)
     }
 
     #[test]

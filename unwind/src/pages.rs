@@ -157,6 +157,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use stackwire_model::FileOffset;
 
     fn rule(offset: i32) -> Rule {
         Rule { cfa: cfa::REGISTER, register: 7, offset, ..Rule::default() }
@@ -174,7 +175,10 @@ mod tests {
     fn long_functions_hold_in_every_page_they_reach() {
         let table = table(&[(0x1_fff0, 0x4_0010, 8)]);
         assert_eq!((table.base, table.pages.as_slice()), (1, &[1, 1, 1, 2][..]));
-        assert!(table.rule(0x3_8000).is_some() && table.rule(0x4_0010).is_none());
+        assert!(
+            table.rule(FileOffset(0x3_8000)).is_some()
+                && table.rule(FileOffset(0x4_0010)).is_none()
+        );
     }
 
     #[test]
@@ -182,9 +186,9 @@ mod tests {
         let table =
             table(&[(0x100, 0x10f, 8), (0x110, 0x120, 8), (0x120, 0x130, 8), (0x140, 0x150, 16)]);
         assert_eq!(table.rows.len(), 6);
-        assert!(table.rule(0x10e).is_some() && table.rule(0x110).is_some());
-        assert!(table.rule(0x10f).is_none() && table.rule(0x130).is_none());
-        assert_eq!(table.rule(0x140).map(|rule| rule.offset), Some(16));
+        assert!(table.rule(FileOffset(0x10e)).is_some() && table.rule(FileOffset(0x110)).is_some());
+        assert!(table.rule(FileOffset(0x10f)).is_none() && table.rule(FileOffset(0x130)).is_none());
+        assert_eq!(table.rule(FileOffset(0x140)).map(|rule| rule.offset), Some(16));
     }
 
     proptest! {
@@ -199,10 +203,10 @@ mod tests {
             prop_assert_eq!(again.as_ref(), Ok(&table));
             for &(start, end, offset) in &spans {
                 for at in [start, start + 1, end - 1] {
-                    prop_assert_eq!(table.rule(at).map(|rule| rule.offset), Some(offset));
+                    prop_assert_eq!(table.rule(FileOffset(at)).map(|rule| rule.offset), Some(offset));
                 }
-                prop_assert!(table.rule(end).is_none());
-                prop_assert!(start == 0 || table.rule(start - 1).is_none());
+                prop_assert!(table.rule(FileOffset(end)).is_none());
+                prop_assert!(start == 0 || table.rule(FileOffset(start - 1)).is_none());
             }
         }
     }

@@ -8,6 +8,7 @@
 
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::{NO_RULE, Rule, cfa, fp, ra};
+use stackwire_model::FileOffset;
 use stackwire_model::{BuildId, Machine};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
@@ -46,7 +47,8 @@ pub struct Table {
 impl Table {
     /// The rule that holds at an offset in the file.
     #[must_use]
-    pub fn rule(&self, offset: u64) -> Option<&Rule> {
+    pub fn rule(&self, offset: FileOffset) -> Option<&Rule> {
+        let offset = offset.0;
         let page = usize::try_from((offset >> 16).checked_sub(u64::from(self.base))?).ok()?;
         let count = *self.pages.get(page)? as usize;
         let first: usize = self.pages[..page].iter().map(|&count| count as usize).sum();
@@ -196,7 +198,7 @@ mod tests {
     fn a_rule_holds_from_its_row_to_the_next() {
         let table = Table::parse(&sample().to_bytes()).unwrap();
         assert_eq!(table, sample());
-        let has = |offset| table.rule(offset).is_some();
+        let has = |offset| table.rule(FileOffset(offset)).is_some();
         assert_eq!(
             [0xffff, 0x2_000f, 0x2_0010, 0x2_001f, 0x2_0020, 0x3_0000, 0x4_0000, 0x5_0000].map(has),
             [false, false, true, true, false, false, true, false]

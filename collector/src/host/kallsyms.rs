@@ -6,6 +6,7 @@
 
 use std::fmt::Write as _;
 
+use stackwire_model::{KernelAddr, KernelOffset};
 use stackwire_proto::kallsyms::{Symbol, symbols as symbols_of};
 
 /// Where the kernel lists its symbols.
@@ -21,8 +22,8 @@ const KERNEL: usize = 0;
 /// A run of text symbols of one module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Run {
-    start: u64,
-    end: u64,
+    start: KernelAddr,
+    end: KernelAddr,
     module: usize,
 }
 
@@ -30,7 +31,7 @@ struct Run {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelLayout {
     /// Name and base, the kernel itself first with an empty name.
-    modules: Vec<(String, u64)>,
+    modules: Vec<(String, KernelAddr)>,
     runs: Vec<Run>,
 }
 
@@ -43,11 +44,11 @@ impl KernelLayout {
 
     /// Name of the module (empty for the kernel itself) and offset from its base.
     #[must_use]
-    pub fn locate(&self, address: u64) -> Option<(&str, u64)> {
+    pub fn locate(&self, address: KernelAddr) -> Option<(&str, KernelOffset)> {
         let after = self.runs.partition_point(|run| run.start <= address);
         let run = self.runs.get(after.checked_sub(1)?).filter(|run| address < run.end)?;
         let (name, base) = self.modules.get(run.module)?;
-        Some((name, address - base))
+        Some((name, KernelOffset(address.since(*base)?)))
     }
 }
 
@@ -61,7 +62,7 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     // Names of modules are compared once per run of lines, not per line: there are 120,000 of
     // those.
     let mut names: Vec<&str> = vec![""];
-    let mut symbols: Vec<(u64, &str, usize)> = Vec::with_capacity(text.len() / 64);
+    let mut symbols: Vec<(KernelAddr, &str, usize)> = Vec::with_capacity(text.len() / 64);
     let mut last = 0;
     for Symbol { address, name, module } in symbols_of(text) {
         // Two empty names are not compared: a masked load from where nothing is costs a microcode
@@ -85,7 +86,7 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     };
     symbols.retain(|&(address, _, module)| module != KERNEL || address >= kernel_base);
 
-    let mut bases: Vec<Option<u64>> = vec![None; names.len()];
+    let mut bases: Vec<Option<KernelAddr>> = vec![None; names.len()];
     bases[KERNEL] = Some(kernel_base);
     // The kernel's own text is one run; modules and BPF programs may have others between their
     // parts.
@@ -116,13 +117,14 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     symbols.sort_by_key(|&(.., module)| place[module]);
     let mut snapshot = String::with_capacity(symbols.len() * 32);
     for &(address, name, module) in &symbols {
-        let offset = address - bases[module].unwrap_or(address);
+        let offset = bases[module].and_then(|base| address.since(base)).unwrap_or(0);
         // Writing to a String cannot fail.
         let _ = writeln!(snapshot, "{}\t{offset:x}\t{name}", names[module]);
     }
     snapshot.shrink_to_fit();
     let modules = names.iter().zip(bases);
-    let modules = modules.map(|(name, base)| ((*name).to_owned(), base.unwrap_or(0))).collect();
+    let modules =
+        modules.map(|(name, base)| ((*name).to_owned(), base.unwrap_or_default())).collect();
     (KernelLayout { modules, runs }, snapshot)
 }
 
@@ -160,12 +162,14 @@ nonsense
     #[test]
     fn locates_addresses_by_module() {
         let (layout, _) = parse(TEXT);
-        assert_eq!(layout.locate(0xffff_ffff_8100_0123), Some(("", 0x123)));
-        assert_eq!(layout.locate(0xffff_ffff_8100_0900), None);
-        assert_eq!(layout.locate(0xffff_ffff_c000_0090), Some(("ext4", 0x90)));
-        assert_eq!(layout.locate(0xffff_ffff_c040_0010), Some(("bpf", 0x10)));
-        assert_eq!(layout.locate(0x1000), None);
-        assert_eq!(layout.locate(u64::MAX), None);
+        let locate = |address| layout.locate(KernelAddr(address));
+        let at = |module, offset| Some((module, KernelOffset(offset)));
+        assert_eq!(locate(0xffff_ffff_8100_0123), at("", 0x123));
+        assert_eq!(locate(0xffff_ffff_8100_0900), None);
+        assert_eq!(locate(0xffff_ffff_c000_0090), at("ext4", 0x90));
+        assert_eq!(locate(0xffff_ffff_c040_0010), at("bpf", 0x10));
+        assert_eq!(locate(0x1000), None);
+        assert_eq!(locate(u64::MAX), None);
     }
 
     #[test]

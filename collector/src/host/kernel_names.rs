@@ -49,9 +49,10 @@ impl KernelNames {
                 _ => continue,
             };
             // A return address is looked up one byte before, where the call is.
-            let offset = node.offset - u64::from(node.kind == FrameKind::Caller && node.offset > 0);
+            let Some(offset) = node.address.kernel() else { continue };
+            let offset = offset.saturating_sub(u64::from(node.kind == FrameKind::Caller));
             if seen.insert((node.executable, offset)) {
-                functions.extend(self.function(module, offset));
+                functions.extend(self.function(module, offset.0));
             }
         }
         let known = functions.iter().filter_map(|function| Some(self.pieces.get(function)?.0));
@@ -182,6 +183,8 @@ fn fields(line: &str) -> (&str, u64, &str) {
 
 #[cfg(test)]
 mod tests {
+    use stackwire_model::{Address, KernelOffset};
+
     use super::*;
     use crate::batch::Node;
     use crate::process::executable::Executables;
@@ -196,7 +199,8 @@ mod tests {
             let of = if module.is_empty() { Kind::Kernel } else { Kind::Module(module.to_owned()) };
             epoch.executables.push(executables.intern(of));
             let executable = epoch.executables.len() as u32 - 1;
-            epoch.nodes.push(Node { parent: 0, executable, offset, kind });
+            let address = Address::Kernel(KernelOffset(offset));
+            epoch.nodes.push(Node { parent: 0, executable, address, kind });
         }
         epoch
     }

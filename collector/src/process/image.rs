@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use stackwire_collector_ebpf::INTERRUPTED;
+use stackwire_model::{FileOffset, UserAddr};
 
 use super::cgroup::Membership;
 use super::executable::{Executable, Executables};
@@ -13,15 +14,23 @@ use crate::sources::side_band::Mapped;
 #[derive(Clone, Debug)]
 pub struct Mapping {
     /// First address.
-    pub start: u64,
+    pub start: UserAddr,
     /// First address behind it.
-    pub end: u64,
-    /// File offset of `start`.
-    pub file_offset: u64,
+    pub end: UserAddr,
+    /// Offset in the file of `start`.
+    pub file_offset: FileOffset,
     /// What is mapped.
     pub executable: Rc<Executable>,
     /// Since when, monotonic nanoseconds; 0: it was there when the process was first looked at.
     pub since_ns: u64,
+}
+
+impl Mapping {
+    /// The byte of the file that is at an address in it.
+    #[must_use]
+    pub fn offset(&self, address: UserAddr) -> FileOffset {
+        FileOffset(address.0.wrapping_sub(self.start.0).wrapping_add(self.file_offset.0))
+    }
 }
 
 /// What is known of a process's mappings.
@@ -66,7 +75,7 @@ pub struct Process {
     pub sampled: bool,
     /// Where other code was mapped over what was there, and until when stacks through it were
     /// walked by tables of that.
-    pub(super) replaced: Vec<(Range<u64>, u64)>,
+    pub(super) replaced: Vec<(Range<UserAddr>, u64)>,
     /// Sampled in this epoch.
     pub(super) touched: bool,
     /// Events were lost since its mappings were read: they are read again at the next sample.
@@ -108,7 +117,7 @@ impl Process {
 
     /// The mapping `address` lies in.
     #[must_use]
-    pub fn mapping(&self, address: u64) -> Option<&Mapping> {
+    pub fn mapping(&self, address: UserAddr) -> Option<&Mapping> {
         let Mappings::Known(mappings) = &self.mappings else { return None };
         let after = mappings.partition_point(|mapping| mapping.start <= address);
         mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
@@ -125,7 +134,7 @@ impl Process {
         let is_in = |(index, &address): (usize, &u64)| {
             let returns = index > 0 && address & INTERRUPTED == 0;
             let address = (address & !INTERRUPTED).wrapping_sub(returns.into());
-            self.replaced.iter().any(|(range, _)| range.contains(&address))
+            self.replaced.iter().any(|(range, _)| range.contains(&UserAddr(address)))
         };
         let first = addresses.iter().enumerate().position(is_in);
         first.map_or(addresses.len(), |first| first + 1)
@@ -134,7 +143,7 @@ impl Process {
     /// Notes that something was mapped; what it covers is gone.
     pub(super) fn map(&mut self, time_ns: u64, mapped: &Mapped, executables: &mut Executables) {
         let start = mapped.start;
-        let end = start.saturating_add(mapped.length);
+        let end = mapped.end();
         let new = Mapping {
             start,
             end,
@@ -149,7 +158,7 @@ impl Process {
             old.start <= start
                 && end <= old.end
                 && old.executable.id == new.executable.id
-                && new.file_offset.wrapping_sub(old.file_offset) == start - old.start
+                && new.file_offset == old.offset(start)
         }) {
             return;
         }
@@ -170,7 +179,7 @@ impl Process {
             .and_then(|at| mappings.get(at))
             .filter(|old| first < last && old.end > end)
         {
-            let file_offset = old.file_offset + (end - old.start);
+            let file_offset = old.offset(end);
             replacement.push(Mapping { start: end, file_offset, ..old.clone() });
         }
         mappings.splice(first..last, replacement);

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 
-use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
+use stackwire_model::{BuildId, Device, ExecutableKey, FileId, FileOffset, UserAddr};
 
 use super::life::living_task;
 use crate::sources::side_band::Mapped;
@@ -33,7 +33,7 @@ pub fn file_of(pid: u32, told: &Mapped) -> Option<FileId> {
     let file = File::open(format!("/proc/{pid}/maps")).ok()?;
     // Without the build-id: for it the kernel would read the file, which may be of a file system
     // that does not answer.
-    let found = query(&file, told.start, &mut []).ok()??;
+    let found = query(&file, told.start.0, &mut []).ok()??;
     let place = |mapped: &Mapped| (mapped.start, mapped.length, mapped.file_offset);
     // By now the process may run another program. Its root directory may be another than ours.
     let same =
@@ -79,6 +79,7 @@ fn parse_line(line: &[u8]) -> Option<Mapped> {
     let key = ExecutableKey::of(None, FileId::new(fields.next()?.parse().ok()?, device));
     let path = fields.next().unwrap_or("").trim_start().to_owned();
     let length = end.checked_sub(start)?;
+    let (start, file_offset) = (UserAddr(start), FileOffset(file_offset));
     Some(Mapped { start, length, file_offset, path, key, is_ambiguous: false })
 }
 
@@ -118,7 +119,7 @@ fn query_all(maps: &File) -> io::Result<Vec<Mapped>> {
     let mut from = 0;
     let mut build_id = [0u8; 20];
     while let Some(mapped) = query(maps, from, &mut build_id)? {
-        from = mapped.start + mapped.length;
+        from = mapped.end().0;
         found.push(mapped);
     }
     Ok(found)
@@ -150,9 +151,9 @@ fn query(maps: &File, address: u64, build_id: &mut [u8]) -> io::Result<Option<Ma
     let device = Device { major: request.dev_major, minor: request.dev_minor };
     let file = FileId::new(request.inode, device);
     Ok(Some(Mapped {
-        start: request.vma_start,
+        start: UserAddr(request.vma_start),
         length: request.vma_end - request.vma_start,
-        file_offset: request.vma_offset,
+        file_offset: FileOffset(request.vma_offset),
         path: String::from_utf8_lossy(path).into_owned(),
         key: ExecutableKey::of(build_id, file),
         is_ambiguous: false,
@@ -175,8 +176,8 @@ nonsense\n";
         let mappings = parse(text);
         assert_eq!(mappings.len(), 2);
         assert_eq!(mappings[0].path, "/usr/bin/a program (deleted)");
-        assert_eq!((mappings[0].start, mappings[0].length), (0x55d0, 0x1100));
-        assert_eq!(mappings[0].file_offset, 0x2000);
+        assert_eq!((mappings[0].start, mappings[0].length), (UserAddr(0x55d0), 0x1100));
+        assert_eq!(mappings[0].file_offset, FileOffset(0x2000));
         let device = Device { major: 0xfe, minor: 1 };
         assert_eq!(mappings[0].key, FileId::new(1234, device).map(Into::into));
         assert_eq!(mappings[1].path, "");
@@ -189,7 +190,7 @@ nonsense\n";
         let spans = |mappings: &[Mapped]| -> Vec<_> {
             mappings.iter().map(|m| (m.start, m.length, m.file_offset, m.path.clone())).collect()
         };
-        let vsyscall = |m: &(u64, u64, u64, String)| m.3 != "[vsyscall]";
+        let vsyscall = |m: &(UserAddr, u64, FileOffset, String)| m.3 != "[vsyscall]";
         let parsed: Vec<_> = spans(&parsed).into_iter().filter(vsyscall).collect();
         assert_eq!(spans(&queried), parsed);
     }
@@ -205,9 +206,9 @@ nonsense\n";
         assert_eq!(file_of(pid, &told), told.key.and_then(ExecutableKey::file).filter(|_| knows));
         for other in [
             Mapped { length: told.length + 4096, ..told.clone() },
-            Mapped { file_offset: told.file_offset + 4096, ..told.clone() },
+            Mapped { file_offset: told.file_offset.saturating_add(4096), ..told.clone() },
             Mapped { path: "/bin/other".to_owned(), ..told.clone() },
-            Mapped { start: told.start - 4096, ..told },
+            Mapped { start: told.start.saturating_sub(4096), ..told },
         ] {
             assert_eq!(file_of(pid, &other), None);
         }

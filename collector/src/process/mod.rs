@@ -322,7 +322,7 @@ impl Processes {
                 let executables = &mut self.executables;
                 let mappings = found.iter().map(|mapped| Mapping {
                     start: mapped.start,
-                    end: mapped.start + mapped.length,
+                    end: mapped.end(),
                     file_offset: mapped.file_offset,
                     executable: executables.of_mapping(mapped),
                     since_ns: 0,
@@ -425,6 +425,8 @@ pub fn jitdump(pid: u32, mappings: &[Mapping]) -> Option<(&Kind, Wanted)> {
 mod tests {
     use stackwire_model::BuildId;
 
+    use stackwire_model::{FileOffset, UserAddr};
+
     use super::*;
     use crate::sources::side_band::Mapped;
 
@@ -433,6 +435,7 @@ mod tests {
     fn map(pid: u32, start: u64, length: u64, file_offset: u64, path: &str) -> Event {
         let path = path.to_owned();
         let key = BuildId::new(&[1; 20]).map(Into::into);
+        let (start, file_offset) = (UserAddr(start), FileOffset(file_offset));
         let mapped = Mapped { start, length, file_offset, path, key, is_ambiguous: false };
         Event { time_ns: 0, pid, change: Change::Map(mapped) }
     }
@@ -442,9 +445,9 @@ mod tests {
     }
 
     fn at(process: &Process, address: u64) -> Option<(String, u64)> {
-        let mapping = process.mapping(address)?;
+        let mapping = process.mapping(UserAddr(address))?;
         let Kind::File { path, .. } = &mapping.executable.kind else { return None };
-        Some((path.clone(), address - mapping.start + mapping.file_offset))
+        Some((path.clone(), mapping.offset(UserAddr(address)).0))
     }
 
     #[test]
@@ -503,7 +506,7 @@ mod tests {
         // What the events told is out of date; the one that would have said so is lost.
         processes.apply(&exec(own, "stale"));
         processes.apply(&map(own, 0x1000, 0x1000, 0, "/stale"));
-        assert!(processes.sampled(own, 1, 1).mapping(code).is_none());
+        assert!(processes.sampled(own, 1, 1).mapping(UserAddr(code)).is_none());
         processes.apply(&Event { time_ns: 0, pid: 0, change: Change::Lost(1) });
         let process = processes.sampled(own, 1, 1);
         assert!(at(process, 0x1000).is_none());

@@ -1,5 +1,7 @@
 //! Which file of a process is to be opened: asked of `helpers/broker/` by whoever needs one.
 
+use stackwire_model::UserAddr;
+
 /// What is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
@@ -8,9 +10,9 @@ pub enum Wanted {
         /// Process.
         pid: u32,
         /// First address of the mapping.
-        start: u64,
+        start: UserAddr,
         /// First address behind it.
-        end: u64,
+        end: UserAddr,
         /// Path as the process has it.
         path: String,
     },

@@ -3,7 +3,7 @@
 //! Formats: `enum perf_event_type` in include/uapi/linux/perf_event.h. The ids behind every record
 //! are those `perf_event.rs` asks for: TID, TIME, CPU. Called by `sampler/mod.rs`.
 
-use stackwire_model::{BuildId, Device, ExecutableKey, FileId};
+use stackwire_model::{BuildId, Device, ExecutableKey, FileId, FileOffset, UserAddr};
 
 /// A change of some process, at a time.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,11 +50,11 @@ pub enum Change {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mapped {
     /// First address.
-    pub start: u64,
+    pub start: UserAddr,
     /// Bytes.
     pub length: u64,
     /// Offset in the file of the first address.
-    pub file_offset: u64,
+    pub file_offset: FileOffset,
     /// Path as the process has it, or `//anon`, `[vdso]` and the like.
     pub path: String,
     /// By what its file is known, if it is of one. A record tells the build-id or the inode, never
@@ -65,6 +65,12 @@ pub struct Mapped {
 }
 
 impl Mapped {
+    /// First address behind it.
+    #[must_use]
+    pub fn end(&self) -> UserAddr {
+        self.start.saturating_add(self.length)
+    }
+
     /// Its path without the kernel's remark that the file has been deleted since.
     #[must_use]
     pub fn path_when_mapped(&self) -> &str {
@@ -126,9 +132,9 @@ pub fn decode(record: &[u8]) -> Option<Event> {
 
 fn mapped(body: &[u8], has_build_id: bool) -> Option<Mapped> {
     let mut mapped = Mapped {
-        start: u64_at(body, 8)?,
+        start: UserAddr(u64_at(body, 8)?),
         length: u64_at(body, 16)?,
-        file_offset: u64_at(body, 24)?,
+        file_offset: FileOffset(u64_at(body, 24)?),
         path: text(body.get(64..)?),
         ..Mapped::default()
     };
@@ -199,9 +205,9 @@ mod tests {
                 99,
             );
             let expected = Mapped {
-                start: 0x1000,
+                start: UserAddr(0x1000),
                 length: 0x2000,
-                file_offset: 0x3000,
+                file_offset: FileOffset(0x3000),
                 path: "/bin/x".into(),
                 key,
                 is_ambiguous: key.is_none(),

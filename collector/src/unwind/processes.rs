@@ -195,7 +195,7 @@ impl Published {
         for mapping in mappings {
             let (number, offset) = match &mapping.executable.kind {
                 Kind::Anonymous => {
-                    let window = mapping.start / WINDOW;
+                    let window = mapping.start.0 / WINDOW;
                     let known = windows.get(&window).copied();
                     let number = match &described {
                         Some(_) if known.is_some() || windows.len() == MAX_WINDOWS => known,
@@ -210,10 +210,10 @@ impl Published {
                         None => None,
                     };
                     rows.push(match number {
-                        None | Some(UNLISTED) => (mapping.start, mapping.end, ANONYMOUS, 0),
+                        None | Some(UNLISTED) => (mapping.start.0, mapping.end.0, ANONYMOUS, 0),
                         Some(number) => {
-                            let offset = mapping.start % WINDOW;
-                            (mapping.start, mapping.end, number | DESCRIBED, offset)
+                            let offset = mapping.start.0 % WINDOW;
+                            (mapping.start.0, mapping.end.0, number | DESCRIBED, offset)
                         }
                     });
                     continue;
@@ -225,12 +225,12 @@ impl Published {
                     let Kind::File { path, .. } = kind else { continue };
                     let (start, end, path) = (mapping.start, mapping.end, path.clone());
                     let wanted = Wanted::Mapped { pid, start, end, path };
-                    (self.catalog.number(kind, Some(wanted), &owner), mapping.file_offset)
+                    (self.catalog.number(kind, Some(wanted), &owner), mapping.file_offset.0)
                 }
             };
             distinct.insert(number);
             numbers.push(number);
-            rows.push((mapping.start, mapping.end, number, offset));
+            rows.push((mapping.start.0, mapping.end.0, number, offset));
         }
         rows
     }

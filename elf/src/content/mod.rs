@@ -15,7 +15,7 @@ use std::os::unix::fs::FileExt;
 use object::Endianness;
 use object::elf;
 use sha2::{Digest, Sha256};
-use stackwire_model::BuildId;
+use stackwire_model::{BuildId, VirtAddr};
 
 pub use self::bytes::Bytes;
 pub use self::section::{Scratch, Stream};
@@ -167,7 +167,7 @@ impl Elf {
     ///
     /// # Errors
     /// When not all of it is.
-    pub fn loaded(&self, address: u64, size: u64) -> Result<Vec<u8>, ElfError> {
+    pub fn loaded(&self, address: VirtAddr, size: u64) -> Result<Vec<u8>, ElfError> {
         let outside = || ElfError::NotLoaded { address, size };
         let segment = self.loads.iter().map(|load| load.segment).find(|segment| {
             let inside = segment.inside(address);
@@ -176,11 +176,11 @@ impl Elf {
                 .is_some_and(|end| end <= segment.size)
         });
         let offset = segment.and_then(|segment| segment.offset_of(address)).ok_or_else(outside)?;
-        if offset.checked_add(size).is_none_or(|end| end > self.length) {
+        if offset.checked_add(size).is_none_or(|end| end.0 > self.length) {
             return Err(outside());
         }
         let mut bytes = vec![0; usize::try_from(size).map_err(|_size| outside())?];
-        self.file.read_exact_at(&mut bytes, offset)?;
+        self.file.read_exact_at(&mut bytes, offset.0)?;
         Ok(bytes)
     }
 

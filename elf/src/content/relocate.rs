@@ -7,6 +7,7 @@
 use object::elf::{self, Rela64, Sym64};
 use object::read::elf::{Rela, Sym};
 use object::{Endianness, LittleEndian, pod};
+use stackwire_model::VirtAddr;
 
 use super::{Bytes, Elf};
 use crate::{ElfError, Section};
@@ -23,7 +24,7 @@ pub(super) fn place(sections: &mut [Section]) {
     for section in sections.iter_mut().filter(|section| section.is_code()) {
         let align = section.align.clamp(1, 1 << 16);
         at = at.next_multiple_of(align);
-        section.address = at;
+        section.address = VirtAddr(at);
         // A hostile size wraps into nonsense, which is what it gets.
         at = at.saturating_add(section.size).min(u64::MAX / 2);
     }
@@ -72,5 +73,5 @@ fn symbol(elf: &Elf, symbols: &[u8], number: u32) -> Option<u64> {
     let (symbol, _) = pod::from_bytes::<Sym64<LittleEndian>>(symbols.get(at..)?).ok()?;
     let section = usize::from(symbol.st_shndx(LittleEndian));
     let base = elf.sections.get(section).filter(|section| section.is_code());
-    Some(symbol.st_value(LittleEndian).wrapping_add(base.map_or(0, |section| section.address)))
+    Some(symbol.st_value(LittleEndian).wrapping_add(base.map_or(0, |section| section.address.0)))
 }

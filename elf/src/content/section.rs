@@ -127,7 +127,7 @@ pub(super) fn decompress<'a>(
 }
 
 fn window<'a>(file: &'a File, section: &Section) -> Window<'a> {
-    Window { file, at: section.offset, left: section.size }
+    Window { file, at: section.offset.0, left: section.size }
 }
 
 /// Largest file taken out of another; those of Fedora have some hundred kilobytes.

@@ -4,7 +4,7 @@
 use std::io::Read;
 
 use stackwire_model::profile::{Builder, EndReason, Executable, FrameKind, Origin, SampleKey};
-use stackwire_model::{Device, Event, FileId};
+use stackwire_model::{Device, Event, FileId, FileOffset, UserAddr};
 
 use crate::ReadError;
 use crate::tasks::{Map, Tasks};
@@ -60,11 +60,11 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
         let mut stack = Vec::new();
         for index in 0..depth {
             let kind = if index == 0 { FrameKind::Exact } else { FrameKind::Caller };
-            stack.push((words.next().ok_or_else(cut)?, kind));
+            stack.push((UserAddr(words.next().ok_or_else(cut)?), kind));
         }
         used += 2 + depth as usize;
         // The trailer: no samples, one frame, at 0.
-        if count == 0 && stack == [(0, FrameKind::Exact)] {
+        if count == 0 && stack == [(UserAddr(0), FrameKind::Exact)] {
             break;
         }
         samples.push((count, stack));
@@ -112,6 +112,7 @@ fn mapping<'l>(line: &'l str, into: &mut Builder) -> Result<Option<(Map, &'l str
         path => Executable::File { path: path.to_owned(), key: file.map(Into::into) },
     };
     let executable = into.executable(executable)?;
+    let (start, end, file_offset) = (UserAddr(start), UserAddr(end), FileOffset(file_offset));
     Ok(Some((Map { start, end, file_offset, executable, private: false, since: 0 }, path)))
 }
 
@@ -129,8 +130,8 @@ mod tests {
         assert!(read(&*bytes, &mut into, 0).is_ok());
         let profile = into.build();
         assert_eq!((profile.sample_count(), profile.samples[0].value), (7, 70_000_000));
-        let offsets: Vec<u64> = profile.locations.iter().map(|at| at.offset).collect();
-        assert_eq!(offsets, [0x1010, 0x1020]);
+        let at: Vec<_> = profile.locations.iter().map(|at| at.address.file()).collect();
+        assert_eq!(at, [0x1010, 0x1020].map(|offset| Some(FileOffset(offset))));
         assert_eq!(profile.processes[0].comm, "prog");
         for cut in 40..words.len() * 8 - 1 {
             assert!(read(&bytes[..cut], &mut Builder::new(), 0).is_err(), "{cut}");

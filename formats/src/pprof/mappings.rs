@@ -46,15 +46,15 @@ impl Mappings {
             // Anonymous memory has no file to be an offset into: its addresses are what is looked
             // up.
             let first = match executable {
-                Executable::Anonymous => mapping.start,
+                Executable::Anonymous => mapping.start.0,
                 Executable::Vdso { .. } => 0,
-                _ => mapping.file_offset,
+                _ => mapping.file_offset.0,
             };
             let file_offset = if private { 0 } else { first };
             planned.add(
                 owner,
                 first,
-                mapping.start,
+                mapping.start.0,
                 mapping.length,
                 file_offset,
                 executable,
@@ -106,18 +106,18 @@ impl Mappings {
             return (None, 0);
         }
         let owner = (location.executable.0, location.process.map(|process| process.0));
+        let number = location.address.number();
         let found = self.by_owner.get(&owner).and_then(|known| {
-            known.iter().find(|&&(first, length, _)| {
-                first <= location.offset && location.offset - first < length
-            })
+            let inside = |first, length| number.checked_sub(first).is_some_and(|at| at < length);
+            known.iter().find(|&&(first, length, _)| inside(first, length))
         });
         match found {
             Some(&(first, _, id)) => {
                 let mapping = &self.list[id as usize - 1];
-                let address = mapping.memory_start.saturating_add(location.offset - first);
+                let address = mapping.memory_start.saturating_add(number - first);
                 (Some(id), address.min(mapping.memory_limit - 1))
             }
-            None => (None, location.offset),
+            None => (None, number),
         }
     }
 }

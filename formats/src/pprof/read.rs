@@ -15,7 +15,7 @@ use stackwire_model::profile::{
     Process, ProcessId, SampleKey, SeriesId, Thread, ThreadId, Types, ValueError, is_place,
 };
 
-use stackwire_model::{BuildId, Event, ValueKind};
+use stackwire_model::{Address, BuildId, Event, FileOffset, KernelAddr, UserAddr, ValueKind};
 
 use super::proto;
 use crate::{Host, ReadError};
@@ -232,9 +232,9 @@ impl<'a> Reader<'a> {
             self.into.mapping(Mapping {
                 process,
                 executable,
-                start: mapping.memory_start,
+                start: UserAddr(mapping.memory_start),
                 length: mapping.memory_limit.saturating_sub(mapping.memory_start),
-                file_offset: mapping.file_offset,
+                file_offset: FileOffset(mapping.file_offset),
                 since_ns: 0,
             })?;
         }
@@ -275,14 +275,15 @@ impl<'a> Reader<'a> {
             }
             inside => {
                 let location = match inside {
-                    Some((executable, offset)) => {
-                        Location { executable, process: None, offset, seen_ns: 0 }
+                    Some((executable, number)) => {
+                        let address = self.into.executable_of(executable).address(number);
+                        Location { executable, process: None, address, seen_ns: 0 }
                     }
                     // Of memory that is no file's, addresses mean something in one process alone.
                     None => Location {
                         executable: self.into.executable(Executable::Unmapped)?,
                         process: Some(process),
-                        offset: wire.address,
+                        address: Address::User(UserAddr(wire.address)),
                         seen_ns: 0,
                     },
                 };
@@ -305,7 +306,8 @@ impl<'a> Reader<'a> {
                 Executable::Vdso { image: self.kernel.and_then(|kernel| self.host.vdso(kernel)) }
             }
             _ if is_kernel(path) => {
-                let kallsyms = build_id.and_then(|id| self.host.kernel_symbols(id, 0, &[]));
+                let kallsyms =
+                    build_id.and_then(|id| self.host.kernel_symbols(id, KernelAddr(0), &[]));
                 Executable::Kernel { module: String::new(), build_id, kallsyms }
             }
             "" | "[jit]" | "//anon" | "[unmapped]" => Executable::Unmapped,
@@ -434,7 +436,7 @@ mod tests {
             .locations
             .iter()
             .filter(|it| it.process.is_some())
-            .map(|it| it.offset)
+            .map(|it| it.address.number())
             .collect();
         let expected = [0xffff_ffff_8100_0010, 0xffff_ffff_8199_9990, 0x7010, 0x9010];
         assert_eq!(unmapped, [expected, expected].concat(), "addresses are kept");

@@ -1,6 +1,6 @@
 //! What code came from: a file, the kernel, memory a process filled itself.
 
-use crate::{BuildId, ExecutableKey};
+use crate::{Address, BuildId, ExecutableKey, FileOffset, KernelOffset, UserAddr};
 
 /// SHA-256 of an artifact.
 pub type ArtifactHash = [u8; 32];
@@ -53,6 +53,17 @@ impl Executable {
             Self::Kernel { module, .. } => format!("[{module}]"),
             Self::Unmapped => "[unmapped]".to_owned(),
             Self::Names { .. } => "[names]".to_owned(),
+        }
+    }
+
+    /// An address in it by its number, as the wire has it.
+    #[must_use]
+    pub fn address(&self, number: u64) -> Address {
+        match self {
+            Self::File { .. } | Self::Vdso { .. } => Address::File(FileOffset(number)),
+            Self::Kernel { .. } => Address::Kernel(KernelOffset(number)),
+            Self::Anonymous | Self::Unmapped => Address::User(UserAddr(number)),
+            Self::Names { .. } => Address::Name(number),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Places in code, and the one −1 of return addresses.
 
 use super::{ExecutableId, ProcessId};
+use crate::{Address, CodeAddress};
 
 /// How the address of a frame is to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -16,36 +17,38 @@ pub enum FrameKind {
 pub struct Location {
     /// What the code came from.
     pub executable: ExecutableId,
-    /// The process, where the offset means nothing without it (anonymous and unmapped memory).
+    /// The process, where the address means nothing without it (anonymous and unmapped memory).
     pub process: Option<ProcessId>,
-    /// Offset of the instruction: inside the call for callers.
-    pub offset: u64,
+    /// Address of the instruction: inside the call for callers.
+    pub address: Address,
     /// About when it was there, nanoseconds since the Unix epoch, where a process writes code while
     /// it is sampled: another function may have been at the same address before. 0: at any time.
     pub seen_ns: u64,
 }
 
-/// Offset of the instruction a frame stands for.
+/// Address of the instruction a frame stands for.
 ///
 /// The only place where return addresses are decremented. One byte is enough: it lies inside the
 /// call instruction, whatever its length, and so in the function, line and inlined chain of the
 /// call.
 #[must_use]
-pub fn lookup_offset(offset: u64, kind: FrameKind) -> u64 {
+pub fn lookup_address<A: CodeAddress>(address: A, kind: FrameKind) -> A {
     match kind {
-        FrameKind::Exact => offset,
-        FrameKind::Caller => offset.saturating_sub(1),
+        FrameKind::Exact => address,
+        FrameKind::Caller => address.before(1),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::FileOffset;
 
     #[test]
     fn only_callers_are_moved_into_the_call() {
-        assert_eq!(lookup_offset(0x100, FrameKind::Exact), 0x100);
-        assert_eq!(lookup_offset(0x100, FrameKind::Caller), 0xff);
-        assert_eq!(lookup_offset(0, FrameKind::Caller), 0);
+        let at = |number| Address::File(FileOffset(number));
+        assert_eq!(lookup_address(at(0x100), FrameKind::Exact), at(0x100));
+        assert_eq!(lookup_address(at(0x100), FrameKind::Caller), at(0xff));
+        assert_eq!(lookup_address(at(0), FrameKind::Caller), at(0));
     }
 }

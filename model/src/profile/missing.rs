@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::Quality;
+use crate::Address;
 
 /// A place without a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,7 +12,7 @@ pub struct Missing {
     pub reason: MissingReason,
     /// Where the function begins, or for want of anything smaller the mapping: an offset as that of
     /// a location.
-    pub start: Option<u64>,
+    pub start: Option<Address>,
 }
 
 impl Missing {

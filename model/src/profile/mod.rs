@@ -23,13 +23,17 @@ mod unwind_tables;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-pub use crate::{BuildId, Device, EndReason, ExecutableKey, FileId, LostReason};
 use rustc_hash::FxHashMap;
+
+pub use crate::{
+    Address, BuildId, Device, EndReason, ExecutableKey, FileId, FileOffset, KernelOffset,
+    LostReason, UserAddr,
+};
 
 pub use self::builder::{Builder, Full, ValueError};
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::jit_file::{JitFile, Mark, Snapshot};
-pub use self::location::{FrameKind, Location, lookup_offset};
+pub use self::location::{FrameKind, Location, lookup_address};
 pub use self::missing::{Missing, MissingReason};
 pub use self::names::{Line, Named, Names, Resolution, Source, is_place, place};
 pub use self::quality::Quality;
@@ -134,11 +138,11 @@ pub struct Mapping {
     /// What is mapped.
     pub executable: ExecutableId,
     /// First address.
-    pub start: u64,
+    pub start: UserAddr,
     /// Bytes.
     pub length: u64,
-    /// File offset of the first address.
-    pub file_offset: u64,
+    /// Offset in the file of the first address.
+    pub file_offset: FileOffset,
     /// Since when, nanoseconds since the Unix epoch; 0: as long as the process.
     pub since_ns: u64,
 }

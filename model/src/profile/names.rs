@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytestring::ByteString;
 
 use super::{LocationId, Missing, Profile, Quality};
+use crate::Address;
 
 /// What one resolution of a profile found.
 #[derive(Clone, Debug, Default)]
@@ -54,7 +55,7 @@ impl Named<'_> {
                     _ => None,
                 };
                 let path = self.executables[found.executable.index()].name();
-                let function = place(&path, start.unwrap_or(found.offset));
+                let function = place(&path, start.unwrap_or(found.address));
                 vec![Line { function: function.into(), ..Line::default() }]
             }
         }
@@ -77,8 +78,8 @@ pub enum Resolution {
 
 /// What outputs show of code without a name: the file and an offset in it, as `nginx+0x4a00`.
 #[must_use]
-pub fn place(path: &str, offset: u64) -> String {
-    format!("{}+0x{offset:x}", base(path))
+pub fn place(path: &str, address: Address) -> String {
+    format!("{}+0x{:x}", base(path), address.number())
 }
 
 /// Whether a name is none but such a [`place`] in this file.
@@ -119,11 +120,13 @@ pub struct Source {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::FileOffset;
 
     #[test]
     fn a_place_is_not_taken_for_a_name() {
-        assert_eq!(place("/usr/sbin/nginx", 0x4a00), "nginx+0x4a00");
-        assert!(is_place("/opt/nginx", &place("/usr/sbin/nginx", u64::MAX)));
+        let at = |number| Address::File(FileOffset(number));
+        assert_eq!(place("/usr/sbin/nginx", at(0x4a00)), "nginx+0x4a00");
+        assert!(is_place("/opt/nginx", &place("/usr/sbin/nginx", at(u64::MAX))));
         assert!(is_place("[jit]", "[jit]+0x7f00"));
         for name in ["nginx", "nginx+0x", "nginx+0xg", "other+0x10", "nginx+16"] {
             assert!(!is_place("/usr/sbin/nginx", name), "{name}");

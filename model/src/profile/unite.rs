@@ -69,7 +69,7 @@ fn places(profile: &Profile, names: &Names) -> Option<Vec<u32>> {
         // Before they were resolved no two are known to be alike.
         let resolution = names.resolutions.get(index)?;
         let firsts =
-            like.entry((location.executable, location.process, location.offset)).or_default();
+            like.entry((location.executable, location.process, location.address)).or_default();
         match firsts.iter().find(|&&first| names.resolutions[first as usize] == *resolution) {
             Some(&first) => (places[index], any) = (first, true),
             None => firsts.push(index as u32),
@@ -86,6 +86,7 @@ mod tests {
     use crate::profile::{
         Builder, EndReason, Executable, Line, Location, Process, Quality, Resolution, Thread,
     };
+    use crate::{Address, UserAddr};
 
     #[test]
     fn places_of_equal_names_are_one_and_others_stay_apart() {
@@ -96,7 +97,8 @@ mod tests {
         let process = into.process(Process { pid: 7, ..Process::default() }).unwrap();
         let thread = into.thread(Thread { process, tid: 7, comm: "x".to_owned() }).unwrap();
         for seen_ns in [10, 20, 30, 20] {
-            let at = Location { executable, process: Some(process), offset: 0x1000, seen_ns };
+            let address = Address::User(UserAddr(0x1000));
+            let at = Location { executable, process: Some(process), address, seen_ns };
             let location = into.location(at).unwrap();
             let user = Some(into.stack(&[location], EndReason::Root).unwrap());
             let key = SampleKey { series, thread, user, kernel: None, labels: 0 };

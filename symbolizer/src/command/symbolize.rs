@@ -6,8 +6,8 @@ use std::path::Path;
 
 use anyhow::{Context, anyhow};
 use serde::Serialize;
-use stackwire::Symbols;
 use stackwire::profile::BuildId;
+use stackwire::{Symbols, VirtAddr};
 
 use super::Failure;
 use super::beginning::whole;
@@ -59,14 +59,14 @@ fn print<'a>(
     let mut invalid = None;
     for text in texts {
         match address(text) {
-            Some(address) => addresses.push(address),
+            Some(address) => addresses.push(VirtAddr(address)),
             None => {
                 invalid = Some(text);
                 break;
             }
         }
     }
-    for (&address, answer) in addresses.iter().zip(symbols.lookup(&addresses)) {
+    for (&VirtAddr(address), answer) in addresses.iter().zip(symbols.lookup(&addresses)) {
         let text = if arguments.json { json(address, &answer, symbols)? } else { plain(&answer) };
         match out.write_all(text.as_bytes()) {
             // `symbolize | head` has seen enough.

@@ -8,7 +8,7 @@
 mod stacks;
 mod tables;
 
-use stackwire_model::Event;
+use stackwire_model::{Event, FileOffset, UserAddr};
 use stackwire_proto::v1;
 
 use self::stacks::Stacks;
@@ -223,9 +223,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         let mapping = Mapping {
             process: reader.at(&processes, wire.process, "process")?,
             executable: reader.at(&executables, wire.executable, "executable")?,
-            start: wire.start,
+            start: UserAddr(wire.start),
             length: wire.length,
-            file_offset: wire.file_offset,
+            file_offset: FileOffset(wire.file_offset),
             since_ns: context.known(wire.since_ns),
         };
         if wire.start.checked_add(wire.length).is_none() {
@@ -372,7 +372,7 @@ mod tests {
         );
         let offsets: Vec<u64> = profile
             .frames(profile.samples[0].key)
-            .map(|id| profile.locations[id.index()].offset)
+            .map(|id| profile.locations[id.index()].address.number())
             .collect();
         assert_eq!(offsets, [0xf0, 0xff], "leaf first and exact, then the caller less one");
         assert_eq!((profile.start_ns, profile.duration_ns), (9000, 4000));
@@ -385,7 +385,8 @@ mod tests {
         wire.nodes.as_mut().unwrap().offset_delta = vec![-0x1000, 0x10f0];
         let profile = build(&wire).unwrap();
         let frames = profile.frames(profile.samples[0].key);
-        let offsets: Vec<u64> = frames.map(|id| profile.locations[id.index()].offset).collect();
+        let offsets: Vec<u64> =
+            frames.map(|id| profile.locations[id.index()].address.number()).collect();
         assert_eq!((offsets, profile.samples[0].count), (vec![0xf0, 0], 4));
     }
 

@@ -7,7 +7,7 @@ use stackwire_proto::v1;
 use super::IngestError;
 use super::tables::{Node, Reader};
 use crate::profile::{
-    Builder, ExecutableId, Frame, FrameId, Location, LocationId, ProcessId, StackId, lookup_offset,
+    Builder, ExecutableId, Frame, FrameId, Location, LocationId, ProcessId, StackId, lookup_address,
 };
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
@@ -124,10 +124,12 @@ impl<'e> Stacks<'e> {
                 break;
             }
             let own = self.of(private_to(&self.reader, found.executable), of);
+            let executable = self.executables[found.executable as usize];
+            let address = into.executable_of(executable).address(found.offset);
             let location = Location {
-                executable: self.executables[found.executable as usize],
+                executable,
                 process: own.map(|(process, _)| process),
-                offset: lookup_offset(found.offset, found.kind),
+                address: lookup_address(address, found.kind),
                 seen_ns: own.map_or(0, |(_, seen_ns)| seen_ns),
             };
             let location = into.location(location).map_err(|full| self.reader.invalid(full))?;

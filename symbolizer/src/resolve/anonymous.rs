@@ -6,8 +6,8 @@ use stackwire_symbols::jit::{Functions, Made, parse_jitdump, parse_perf_map};
 
 use crate::capture::Artifacts;
 use crate::profile::{
-    ArtifactHash, ExecutableId, JitFile, Line, Location, LocationId, Missing, MissingReason, Names,
-    Process, ProcessId, Profile, Quality, Resolution, Snapshot,
+    Address, ArtifactHash, ExecutableId, JitFile, Line, Location, LocationId, Missing,
+    MissingReason, Names, Process, ProcessId, Profile, Quality, Resolution, Snapshot, UserAddr,
 };
 
 /// Names every place in anonymous memory, or says why not.
@@ -41,7 +41,8 @@ pub fn name(
         });
         let not_taken = || process.jit_missing.clone().map(MissingReason::JitFileNotTaken);
         let reason = missing.or_else(not_taken).unwrap_or(MissingReason::NoJitFile);
-        let start = at.process.and_then(|process| mappings.start(process, at.offset));
+        let start = at.process.and_then(|process| mappings.start(process, at.address.user()?));
+        let start = start.map(Address::User);
         let missing = Resolution::Missing(Missing { reason, start });
         names.resolutions[location.index()] = found.unwrap_or(missing);
     }
@@ -102,7 +103,7 @@ struct Known<'a>(HashMap<&'a [ArtifactHash], Parsed>);
 struct Parsed {
     functions: Functions,
     /// See [`Functions::versions`], of the addresses that have a time.
-    versions: HashMap<u64, Vec<u32>>,
+    versions: HashMap<UserAddr, Vec<u32>>,
 }
 
 impl<'a> Known<'a> {
@@ -118,13 +119,15 @@ impl<'a> Known<'a> {
                     let functions = (source.parse)(&content.collect::<Vec<_>>().concat());
                     Parsed { functions, ..Parsed::default() }
                 });
-                if at.seen_ns != 0 {
-                    parsed.versions.insert(at.offset, Vec::new());
+                if at.seen_ns != 0
+                    && let Some(address) = at.address.user()
+                {
+                    parsed.versions.insert(address, Vec::new());
                 }
             }
         }
         for Parsed { functions, versions } in known.values_mut() {
-            let mut addresses: Vec<u64> = versions.keys().copied().collect();
+            let mut addresses: Vec<UserAddr> = versions.keys().copied().collect();
             addresses.sort_unstable();
             let found = functions.versions(&addresses);
             *versions = addresses.into_iter().zip(found).collect();
@@ -141,28 +144,29 @@ impl<'a> Known<'a> {
         written_ns: impl Fn(&Made) -> u64,
     ) -> Option<Line> {
         let Parsed { functions, versions } = self.0.get(pieces)?;
-        let Some(versions) = versions.get(&at.offset).filter(|_| at.seen_ns != 0) else {
-            return functions.line(at.offset);
+        let address = at.address.user()?;
+        let Some(versions) = versions.get(&address).filter(|_| at.seen_ns != 0) else {
+            return functions.line(address);
         };
         let mut made = versions.iter().filter_map(|&number| functions.made(number));
         let then = made.clone().find(|made| written_ns(made) <= at.seen_ns);
-        functions.line_of(then.or_else(|| made.next_back())?, at.offset)
+        functions.line_of(then.or_else(|| made.next_back())?, address)
     }
 }
 
 /// Where anonymous memory is mapped: end by process and start.
-struct Mappings(BTreeMap<(ProcessId, u64), u64>);
+struct Mappings(BTreeMap<(ProcessId, UserAddr), UserAddr>);
 
 impl Mappings {
     fn of(profile: &Profile, id: ExecutableId) -> Self {
         let anonymous = profile.mappings.iter().filter(|mapping| mapping.executable == id);
-        let end = |start: u64, length| start.saturating_add(length);
-        let entry = anonymous.map(|it| ((it.process, it.start), end(it.start, it.length)));
+        let entry =
+            anonymous.map(|it| ((it.process, it.start), it.start.saturating_add(it.length)));
         Self(entry.collect())
     }
 
     /// First address of the mapping around an address.
-    fn start(&self, process: ProcessId, address: u64) -> Option<u64> {
+    fn start(&self, process: ProcessId, address: UserAddr) -> Option<UserAddr> {
         let (&(of, start), &end) = self.0.range(..=(process, address)).next_back()?;
         (of == process && address < end).then_some(start)
     }

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use stackwire_model::{FileOffset, KernelOffset, VirtAddr};
 use stackwire_symbols::kallsyms::Symbols;
 use stackwire_symbols::table::Table;
 
@@ -15,8 +16,8 @@ use super::kernel_files::Kernel;
 use super::ladder::{self, Wanted};
 use super::{Nameless, Snapshots, Sources, nameless, resolutions, source};
 use crate::profile::{
-    Executable, ExecutableId, LocationId, Missing, MissingReason, Profile, Quality, Resolution,
-    Source,
+    Address, Executable, ExecutableId, LocationId, Missing, MissingReason, Profile, Quality,
+    Resolution, Source,
 };
 
 /// Names in the kernel or a module of it.
@@ -40,21 +41,22 @@ pub(super) fn job(
             Wanted { build_id: Some(id), executable: None, code: None, kernel: Some(kernel) };
         ladder::find(wanted, sources, deadline)
     });
-    let offsets: Vec<u64> =
-        locations.iter().map(|location| profile.locations[location.index()].offset).collect();
-    let by_kallsyms = |offset| symbols.map(|symbols| from_kallsyms(symbols, module, offset));
+    let addresses: Vec<Address> =
+        locations.iter().map(|location| profile.locations[location.index()].address).collect();
+    let by_kallsyms = |address| symbols.map(|symbols| from_kallsyms(symbols, module, address));
     match found {
         Some(Ok(found)) => {
             let layout = Layout::of(&found.table, module, symbols);
-            let address = |offset| layout.address(offset);
-            let named = resolutions(&found.table, address, &offsets, sources);
-            let resolutions = offsets.into_iter().zip(named).map(|(offset, named)| match named {
-                // What is patched in at run time is in no file.
-                Resolution::Missing(missing) => {
-                    by_kallsyms(offset).unwrap_or(Resolution::Missing(missing))
-                }
-                named => named,
-            });
+            let address_of = |address: Address| layout.address(address.kernel()?);
+            let named = resolutions(&found.table, address_of, &addresses, sources);
+            let resolutions =
+                addresses.into_iter().zip(named).map(|(address, named)| match named {
+                    // What is patched in at run time is in no file.
+                    Resolution::Missing(missing) => {
+                        by_kallsyms(address).unwrap_or(Resolution::Missing(missing))
+                    }
+                    named => named,
+                });
             let resolutions = resolutions.collect();
             Ok((source(found), resolutions))
         }
@@ -63,7 +65,7 @@ pub(super) fn job(
                 Some(Err(nothing)) => (nothing.notes, nothing.fetch_failed),
                 _ => (Vec::new(), false),
             };
-            let resolutions: Option<Vec<_>> = offsets.into_iter().map(by_kallsyms).collect();
+            let resolutions: Option<Vec<_>> = addresses.into_iter().map(by_kallsyms).collect();
             let Some(resolutions) = resolutions else {
                 let reason = match kallsyms {
                     Some(_) => MissingReason::KallsymsNotSent,
@@ -79,8 +81,8 @@ pub(super) fn job(
 }
 
 /// Names from kallsyms, or nothing.
-fn from_kallsyms(symbols: &Symbols<'_>, module: &str, offset: u64) -> Resolution {
-    match symbols.find(module, offset) {
+fn from_kallsyms(symbols: &Symbols<'_>, module: &str, address: Address) -> Resolution {
+    match address.kernel().and_then(|offset| symbols.find(module, offset)) {
         Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Kallsyms },
         None => Resolution::Missing(Missing::because(MissingReason::NotInKallsyms)),
     }
@@ -93,7 +95,7 @@ enum Layout<'t> {
     Kernel(&'t Table),
     /// A module's: where its functions begin, as offset and address, by offset. No address: nobody
     /// can tell.
-    Module(Vec<(u64, Option<u64>)>),
+    Module(Vec<(KernelOffset, Option<VirtAddr>)>),
 }
 
 impl<'t> Layout<'t> {
@@ -102,7 +104,7 @@ impl<'t> Layout<'t> {
             return Self::Kernel(table);
         }
         let symbols = symbols.map_or(Vec::new(), |symbols| symbols.of(module));
-        let mut addresses: HashMap<&str, Vec<u64>> = HashMap::new();
+        let mut addresses: HashMap<&str, Vec<VirtAddr>> = HashMap::new();
         for (address, name) in table.functions() {
             addresses.entry(name).or_default().push(address);
         }
@@ -114,7 +116,7 @@ impl<'t> Layout<'t> {
             Some([address]) if offsets[name] == 1 => Some(*address),
             _ => None,
         };
-        let mut starts: Vec<(u64, Option<u64>)> = Vec::new();
+        let mut starts: Vec<(KernelOffset, Option<VirtAddr>)> = Vec::new();
         for (offset, name) in &symbols {
             match starts.last_mut().filter(|last| last.0 == *offset) {
                 Some(last) => last.1 = last.1.or_else(|| known(name)),
@@ -132,7 +134,7 @@ impl<'t> Layout<'t> {
             let near = after.checked_sub(1).into_iter().chain([after]);
             let near = near.filter_map(|index| anchors.get(index));
             let expected = near.filter_map(|(at, address)| {
-                address.checked_add_signed(offset.wrapping_sub(*at) as i64)
+                address.0.checked_add_signed(offset.0.wrapping_sub(at.0) as i64).map(VirtAddr)
             });
             let candidates = addresses.get(name).map_or(&[][..], Vec::as_slice);
             *address = expected.into_iter().find(|expected| candidates.contains(expected));
@@ -141,13 +143,14 @@ impl<'t> Layout<'t> {
     }
 
     /// The address of an offset, when it can be told.
-    fn address(&self, offset: u64) -> Option<u64> {
+    fn address(&self, offset: KernelOffset) -> Option<VirtAddr> {
         match self {
-            Self::Kernel(table) => table.address_of(offset),
+            // The one segment of such a table begins at `_text`.
+            Self::Kernel(table) => table.address_of(FileOffset(offset.0)),
             Self::Module(starts) => {
                 let after = starts.partition_point(|(start, _)| *start <= offset);
                 let (start, address) = starts.get(after.checked_sub(1)?)?;
-                (*address)?.checked_add(offset - start)
+                (*address)?.checked_add(offset.since(*start)?)
             }
         }
     }

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use stackwire_cache::{Absent, Blob, Id, Key, Kind as CacheKind, Meta};
 use stackwire_elf::{Bytes, Elf, ElfError};
-use stackwire_model::BuildId;
+use stackwire_model::{BuildId, FileOffset};
 use stackwire_symbols::compile::{self, Files, SymbolTable};
 use stackwire_symbols::table::{self, Kind, Table};
 
@@ -30,7 +30,7 @@ pub struct Wanted {
     /// The file itself, or why it is out of reach; none where none is looked for.
     pub executable: Option<Result<Opened, FileError>>,
     /// Where its code was mapped: offset in the file, bytes.
-    pub code: Option<(u64, u64)>,
+    pub code: Option<FileOffset>,
     /// It is the kernel, or a module of it.
     pub kernel: Option<Kernel>,
 }
@@ -372,7 +372,7 @@ impl Climb<'_> {
     }
 
     /// Whether offsets cannot become addresses with the debug file alone.
-    fn needs_executable(&self, debug: Option<&At>, code: &Option<(u64, u64)>) -> bool {
+    fn needs_executable(&self, debug: Option<&At>, code: &Option<FileOffset>) -> bool {
         let files = Files { debug: debug.map(|at| &at.elf), ..Files::default() };
         code.is_some() && compile::segments(&files, *code).is_empty()
     }

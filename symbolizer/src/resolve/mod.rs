@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use stackwire_cache::{Cache, Key};
 use stackwire_elf::Scratch;
+use stackwire_model::{FileOffset, VirtAddr};
 use stackwire_symbols::kallsyms;
 use stackwire_symbols::table::{Kind, Table};
 
@@ -37,8 +38,8 @@ use self::recent::Recent;
 use crate::capture::Artifacts;
 use crate::metrics::Metrics;
 use crate::profile::{
-    ArtifactHash, Executable, ExecutableId, LocationId, Missing, MissingReason, Names, Profile,
-    Quality, Resolution, Source,
+    Address, ArtifactHash, Executable, ExecutableId, LocationId, Missing, MissingReason, Names,
+    Profile, Quality, Resolution, Source,
 };
 
 /// Where names may be looked for.
@@ -249,10 +250,10 @@ fn elf_job(
         let (notes, fetch_failed) = (missing.notes, missing.fetch_failed);
         (Source { notes, fetch_failed, ..Source::default() }, reason)
     })?;
-    let offsets: Vec<u64> =
-        locations.iter().map(|location| profile.locations[location.index()].offset).collect();
-    let resolutions =
-        resolutions(&found.table, |offset| found.table.address_of(offset), &offsets, sources);
+    let addresses: Vec<Address> =
+        locations.iter().map(|location| profile.locations[location.index()].address).collect();
+    let address_of = |address: Address| found.table.address_of(address.file()?);
+    let resolutions = resolutions(&found.table, address_of, &addresses, sources);
     let mut source = source(found);
     if matches!(executable, Executable::File { key: None, .. }) {
         source
@@ -278,26 +279,26 @@ fn nameless(reason: MissingReason) -> Nameless {
     (Source { notes: vec![reason.to_string()], ..Source::default() }, reason)
 }
 
-/// The mapping of an executable's code with the lowest offset: as (offset in the file, bytes).
-fn code(profile: &Profile, id: ExecutableId) -> Option<(u64, u64)> {
+/// The lowest offset at which an executable's code is mapped.
+fn code(profile: &Profile, id: ExecutableId) -> Option<FileOffset> {
     let mappings = profile.mappings.iter().filter(|mapping| mapping.executable == id);
-    let lowest = mappings.min_by_key(|mapping| mapping.file_offset)?;
-    Some((lowest.file_offset, lowest.length))
+    mappings.map(|mapping| mapping.file_offset).min()
 }
 
-/// What a table says of offsets in the file.
+/// What a table says of addresses. `address_of` finds them in the table.
 fn resolutions(
     table: &Table,
-    address_of: impl Fn(u64) -> Option<u64>,
-    offsets: &[u64],
+    address_of: impl Fn(Address) -> Option<VirtAddr>,
+    asked: &[Address],
     sources: &Sources,
 ) -> Vec<Resolution> {
-    let named_at = |addresses: &[u64]| sources.recent.named(table, addresses, sources.demangle);
+    let named_at =
+        |addresses: &[VirtAddr]| sources.recent.named(table, addresses, sources.demangle);
     let missing = |reason, start| Resolution::Missing(Missing { reason, start });
-    let mut found = vec![missing(MissingReason::NotLoaded, None); offsets.len()];
-    let loaded = offsets.iter().enumerate();
-    let loaded = loaded.filter_map(|(index, &offset)| Some((address_of(offset)?, index)));
-    let (addresses, places): (Vec<u64>, Vec<usize>) = loaded.unzip();
+    let mut found = vec![missing(MissingReason::NotLoaded, None); asked.len()];
+    let loaded = asked.iter().enumerate();
+    let loaded = loaded.filter_map(|(index, &address)| Some((address_of(address)?, index)));
+    let (addresses, places): (Vec<VirtAddr>, Vec<usize>) = loaded.unzip();
     let mut unnamed = Vec::new();
     for (index, named) in places.into_iter().zip(named_at(&addresses)) {
         match named {
@@ -305,14 +306,14 @@ fn resolutions(
             None => unnamed.push(index),
         }
     }
-    // A signal handler returns to the first byte of a function nobody called. Less one, as return
-    // addresses are looked up, that is in nothing; and nothing is what lies in front of it.
-    let next = unnamed.iter().map(|&index| address_of(offsets[index].saturating_add(1)));
-    let next: Vec<Option<u64>> = next.collect();
-    let addresses: Vec<u64> = next.iter().flatten().copied().collect();
+    // A signal handler returns to the first byte of a function that nobody called. One byte less,
+    // where return addresses are looked up, is between functions: look up the first byte.
+    let behind = |address: Address| address.with_number(address.number().saturating_add(1));
+    let next = unnamed.iter().map(|&index| address_of(behind(asked[index])));
+    let next: Vec<Option<VirtAddr>> = next.collect();
+    let addresses: Vec<VirtAddr> = next.iter().flatten().copied().collect();
     let mut named = named_at(&addresses).into_iter();
     for (index, next) in unnamed.into_iter().zip(next) {
-        let offset = offsets[index];
         found[index] = match next.and_then(|_| named.next()).flatten() {
             Some((lines, quality)) => Resolution::Found { lines, quality },
             None => {
@@ -320,10 +321,11 @@ fn resolutions(
                     Some(_) => MissingReason::NoSymbol,
                     None => MissingReason::Stripped,
                 };
-                let begins = address_of(offset)
-                    .and_then(|address| Some(address - table.bounds(address)?.start))
-                    .and_then(|inside| offset.checked_sub(inside));
-                missing(reason, begins)
+                let address = asked[index];
+                let begins = address_of(address)
+                    .and_then(|at| at.since(table.bounds(at)?.start))
+                    .and_then(|inside| address.number().checked_sub(inside));
+                missing(reason, begins.map(|number| address.with_number(number)))
             }
         };
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stackwire_model::BuildId;
+use stackwire_model::{BuildId, VirtAddr};
 use stackwire_symbols::table::Table;
 
 use super::file::FileError;
@@ -79,7 +79,7 @@ impl Symbols {
 
     /// What each address is, as the ELF file counts them (`llvm-symbolizer --obj` does the same).
     #[must_use]
-    pub fn lookup(&self, addresses: &[u64]) -> Vec<Answer> {
+    pub fn lookup(&self, addresses: &[VirtAddr]) -> Vec<Answer> {
         let named = self.recent.named(&self.found.table, addresses, self.demangle);
         let answers = named.into_iter().map(|named| match named {
             Some((frames, quality)) => Answer { frames, quality: Some(quality) },

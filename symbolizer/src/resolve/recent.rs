@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lru::LruCache;
 use rustc_hash::FxBuildHasher;
+use stackwire_model::VirtAddr;
 use stackwire_symbols::table::{Frame, Table};
 
 use crate::profile::{Line, Quality};
@@ -28,7 +29,7 @@ pub type Named = Option<(Arc<[Line]>, Quality)>;
 pub struct Recent(Mutex<LruCache<Key, Named, FxBuildHasher>>);
 
 /// Checksum of the table, address, whether names are readable.
-type Key = (u64, u64, bool);
+type Key = (u64, VirtAddr, bool);
 
 impl Default for Recent {
     fn default() -> Self {
@@ -38,7 +39,7 @@ impl Default for Recent {
 
 impl Recent {
     /// What a table says of each address, in their order.
-    pub fn named(&self, table: &Table, addresses: &[u64], readable: bool) -> Vec<Named> {
+    pub fn named(&self, table: &Table, addresses: &[VirtAddr], readable: bool) -> Vec<Named> {
         self.get((table.checksum(), readable), addresses, |addresses, answers| {
             // One loop for each step: the processor fetches the memory of several addresses at
             // once, where one loop with all steps would wait for each.
@@ -63,8 +64,8 @@ impl Recent {
     fn get(
         &self,
         (table, readable): (u64, bool),
-        addresses: &[u64],
-        look_up: impl Fn(&[u64], &mut Vec<Named>),
+        addresses: &[VirtAddr],
+        look_up: impl Fn(&[VirtAddr], &mut Vec<Named>),
     ) -> Vec<Named> {
         let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut answers = vec![None; addresses.len()];
@@ -82,7 +83,7 @@ impl Recent {
         unknown.sort_unstable();
         let mut found = Vec::with_capacity(AT_ONCE);
         for unknown in unknown.chunks(AT_ONCE) {
-            let addresses: Vec<u64> = unknown.iter().map(|&(address, _)| address).collect();
+            let addresses: Vec<VirtAddr> = unknown.iter().map(|&(address, _)| address).collect();
             // Not under the lock, since it takes longer than all the rest.
             look_up(&addresses, &mut found);
             let mut known = lock();
@@ -112,7 +113,7 @@ mod tests {
         let recent = Recent::default();
         let asked = std::cell::Cell::new(0);
         let ask = |address| {
-            recent.get((1, true), &[address], |_, answers| {
+            recent.get((1, true), &[VirtAddr(address)], |_, answers| {
                 asked.set(asked.get() + 1);
                 answers.push(None);
             })
@@ -131,17 +132,18 @@ mod tests {
     #[test]
     fn answers_are_in_the_order_of_their_addresses() {
         let recent = Recent::default();
-        let of = |address: u64| {
+        let of = |VirtAddr(address): VirtAddr| {
             let line = Line { line: address as u32, ..Line::default() };
             (address != 7).then(|| (Arc::from([line]), Quality::Symtab))
         };
-        let look_up = |addresses: &[u64], answers: &mut Vec<Named>| {
+        let look_up = |addresses: &[VirtAddr], answers: &mut Vec<Named>| {
             answers.extend(addresses.iter().map(|&address| of(address)));
         };
-        let ask = |addresses: &[u64]| recent.get((1, true), addresses, look_up);
-        ask(&[5, 2]);
+        let ask = |addresses: &[VirtAddr]| recent.get((1, true), addresses, look_up);
+        ask(&[5, 2].map(VirtAddr));
         // Some are known, one is asked for twice, one has no name.
-        let addresses: Vec<u64> = [9, 5, 7, 2, 9, 1].into_iter().chain(20..300).collect();
+        let addresses = [9, 5, 7, 2, 9, 1].into_iter().chain(20..300).map(VirtAddr);
+        let addresses: Vec<VirtAddr> = addresses.collect();
         let expected: Vec<Named> = addresses.iter().map(|&address| of(address)).collect();
         assert_eq!(ask(&addresses), expected);
         assert_eq!(ask(&addresses), expected);

@@ -26,9 +26,9 @@ pub fn write(elf: &Elf, writer: &mut Writer) {
     };
     let mut frames = EhFrame::new(&content, endian);
     frames.set_address_size(if elf.is_64 { 8 } else { 4 });
-    let mut bases = BaseAddresses::default().set_eh_frame(section.address);
+    let mut bases = BaseAddresses::default().set_eh_frame(section.address.0);
     if let Some(text) = elf.sections.iter().find(|section| section.name == ".text") {
-        bases = bases.set_text(text.address);
+        bases = bases.set_text(text.address.0);
     }
     read(&frames, &bases, |start, end| writer.bounds(start, end));
 }
@@ -71,7 +71,7 @@ mod tests {
         let section = elf.sections.iter().find(|section| section.name == ".eh_frame").unwrap();
         let content = elf.content(section).unwrap();
         let frames = EhFrame::new(&content, gimli::LittleEndian);
-        let bases = BaseAddresses::default().set_eh_frame(section.address);
+        let bases = BaseAddresses::default().set_eh_frame(section.address.0);
         let mut bounds = std::collections::HashSet::new();
         read(&frames, &bases, |start, end| _ = bounds.insert((start, end)));
         let bytes = std::fs::read(&path).unwrap();

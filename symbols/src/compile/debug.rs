@@ -13,6 +13,7 @@ use gimli::{
 };
 use rustc_hash::FxHashMap;
 use stackwire_elf::ElfError;
+use stackwire_model::VirtAddr;
 
 /// A piece of a section.
 pub type Slice<'a> = EndianSlice<'a, RunTimeEndian>;
@@ -88,7 +89,7 @@ pub struct Debug<'a> {
     /// The one with its common parts.
     pub sup: Option<Part<'a>>,
     /// Where its code is.
-    pub code: &'a [Range<u64>],
+    pub code: &'a [Range<VirtAddr>],
     /// How much it may describe.
     pub budgets: &'a Budgets,
     /// `main` is a piece of its section: references between units lead nowhere.
@@ -100,7 +101,7 @@ impl Debug<'_> {
     /// none.
     #[must_use]
     pub fn is_code(&self, address: u64) -> bool {
-        self.code.is_empty() || self.code.iter().any(|range| range.contains(&address))
+        self.code.is_empty() || self.code.iter().any(|range| range.contains(&VirtAddr(address)))
     }
 }
 

@@ -10,6 +10,7 @@ use std::cell::Cell;
 use object::Endianness;
 use rustc_hash::FxHashMap;
 use stackwire_elf::{Bytes, Elf, ElfError, GoFamily, GoFormat, GoFunction, GoTable, GoValues};
+use stackwire_model::VirtAddr;
 
 use super::paint::Span;
 use crate::table::{Kind, NodeKey, Writer};
@@ -72,7 +73,7 @@ impl<'e> Table<'e> {
         else {
             return Ok(None);
         };
-        let (bytes, address) = (elf.content(section)?, section.address);
+        let (bytes, address) = (elf.content(section)?, section.address.0);
         let values_left = Cell::new(bytes.len().saturating_mul(8));
         let go = GoTable::parse(bytes).ok_or(GoError::Foreign)?;
         let little = elf.endian == Endianness::Little;
@@ -110,7 +111,7 @@ impl<'e> Table<'e> {
             let Ok(data) = self.elf.loaded(load.segment.address, size) else { continue };
             for at in (0..size).step_by(pointer as usize) {
                 if format.word(&data, at) == Some(address)
-                    && let Some(found) = self.module_at(address, load.segment.address + at)
+                    && let Some(found) = self.module_at(address, load.segment.address.0 + at)
                 {
                     return Some(found);
                 }
@@ -121,7 +122,7 @@ impl<'e> Table<'e> {
 
     fn module_at(&self, header: u64, at: u64) -> Option<Module> {
         let (format, pointer) = (self.go.format(), self.go.format().pointer);
-        let data = self.elf.loaded(at, 48 * pointer).ok()?;
+        let data = self.elf.loaded(VirtAddr(at), 48 * pointer).ok()?;
         let word = |index: u64| {
             let moved = self.relocated.get(&at.wrapping_add(index * pointer)).copied();
             moved.or_else(|| format.word(&data, index * pointer))
@@ -151,8 +152,8 @@ impl<'e> Table<'e> {
     fn add(&self, found: &GoFunction, writer: &mut Writer) -> Option<()> {
         let GoFunction { start, end, .. } = *found;
         let is_code = self.elf.loads.iter().any(|load| {
-            let (address, size) = load.memory;
-            load.code && address <= start && end <= address.saturating_add(size)
+            let memory_end = load.segment.address.saturating_add(load.memory_size);
+            load.code && load.segment.address.0 <= start && end <= memory_end.0
         });
         if !is_code {
             return None;
@@ -256,7 +257,7 @@ impl<'e> Table<'e> {
         // Functions may share trees, too.
         let left = self.values_left.get().checked_sub(calls as usize)?;
         self.values_left.set(left);
-        self.elf.loaded(address, calls.checked_mul(self.call().0)?).ok()
+        self.elf.loaded(VirtAddr(address), calls.checked_mul(self.call().0)?).ok()
     }
 
     fn decode(&self, values: Option<GoValues<'_>>) -> Vec<Span> {

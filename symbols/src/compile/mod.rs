@@ -19,6 +19,7 @@ mod symbols;
 mod units;
 
 use stackwire_elf::{Bytes, Elf, Segment};
+use stackwire_model::{FileOffset, VirtAddr};
 
 use crate::table::Writer;
 
@@ -76,9 +77,9 @@ pub struct Compiled {
 
 /// Compiles a table.
 ///
-/// `code`: where the capture saw code mapped, as (offset in the file, bytes); needed when only the
-/// debug file is at hand, whose program headers have lost their offsets.
-pub fn compile(files: &Files<'_>, code: Option<(u64, u64)>) -> Compiled {
+/// `code`: the lowest offset that the capture saw mapped as code; needed when only the debug file is
+/// at hand, whose program headers have lost their offsets.
+pub fn compile(files: &Files<'_>, code: Option<FileOffset>) -> Compiled {
     let mut writer = Writer::default();
     let mut notes = Vec::new();
     for segment in segments(files, code) {
@@ -111,7 +112,7 @@ fn with_dwarf<'a>(files: &Files<'a>) -> Option<&'a Elf> {
 }
 
 /// How offsets become addresses; nothing when the files at hand cannot tell.
-pub fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
+pub fn segments(files: &Files<'_>, code: Option<FileOffset>) -> Vec<Segment> {
     if let Some(executable) = files.executable {
         return executable.loads.iter().map(|load| load.segment).collect();
     }
@@ -119,7 +120,11 @@ pub fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
         // Counted from `_text`, where its code begins.
         let code = kernel.code_range();
         return code
-            .map(|code| Segment { offset: 0, address: code.start, size: code.end - code.start })
+            .map(|code| Segment {
+                offset: FileOffset(0),
+                address: code.start,
+                size: code.end.0 - code.start.0,
+            })
             .into_iter()
             .collect();
     }
@@ -128,14 +133,13 @@ pub fn segments(files: &Files<'_>, code: Option<(u64, u64)>) -> Vec<Segment> {
     let Some(debug) = files.debug else { return Vec::new() };
     let mut loads = debug.loads.iter().filter(|load| load.code);
     match (loads.next(), loads.next(), code) {
-        (Some(load), None, Some((offset, _))) => {
+        (Some(load), None, Some(offset)) => {
             const PAGE: u64 = 4096;
-            let (address, size) = load.memory;
-            let inside = address % PAGE;
+            let inside = load.segment.address.0 % PAGE;
             vec![Segment {
-                offset: offset - offset % PAGE,
-                address: address - inside,
-                size: size + inside,
+                offset: FileOffset(offset.0 - offset.0 % PAGE),
+                address: VirtAddr(load.segment.address.0 - inside),
+                size: load.memory_size.saturating_add(inside),
             }]
         }
         _ => Vec::new(),

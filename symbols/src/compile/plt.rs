@@ -38,7 +38,7 @@ pub fn write(elf: &Elf, writer: &mut Writer) {
         // With CET a stub of `.plt.got` has 16 bytes as well.
         let size = if content.starts_with(&ENDBR64) { 16 } else { size };
         for (index, stub) in content.chunks_exact(size as usize).enumerate() {
-            let start = header.address.wrapping_add(index as u64 * size);
+            let start = header.address.0.wrapping_add(index as u64 * size);
             let Some(name) = target(stub, start).and_then(|word| names.get(&word)) else {
                 continue;
             };

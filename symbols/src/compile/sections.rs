@@ -8,6 +8,7 @@ use std::ops::Range;
 use gimli::{DwarfPackageSections, DwarfSections, RunTimeEndian, SectionId};
 use object::Endianness;
 use stackwire_elf::{Bytes, Elf};
+use stackwire_model::VirtAddr;
 
 use super::Files;
 use super::debug::DwarfError;
@@ -26,7 +27,7 @@ pub struct Sections {
     pub endian: RunTimeEndian,
     lines: Bytes,
     /// Where its code is.
-    pub code: Vec<Range<u64>>,
+    pub code: Vec<Range<VirtAddr>>,
     /// Bytes of all, which limit what they may describe.
     pub length: usize,
 }

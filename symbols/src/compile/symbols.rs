@@ -4,6 +4,7 @@ use object::Endianness;
 use object::elf::{self, Sym32, Sym64};
 use object::read::elf::Sym;
 use stackwire_elf::{Bytes, Elf, ElfError, Section};
+use stackwire_model::VirtAddr;
 
 use super::paint::{Span, paint};
 use super::{Files, SymbolTable};
@@ -144,9 +145,11 @@ fn symbols(
         let Some(raw) = Raw::of(entry, elf) else { continue };
         let code = elf.sections.get(usize::from(raw.section)).filter(|section| section.is_code());
         // In an object file a symbol counts from its section.
-        let moved = if elf.relocatable { code.map_or(0, |code| code.address) } else { 0 };
+        let moved = if elf.relocatable { code.map_or(0, |code| code.address.0) } else { 0 };
         let address = raw.address.wrapping_add(moved);
-        let Some(code) = code.filter(|code| code.range().contains(&address)) else { continue };
+        let Some(code) = code.filter(|code| code.range().contains(&VirtAddr(address))) else {
+            continue;
+        };
         let is_function = matches!(raw.kind, elf::STT_FUNC | elf::STT_GNU_IFUNC)
             // Assembly often leaves the type out.
             || raw.kind == elf::STT_NOTYPE;
@@ -168,7 +171,7 @@ fn symbols(
             old_version: !version.starts_with('@'),
             address,
             size: raw.size,
-            limit: code.range().end,
+            limit: code.range().end.0,
             binding: match raw.binding {
                 elf::STB_GLOBAL => 0,
                 elf::STB_WEAK => 1,
@@ -258,6 +261,6 @@ fn arrange(mut found: Vec<Symbol>) -> Symbols {
 }
 
 /// Code sections of a file, for callers that must tell code from what is not.
-pub fn code(elf: &Elf) -> Vec<std::ops::Range<u64>> {
+pub fn code(elf: &Elf) -> Vec<std::ops::Range<VirtAddr>> {
     elf.sections.iter().filter(|section| section.is_code()).map(Section::range).collect()
 }

@@ -10,6 +10,8 @@ use std::collections::HashMap;
 use bytestring::ByteString;
 use stackwire_unwind::jitdump::{Fields, RecordKind, Records};
 
+use stackwire_model::UserAddr;
+
 use super::{Function, Functions, Made};
 
 /// Most functions taken.
@@ -105,6 +107,7 @@ impl<'a> Dump<'a> {
 
     fn made(&mut self, start: u64, end: u64, function: usize) {
         let (record, time_ns) = self.record;
+        let (start, end) = (UserAddr(start), UserAddr(end));
         self.made.push(Made { start, end, function, record, time_ns });
     }
 
@@ -246,7 +249,7 @@ mod tests {
     }
 
     fn at(functions: &Functions, address: u64) -> (String, String, u32) {
-        let line = functions.line(address).unwrap_or_default();
+        let line = functions.line(UserAddr(address)).unwrap_or_default();
         (line.function.to_string(), line.file.to_string(), line.line)
     }
 
@@ -328,7 +331,7 @@ mod tests {
             dump[at..end].copy_from_slice(&bytes[..end - at]);
             let functions = parse(&dump);
             for address in [0x1000, 0x2004, 0x5000, u64::MAX] {
-                let _ = functions.line(address);
+                let _ = functions.line(UserAddr(address));
             }
         }
     }

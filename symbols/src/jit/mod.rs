@@ -13,6 +13,7 @@ use std::collections::BinaryHeap;
 pub use self::jitdump::parse as parse_jitdump;
 pub use self::perf_map::parse as parse_perf_map;
 use bytestring::ByteString;
+use stackwire_model::UserAddr;
 use stackwire_model::profile::Line;
 
 /// A function.
@@ -28,9 +29,9 @@ pub struct Function {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Made {
     /// First address.
-    pub start: u64,
+    pub start: UserAddr,
     /// First address behind it.
-    pub end: u64,
+    pub end: UserAddr,
     /// Number of the function.
     function: usize,
     /// Offset in the file of the record that says so.
@@ -39,11 +40,14 @@ pub struct Made {
     pub time_ns: Option<u64>,
 }
 
+/// Start, end, index of what was put there.
+type Span = (UserAddr, UserAddr, usize);
+
 /// Functions and where they were put.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Functions {
-    /// Start, end, index of `made`; without overlaps, by start.
-    spans: Vec<(u64, u64, usize)>,
+    /// Without overlaps, by start.
+    spans: Vec<Span>,
     /// In the order of the file.
     made: Vec<Made>,
     functions: Vec<Function>,
@@ -63,15 +67,15 @@ impl Functions {
 
     /// Function, file and line at an address.
     #[must_use]
-    pub fn line(&self, address: u64) -> Option<Line> {
+    pub fn line(&self, address: UserAddr) -> Option<Line> {
         self.line_of(self.at(address)?, address)
     }
 
     /// The same, of the function that was put there so.
     #[must_use]
-    pub fn line_of(&self, made: &Made, address: u64) -> Option<Line> {
+    pub fn line_of(&self, made: &Made, address: UserAddr) -> Option<Line> {
         let function = self.functions.get(made.function)?;
-        let offset = address.checked_sub(made.start)?;
+        let offset = address.since(made.start)?;
         let mut line = name::line(&function.name);
         let after = function.lines.partition_point(|&(at, ..)| at <= offset);
         if let Some(&(_, file, number)) = after.checked_sub(1).and_then(|at| function.lines.get(at))
@@ -84,7 +88,7 @@ impl Functions {
     }
 
     /// What was put at an address last.
-    fn at(&self, address: u64) -> Option<&Made> {
+    fn at(&self, address: UserAddr) -> Option<&Made> {
         let after = self.spans.partition_point(|&(start, ..)| start <= address);
         let &(_, end, index) = self.spans.get(after.checked_sub(1)?)?;
         self.made.get(index).filter(|_| address < end)
@@ -98,7 +102,7 @@ impl Functions {
 
     /// Numbers of all that was put at each of these addresses, which are sorted; the last first.
     #[must_use]
-    pub fn versions(&self, addresses: &[u64]) -> Vec<Vec<u32>> {
+    pub fn versions(&self, addresses: &[UserAddr]) -> Vec<Vec<u32>> {
         let mut found = vec![Vec::new(); addresses.len()];
         // Of each address the next that has not had enough: who writes a million functions over all
         // that was sampled costs no more than MAX_VERSIONS looks at each.
@@ -131,13 +135,14 @@ fn follow(next: &mut [usize], from: usize) -> usize {
 }
 
 /// Cuts overlapping entries so that everywhere the latest holds: a sweep over all edges.
-fn flatten(mut entries: Vec<(u64, u64, usize)>) -> Vec<(u64, u64, usize)> {
+fn flatten(mut entries: Vec<Span>) -> Vec<Span> {
     entries.sort_unstable();
-    let mut edges: Vec<u64> = entries.iter().flat_map(|&(start, end, _)| [start, end]).collect();
+    let mut edges: Vec<UserAddr> =
+        entries.iter().flat_map(|&(start, end, _)| [start, end]).collect();
     edges.sort_unstable();
     edges.dedup();
-    let mut spans: Vec<(u64, u64, usize)> = Vec::new();
-    let mut open: BinaryHeap<(usize, u64)> = BinaryHeap::new();
+    let mut spans: Vec<Span> = Vec::new();
+    let mut open: BinaryHeap<(usize, UserAddr)> = BinaryHeap::new();
     let mut next = entries.iter().peekable();
     for pair in edges.windows(2) {
         while let Some(&(_, end, name)) = next.next_if(|entry| entry.0 <= pair[0]) {

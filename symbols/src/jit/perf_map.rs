@@ -3,6 +3,8 @@
 //! A JIT appends a line for each function it makes. Java writes `0x` before its numbers, Node does
 //! not; names may hold anything but a newline. Format: tools/perf/Documentation/jit-interface.txt.
 
+use stackwire_model::UserAddr;
+
 use super::{Function, Functions, Made};
 
 /// Most lines taken: ten times what a large Java service makes.
@@ -18,6 +20,7 @@ pub fn parse(content: &[u8]) -> Functions {
             break;
         }
         if let Some((start, end, name)) = parse_line(line) {
+            let (start, end) = (UserAddr(start), UserAddr(end));
             made.push(Made { start, end, function: functions.len(), record, time_ns: None });
             functions.push(Function { name, ..Function::default() });
         }
@@ -47,7 +50,7 @@ mod tests {
     use super::*;
 
     fn name(functions: &Functions, address: u64) -> Option<&str> {
-        functions.at(address).map(|made| functions.functions[made.function].name.as_str())
+        functions.at(UserAddr(address)).map(|made| functions.functions[made.function].name.as_str())
     }
 
     #[test]
@@ -74,7 +77,7 @@ mod tests {
     #[test]
     fn what_was_at_an_address_before_is_known_too() {
         let functions = parse(b"1000 100 old\n1040 20 new\n1000 10 newest\n");
-        let versions = functions.versions(&[0xfff, 0x1000, 0x1050, 0x1100]);
+        let versions = functions.versions(&[0xfff, 0x1000, 0x1050, 0x1100].map(UserAddr));
         let of = |index: usize| -> Vec<(&str, u64)> {
             let made = versions[index].iter().map(|&number| functions.made(number).unwrap());
             made.map(|made| (functions.functions[made.function].name.as_str(), made.record))
@@ -86,7 +89,7 @@ mod tests {
         // Written over without end: of each address the last ones.
         let text: String = (0..1000).map(|n| format!("1000 {:x} f{n}\n", 1 + n % 3)).collect();
         let functions = parse(text.as_bytes());
-        let versions = functions.versions(&[0x1000, 0x1001, 0x1002]);
+        let versions = functions.versions(&[0x1000, 0x1001, 0x1002].map(UserAddr));
         assert_eq!(versions.iter().map(Vec::len).collect::<Vec<_>>(), [256, 256, 256]);
         assert_eq!((versions[0][0], versions[2][0]), (999, 998));
     }
@@ -121,7 +124,7 @@ mod tests {
 
         #[test]
         fn never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse(&bytes).line(5);
+            let _ = parse(&bytes).line(UserAddr(5));
         }
     }
 }

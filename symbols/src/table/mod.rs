@@ -64,6 +64,7 @@ use std::ops::Range;
 
 use bytestring::ByteString;
 use stackwire_elf::{Bytes, Segment};
+use stackwire_model::{FileOffset, VirtAddr};
 
 use self::text::Text;
 pub use self::write::{NodeKey, Writer};
@@ -259,9 +260,9 @@ impl Table {
 
     /// Address a byte of the file is loaded at.
     #[must_use]
-    pub fn address_of(&self, offset: u64) -> Option<u64> {
+    pub fn address_of(&self, offset: FileOffset) -> Option<VirtAddr> {
         self.segments().find_map(|segment| {
-            let inside = offset.checked_sub(segment.offset).filter(|&inside| inside < segment.size);
+            let inside = offset.since(segment.offset).filter(|&inside| inside < segment.size);
             segment.address.checked_add(inside?)
         })
     }
@@ -273,19 +274,19 @@ impl Table {
                 let word = |at| u64::from(self.word(self.segments, at).unwrap_or(0));
                 word(index * SEGMENT + at) | word(index * SEGMENT + at + 1) << 32
             };
-            Segment { offset: long(0), address: long(2), size: long(4) }
+            Segment { offset: FileOffset(long(0)), address: VirtAddr(long(2)), size: long(4) }
         })
     }
 
     /// Frames at an address, innermost first; none when nothing covers it.
     #[must_use]
-    pub fn lookup(&self, address: u64) -> Frames<'_> {
+    pub fn lookup(&self, address: VirtAddr) -> Frames<'_> {
         Frames { table: self, node: self.leaf(address).unwrap_or(0), left: MAX_CHAIN }
     }
 
     /// Functions that are not inlined: first address, name. One that has several parts comes
     /// several times.
-    pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
+    pub fn functions(&self) -> impl Iterator<Item = (VirtAddr, &str)> {
         let mut before = "";
         (0..self.ranges.words / RANGE).filter_map(move |index| {
             let node = self.word(self.ranges, index * RANGE + 1)?;
@@ -294,15 +295,15 @@ impl Table {
             let new = name != before && !name.is_empty();
             before = name;
             let start = self.word(self.ranges, index * RANGE)?;
-            new.then_some((self.base + u64::from(start), name))
+            new.then_some((VirtAddr(self.base + u64::from(start)), name))
         })
     }
 
     /// Bounds of the function that covers an address, for one that has no name there.
     #[must_use]
-    pub fn bounds(&self, address: u64) -> Option<Range<u64>> {
+    pub fn bounds(&self, address: VirtAddr) -> Option<Range<VirtAddr>> {
         let word = |at| u64::from(self.word(self.bounds, at).unwrap_or(0));
-        let start = |index: usize| word(index * BOUND) | word(index * BOUND + 1) << 32;
+        let start = |index: usize| VirtAddr(word(index * BOUND) | word(index * BOUND + 1) << 32);
         let (mut low, mut high) = (0, self.bounds.words / BOUND);
         while low < high {
             let middle = low + (high - low) / 2;
@@ -323,8 +324,8 @@ impl Table {
         self.best
     }
 
-    fn leaf(&self, address: u64) -> Option<u32> {
-        let address = u32::try_from(address.checked_sub(self.base)?).ok()?;
+    fn leaf(&self, address: VirtAddr) -> Option<u32> {
+        let address = u32::try_from(address.since(VirtAddr(self.base))?).ok()?;
         let bucket = (address >> self.shift) as usize;
         // The range that covers the address starts in its bucket, or is the last one to start
         // before it.

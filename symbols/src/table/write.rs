@@ -184,7 +184,7 @@ impl Writer {
         out.extend(ranges.flat_map(u32::to_le_bytes));
         out.extend(buckets.iter().flat_map(|word| word.to_le_bytes()));
         for segment in &self.segments {
-            let longs = [segment.offset, segment.address, segment.size];
+            let longs = [segment.offset.0, segment.address.0, segment.size];
             out.extend(longs.iter().flat_map(|long| long.to_le_bytes()));
         }
         for Range { start, end, .. } in bounds {
@@ -347,6 +347,7 @@ mod tests {
 
     use super::super::{Bytes, Table};
     use super::*;
+    use stackwire_model::{FileOffset, VirtAddr};
 
     fn table(ranges: &[(u64, u64, u32)], fallback: &[(u64, u64, u32)]) -> Table {
         let mut writer = Writer::default();
@@ -367,7 +368,7 @@ mod tests {
     }
 
     fn line(table: &Table, address: u64) -> Option<u32> {
-        table.lookup(address).next().map(|frame| frame.line)
+        table.lookup(VirtAddr(address)).next().map(|frame| frame.line)
     }
 
     #[test]
@@ -379,18 +380,28 @@ mod tests {
         let parent = writer.node(NodeKey { function: outer, file, line: 7, parent: 0 });
         let leaf = writer.node(NodeKey { function: inner, file: None, line: 3, parent });
         writer.range(0x1000, 0x1010, leaf);
-        writer.segment(Segment { offset: 0x400, address: 0x1000, size: 0x100 });
+        writer.segment(Segment {
+            offset: FileOffset(0x400),
+            address: VirtAddr(0x1000),
+            size: 0x100,
+        });
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
         let frames: Vec<_> = table
-            .lookup(0x100f)
+            .lookup(VirtAddr(0x100f))
             .map(|f| (f.function().to_owned(), f.file().to_string(), f.line))
             .collect();
         assert_eq!(
             frames,
             [("inner".into(), String::new(), 3), ("outer".into(), "/src/a.c".into(), 7)]
         );
-        assert_eq!(table.lookup(0x1010).count() + table.lookup(0xfff).count(), 0);
-        assert_eq!((table.address_of(0x410), table.address_of(0x500)), (Some(0x1010), None));
+        assert_eq!(
+            table.lookup(VirtAddr(0x1010)).count() + table.lookup(VirtAddr(0xfff)).count(),
+            0
+        );
+        assert_eq!(
+            [0x410, 0x500].map(|at| table.address_of(FileOffset(at))),
+            [Some(VirtAddr(0x1010)), None]
+        );
     }
 
     #[test]
@@ -402,7 +413,7 @@ mod tests {
             writer.range(at, at + 8, leaf);
         }
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
-        let names = [0, 8, 16].map(|at| table.lookup(at).next().unwrap().function());
+        let names = [0, 8, 16].map(|at| table.lookup(VirtAddr(at)).next().unwrap().function());
         assert_eq!(names, ["", "named", ""]);
     }
 
@@ -416,7 +427,7 @@ mod tests {
         }
         let table = Table::open(Bytes::from(writer.finish())).unwrap();
         let names = [0, 8, 16].map(|at| {
-            let frame = table.lookup(at).next().unwrap();
+            let frame = table.lookup(VirtAddr(at)).next().unwrap();
             (frame.function(), frame.readable_name())
         });
         let expected = [
@@ -430,7 +441,7 @@ mod tests {
     #[test]
     fn an_empty_table_is_one() {
         let table = Table::open(Bytes::from(Writer::default().finish())).unwrap();
-        assert_eq!((table.lookup(0).count(), table.best()), (0, None));
+        assert_eq!((table.lookup(VirtAddr(0)).count(), table.best()), (0, None));
     }
 
     #[test]
@@ -481,7 +492,8 @@ mod tests {
             (far, None),
             (far + 8, Some(far + 8..far + 9)),
         ] {
-            assert_eq!(table.bounds(address), bounds, "{address:#x}");
+            let found = table.bounds(VirtAddr(address));
+            assert_eq!(found.map(|it| it.start.0..it.end.0), bounds, "{address:#x}");
         }
     }
 

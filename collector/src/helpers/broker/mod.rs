@@ -17,6 +17,8 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::channel::{Client, NoAnswer};
+use stackwire_model::UserAddr;
+
 use crate::process::Wanted;
 
 /// How long an open may take: what hangs is on a file system that a process of the host made up, or
@@ -132,7 +134,7 @@ impl Broker {
 /// Pid, kind, start, end, limit in milliseconds; then the path.
 fn encode(wanted: &Wanted, limit: Duration) -> Vec<u8> {
     let (pid, kind, start, end, path) = match wanted {
-        Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, *start, *end, path),
+        Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, start.0, end.0, path),
         Wanted::Own { pid, path, here } => (*pid, 1, u64::from(*here), 0, path),
     };
     let mut message = Vec::with_capacity(32 + path.len());
@@ -153,7 +155,7 @@ fn decode(message: &[u8]) -> Option<(Wanted, Duration)> {
     let word = |at: usize| -> u32 { u32::from_ne_bytes([0, 1, 2, 3].map(|byte| head[at + byte])) };
     let (pid, path) = (word(0), std::str::from_utf8(path).ok()?.to_owned());
     let wanted = match word(4) {
-        0 => Wanted::Mapped { pid, start: long(8), end: long(16), path },
+        0 => Wanted::Mapped { pid, start: UserAddr(long(8)), end: UserAddr(long(16)), path },
         1 => Wanted::Own { pid, path, here: long(8) != 0 },
         _ => return None,
     };
@@ -205,7 +207,12 @@ mod tests {
     fn requests_survive_their_way() {
         let path = "/a b/c".to_owned();
         for wanted in [
-            Wanted::Mapped { pid: 7, start: 0x1000, end: 0x2000, path: path.clone() },
+            Wanted::Mapped {
+                pid: 7,
+                start: UserAddr(0x1000),
+                end: UserAddr(0x2000),
+                path: path.clone(),
+            },
             Wanted::Own { pid: 8, path, here: true },
         ] {
             let limit = Duration::from_millis(50);

@@ -106,6 +106,8 @@ fn user(pid: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use stackwire_model::UserAddr;
+
     use super::*;
 
     fn own(path: &std::path::Path) -> Result<Vec<u8>, OpenError> {
@@ -165,11 +167,11 @@ mod tests {
 
     #[test]
     fn a_mapped_file_is_itself_however_it_is_called() {
-        let code = a_mapped_file_is_itself_however_it_is_called as fn() as usize as u64;
+        let code = UserAddr(a_mapped_file_is_itself_however_it_is_called as fn() as usize as u64);
         let pid = std::process::id();
         let maps = crate::process::maps::read(pid).unwrap();
-        let found = maps.iter().find(|m| m.start <= code && code < m.start + m.length).unwrap();
-        let (start, end) = (found.start, found.start + found.length);
+        let found = maps.iter().find(|m| (m.start..m.end()).contains(&code)).unwrap();
+        let (start, end) = (found.start, found.end());
         let path = "/nowhere".to_owned();
         let file = open(&Wanted::Mapped { pid, start, end, path });
         if rustix::process::geteuid().is_root() {
@@ -178,7 +180,7 @@ mod tests {
             assert_eq!(file.unwrap().metadata().unwrap().ino(), own.ino());
         }
         let path = std::fs::read_link("/proc/self/exe").unwrap().to_str().unwrap().to_owned();
-        let nowhere = Wanted::Mapped { pid, start: 0, end: 1, path };
+        let nowhere = Wanted::Mapped { pid, start: UserAddr(0), end: UserAddr(1), path };
         assert!(open(&nowhere).is_err() && open_here(&nowhere).is_ok(), "by its path");
     }
 }

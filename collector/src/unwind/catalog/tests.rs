@@ -2,6 +2,7 @@
 
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::{Rule, cfa};
+use stackwire_model::UserAddr;
 
 use super::*;
 use crate::unwind::maps;
@@ -25,7 +26,7 @@ pub(super) fn table(rows: u32, rules: i32, seed: i32) -> Table {
 }
 
 fn wanted() -> Option<Wanted> {
-    Some(Wanted::Mapped { pid: 1, start: 0, end: 1, path: String::new() })
+    Some(Wanted::Mapped { pid: 1, start: UserAddr(0), end: UserAddr(1), path: String::new() })
 }
 
 /// The number of a file that root has mapped.
@@ -106,7 +107,8 @@ fn a_users_file_stands_for_nobody_elses() {
     // Where it is looked for again, roots comes first of all that were ever mapped, and last of
     // those that are tried.
     for pid in 2..20 {
-        let forged = Wanted::Mapped { pid, start: 0, end: 1, path: String::new() };
+        let forged =
+            Wanted::Mapped { pid, start: UserAddr(0), end: UserAddr(1), path: String::new() };
         catalog.number(&file(1), Some(forged), || Owner::User(1000));
     }
     catalog.lock().drop_table(roots);

@@ -4,11 +4,14 @@
 //! later; of the kernel that runs here the host's list is taken along, since that is where perf has
 //! them from.
 
+use std::ops::Range;
+
 use stackwire_model::BuildId;
 use stackwire_model::profile::{
     ArtifactHash, Builder, EndReason, Executable, ExecutableId, FrameKind, Full, Location, StackId,
-    lookup_offset,
+    lookup_address,
 };
+use stackwire_model::{Address, KernelAddr, KernelOffset, UserAddr};
 
 use crate::{Host, Module};
 
@@ -20,10 +23,10 @@ const KERNEL_SPAN: u64 = 1 << 30;
 
 #[derive(Clone, Debug)]
 struct Part {
-    start: u64,
-    end: u64,
+    start: KernelAddr,
+    end: KernelAddr,
     /// What offsets count from.
-    base: u64,
+    base: KernelAddr,
     /// Empty: the kernel itself.
     module: String,
     /// What that is, once a stack was asked for.
@@ -40,19 +43,19 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A record says where the kernel or a module is: address, bytes, and for the kernel where its
-    /// reference symbol is.
-    pub fn map(&mut self, path: &str, (start, length, reference): (u64, u64, u64)) {
+    /// A record says where the kernel or a module is, and for the kernel where its reference symbol
+    /// is (0: not told).
+    pub fn map(&mut self, path: &str, range: Range<KernelAddr>, reference: KernelAddr) {
+        let Range { start, end } = range;
         let is_kernel =
             path.starts_with("[kernel.kallsyms]") || path.starts_with("[kernel.vmlinux]");
         let name = path.rsplit('/').next().unwrap_or(path);
         let stem = name.split(".ko").next().unwrap_or(name);
         let module = stem.trim_matches(['[', ']']).replace('-', "_");
-        let end = start.saturating_add(length);
         if self.parts.len() >= MAX_MAPS || end <= start {
             return;
         }
-        let base = if is_kernel && reference != 0 { reference } else { start };
+        let base = if is_kernel && reference != KernelAddr(0) { reference } else { start };
         let module = if is_kernel { String::new() } else { module };
         let at = self.parts.partition_point(|part| part.start <= start);
         self.parts.insert(at, Part { start, end, base, module, executable: None });
@@ -93,11 +96,11 @@ impl Kernel {
     pub fn stack(
         &self,
         into: &mut Builder,
-        addresses: &[(u64, FrameKind)],
+        addresses: &[(KernelAddr, FrameKind)],
     ) -> Result<Option<StackId>, Full> {
         let mut locations = Vec::with_capacity(addresses.len());
         for &(address, kind) in addresses {
-            let address = lookup_offset(address, kind);
+            let address = lookup_address(address, kind);
             let after = self.parts.partition_point(|part| part.start <= address);
             // A kernel's range may be told as all that is above it, modules included.
             let mut before = self.parts[..after].iter().rev();
@@ -110,18 +113,17 @@ impl Kernel {
                     .contains(&address)
                     .then_some(kernel)
             });
-            let known = part.and_then(|part| Some((part.executable?, address - part.base)));
-            let (executable, offset) = match known {
+            let known = part.and_then(|part| {
+                let offset = KernelOffset(address.since(part.base)?);
+                Some((part.executable?, Address::Kernel(offset)))
+            });
+            let (executable, address) = match known {
                 Some(known) => known,
                 // Where it lies is not for others to know.
-                None => (into.executable(Executable::Unmapped)?, 0),
+                None => (into.executable(Executable::Unmapped)?, Address::User(UserAddr(0))),
             };
-            locations.push(into.location(Location {
-                executable,
-                process: None,
-                offset,
-                seen_ns: 0,
-            })?);
+            let location = Location { executable, process: None, address, seen_ns: 0 };
+            locations.push(into.location(location)?);
         }
         into.stack(&locations, EndReason::NotSaid).map(Some)
     }
@@ -134,12 +136,11 @@ mod tests {
     #[test]
     fn modules_come_before_a_kernel_that_claims_everything() {
         let (mut kernel, mut into) = (Kernel::default(), Builder::new());
-        kernel.map(
-            "[kernel.kallsyms]_text",
-            (0xffff_ffff_8100_0000, 0x3f00_0000, 0xffff_ffff_8100_0000),
-        );
-        kernel
-            .map("/lib/modules/6.1/kernel/fs/ext4/ext-4.ko.xz", (0xffff_ffff_c000_0000, 0x1000, 0));
+        let text = KernelAddr(0xffff_ffff_8100_0000);
+        kernel.map("[kernel.kallsyms]_text", text..KernelAddr(0xffff_ffff_c000_0000), text);
+        let module = KernelAddr(0xffff_ffff_c000_0000)..KernelAddr(0xffff_ffff_c000_1000);
+        let path = "/lib/modules/6.1/kernel/fs/ext4/ext-4.ko.xz";
+        kernel.map(path, module, KernelAddr(0));
         kernel
             .prepare(&mut into, &mut crate::Elsewhere, |module| {
                 BuildId::new(&[7; 20]).filter(|_| module == "ext_4")
@@ -149,13 +150,14 @@ mod tests {
             (0xffff_ffff_c000_0010, FrameKind::Exact),
             (0xffff_ffff_8100_0011, FrameKind::Caller),
             (0xffff_ffff_0000_0000, FrameKind::Caller),
-        ];
+        ]
+        .map(|(address, kind)| (KernelAddr(address), kind));
         assert!(kernel.stack(&mut into, &addresses).is_ok());
         let profile = into.build();
         let found: Vec<_> = profile
             .locations
             .iter()
-            .map(|at| (profile.executables[at.executable.index()].name(), at.offset))
+            .map(|at| (profile.executables[at.executable.index()].name(), at.address.number()))
             .collect();
         let expected = [("[ext_4]", 0x10), ("[kernel]", 0x10), ("[unmapped]", 0)];
         assert_eq!(found, expected.map(|(name, offset)| (name.to_owned(), offset)));

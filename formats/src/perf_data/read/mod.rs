@@ -23,7 +23,10 @@ use stackwire_model::profile::{
     ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey,
     SeriesId, StackId,
 };
-use stackwire_model::{BuildId, Device, Event, ExecutableKey, FileId, Machine, ValueKind};
+use stackwire_model::{
+    BuildId, Device, Event, ExecutableKey, FileId, FileOffset, KernelAddr, Machine, UserAddr,
+    ValueKind,
+};
 use stackwire_unwind::MACHINE;
 
 use self::kernel::Kernel;
@@ -64,8 +67,18 @@ pub fn read(
     }
 }
 
-/// Of a stack, leaf first, each with how it is to be read.
-type Addresses = Vec<(u64, FrameKind)>;
+/// The stacks of a sample, leaf first, each address with how it is to be read; and why the user
+/// stack ends.
+type Chains = (Vec<(KernelAddr, FrameKind)>, Vec<(UserAddr, FrameKind)>, EndReason);
+
+/// What the next addresses of a chain are of.
+#[derive(Clone, Copy)]
+enum Mode {
+    Kernel,
+    User,
+    /// A guest, a hypervisor: not code of this host.
+    Other,
+}
 
 struct Reader<'a> {
     file: PerfFile,
@@ -220,7 +233,9 @@ impl<'a> Reader<'a> {
             )?,
             EventRecord::Mmap(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
                 let path = text(map.path);
-                self.kernel.map(&path, (map.address, map.length, map.page_offset));
+                let start = KernelAddr(map.address);
+                let range = start..start.saturating_add(map.length);
+                self.kernel.map(&path, range, KernelAddr(map.page_offset));
             }
             EventRecord::Mmap2(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
                 let path = text(map.path);
@@ -228,7 +243,9 @@ impl<'a> Reader<'a> {
                     let key = DsoKey::detect(path.as_bytes(), CpuMode::Kernel);
                     self.build_ids.extend(key.zip(trimmed(&id)));
                 }
-                self.kernel.map(&path, (map.address, map.length, map.page_offset));
+                let start = KernelAddr(map.address);
+                let range = start..start.saturating_add(map.length);
+                self.kernel.map(&path, range, KernelAddr(map.page_offset));
             }
             EventRecord::Mmap(map) if misc & MMAP_DATA == 0 => {
                 let range = (map.address, map.length, map.page_offset);
@@ -271,7 +288,14 @@ impl<'a> Reader<'a> {
         self.tasks.map(
             self.into,
             pid,
-            Map { start, end, file_offset, executable, private, since },
+            Map {
+                start: UserAddr(start),
+                end: UserAddr(end),
+                file_offset: FileOffset(file_offset),
+                executable,
+                private,
+                since,
+            },
         )?;
         Ok(())
     }
@@ -367,32 +391,32 @@ impl<'a> Reader<'a> {
     }
 
     /// Kernel and user addresses of a sample, leaf first, and why the user stack ends.
-    fn chains(&mut self, sample: &SampleRecord<'_>, pid: u32) -> (Addresses, Addresses, EndReason) {
-        let mut stacks = [Vec::new(), Vec::new()];
-        let mut mode = usize::from(sample.cpu_mode != CpuMode::Kernel);
+    fn chains(&mut self, sample: &SampleRecord<'_>, pid: u32) -> Chains {
+        let (mut kernel, mut user) = (Vec::new(), Vec::new());
+        let mut mode = match sample.cpu_mode {
+            CpuMode::Kernel => Mode::Kernel,
+            _ => Mode::User,
+        };
         let chain = sample.callchain;
+        let kind = |is_first| if is_first { FrameKind::Exact } else { FrameKind::Caller };
         for index in 0..chain.map_or(0, |chain| chain.len()) {
             let Some(address) = chain.and_then(|chain| chain.get(index)) else { break };
-            match address {
-                CONTEXT_KERNEL => mode = 0,
-                CONTEXT_USER => mode = 1,
-                // A guest, a hypervisor: not of this host's code.
-                CONTEXT_MAX.. => mode = 2,
-                _ => {
-                    if let Some(stack) = stacks.get_mut(mode) {
-                        let kind =
-                            if stack.is_empty() { FrameKind::Exact } else { FrameKind::Caller };
-                        stack.push((address, kind));
-                    }
-                }
+            match (address, mode) {
+                (CONTEXT_KERNEL, _) => mode = Mode::Kernel,
+                (CONTEXT_USER, _) => mode = Mode::User,
+                (CONTEXT_MAX.., _) => mode = Mode::Other,
+                (_, Mode::Kernel) => kernel.push((KernelAddr(address), kind(kernel.is_empty()))),
+                (_, Mode::User) => user.push((UserAddr(address), kind(user.is_empty()))),
+                (_, Mode::Other) => {}
             }
         }
-        let [mut kernel, mut user] = stacks;
         if chain.is_none_or(|chain| chain.is_empty())
             && let Some(ip) = sample.ip
         {
-            let stack = if sample.cpu_mode == CpuMode::Kernel { &mut kernel } else { &mut user };
-            stack.push((ip, FrameKind::Exact));
+            match sample.cpu_mode {
+                CpuMode::Kernel => kernel.push((KernelAddr(ip), FrameKind::Exact)),
+                _ => user.push((UserAddr(ip), FrameKind::Exact)),
+            }
         }
         let mut end = EndReason::NotSaid;
         if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack)
@@ -412,7 +436,7 @@ impl<'a> Reader<'a> {
 
     fn kernel_stack(
         &mut self,
-        addresses: &[(u64, FrameKind)],
+        addresses: &[(KernelAddr, FrameKind)],
     ) -> Result<Option<StackId>, ReadError> {
         if addresses.is_empty() {
             return Ok(None);

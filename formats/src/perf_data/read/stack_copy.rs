@@ -10,11 +10,11 @@ use stackwire_collector_ebpf::UserEnd;
 use stackwire_collector_ebpf::arch::{RBP, REGISTERS, RSP, SignalFrame, follows_call};
 use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON};
 use stackwire_collector_ebpf::{Memory, Rule, cfa};
-use stackwire_model::profile::{Builder, EndReason, ExecutableId, FrameKind};
+use stackwire_model::profile::{Builder, EndReason, ExecutableId, FrameKind, UserAddr};
 use stackwire_unwind::Table;
 
 use crate::Host;
-use crate::tasks::{Map, Tasks};
+use crate::tasks::Tasks;
 
 /// Frames of one stack, as the collector's.
 const DEPTH: usize = 1024;
@@ -64,7 +64,7 @@ impl Walker {
         tasks: &Tasks,
         into: &Builder,
         host: &mut dyn Host,
-    ) -> (Vec<(u64, FrameKind)>, EndReason) {
+    ) -> (Vec<(UserAddr, FrameKind)>, EndReason) {
         let mut frames = Vec::new();
         let end = self.frames(copied, pid, tasks, into, host, &mut frames);
         (frames, end)
@@ -77,7 +77,7 @@ impl Walker {
         tasks: &Tasks,
         into: &Builder,
         host: &mut dyn Host,
-        frames: &mut Vec<(u64, FrameKind)>,
+        frames: &mut Vec<(UserAddr, FrameKind)>,
     ) -> EndReason {
         let mut cursor = Cursor { exact: 1, ..Cursor::default() };
         for (number, register) in PERF_REGISTER.into_iter().enumerate() {
@@ -92,13 +92,13 @@ impl Walker {
         let mut signal = SignalFrame::default();
         loop {
             let kind = if cursor.exact != 0 { FrameKind::Exact } else { FrameKind::Caller };
-            frames.push((cursor.ip, kind));
+            frames.push((UserAddr(cursor.ip), kind));
             if frames.len() == DEPTH {
                 return EndReason::DepthLimit;
             }
             let address = cursor.lookup_ip();
-            let Some(map) = tasks.find(pid, address).copied() else {
-                // A return address into nothing is none.
+            let Some(map) = tasks.find(pid, UserAddr(address)).copied() else {
+                // Drop a return address outside every mapping.
                 if cursor.exact == 0 {
                     frames.pop();
                 }
@@ -111,7 +111,7 @@ impl Walker {
                 let modules = &self.modules;
                 let mut code = Copy { stack: &[], stack_start, popped: None, pid, tasks, modules };
                 let module = modules.get(&map.executable).and_then(Option::as_ref);
-                let rule = |address| module?.table.rule(offset(&map, address)).copied();
+                let rule = |address| module?.table.rule(map.offset(UserAddr(address))).copied();
                 let found = rule(address);
                 if !unwind::may_be_called(&mut code, &cursor, found.as_ref()) {
                     frames.pop();
@@ -169,10 +169,6 @@ impl Walker {
     }
 }
 
-fn offset(map: &Map, address: u64) -> u64 {
-    (address - map.start).wrapping_add(map.file_offset)
-}
-
 /// The copied piece of the stack, and code as it is in files.
 struct Copy<'a> {
     stack: &'a [u8],
@@ -203,9 +199,9 @@ impl Memory for Copy<'_> {
             bytes.copy_from_slice(found);
             return Some(u64::from_le_bytes(bytes));
         }
-        let map = self.tasks.find(self.pid, address).filter(|map| !map.private)?;
+        let map = self.tasks.find(self.pid, UserAddr(address)).filter(|map| !map.private)?;
         let module = self.modules.get(&map.executable)?.as_ref()?;
-        module.file.read_exact_at(&mut bytes, offset(map, address)).ok()?;
+        module.file.read_exact_at(&mut bytes, map.offset(UserAddr(address)).0).ok()?;
         Some(u64::from_le_bytes(bytes))
     }
 

@@ -32,7 +32,7 @@ pub fn identity(profile: &Profile, index: usize) -> (String, [u8; SHA_1]) {
     let mut hash = Sha256::new();
     hash.update(origin.hostname.as_bytes());
     for number in
-        [profile.start_ns, process.pid.into(), process.start_ns, mapping.start, index as u64]
+        [profile.start_ns, process.pid.into(), process.start_ns, mapping.start.0, index as u64]
     {
         hash.update(number.to_le_bytes());
     }
@@ -69,7 +69,7 @@ fn sampled<'a>(named: Named<'a>) -> FxHashMap<(ProcessId, ExecutableId), Sampled
     for (location, resolution) in profile.locations.iter().zip(&names.resolutions) {
         if let Some(process) = location.process {
             let of = all.entry((process, location.executable)).or_default();
-            of.insert(location.offset, name(resolution));
+            of.insert(location.address.number(), name(resolution));
         }
     }
     all
@@ -84,7 +84,7 @@ pub fn stand_in(profile: Named<'_>, id: ExecutableId) -> io::Result<Option<Vec<u
     let of_it = profile.locations.iter().zip(&profile.names.resolutions);
     let of_it = of_it.filter(|(location, _)| location.executable == id);
     let symbols: Sampled<'_> =
-        of_it.map(|(location, resolution)| (location.offset, name(resolution))).collect();
+        of_it.map(|(location, resolution)| (location.address.number(), name(resolution))).collect();
     let last = symbols.last_key_value().filter(|_| symbols.values().any(Option::is_some));
     let known = profile.executables[id.index()].build_id();
     let (Some((last, _)), Some(known)) = (last, known) else { return Ok(None) };
@@ -112,8 +112,9 @@ fn name(resolution: &Resolution) -> Option<&str> {
 /// Names by offset in the mapping. An address without one is there, too: the function before it
 /// ends before it.
 fn symbols<'a>(sampled: &Sampled<'a>, mapping: &Mapping) -> Sampled<'a> {
-    let inside = sampled.range(mapping.start..mapping.start.saturating_add(mapping.length));
-    inside.map(|(address, name)| (address - mapping.start, *name)).collect()
+    let start = mapping.start.0;
+    let inside = sampled.range(start..start.saturating_add(mapping.length));
+    inside.map(|(address, name)| (address - start, *name)).collect()
 }
 
 /// `text`: address and offset of code, and how much there is.

@@ -251,7 +251,8 @@ impl<'a, W: Write> Player<'a, W> {
         let mapping = &self.profile.mappings[index as usize];
         let process = &self.profile.processes[mapping.process.index()];
         let executable = &self.profile.executables[mapping.executable.index()];
-        let (start, length, mut file_offset) = (mapping.start, mapping.length, mapping.file_offset);
+        let (start, length) = (mapping.start.0, mapping.length);
+        let mut file_offset = mapping.file_offset.0;
         let (name, build_id) = match executable {
             Executable::Anonymous if self.jitted => {
                 let (name, id) = jitted::identity(self.profile, index as usize);
@@ -319,21 +320,25 @@ impl<'a, W: Write> Player<'a, W> {
     fn address(&self, location: &Location, process: u32) -> u64 {
         let executable = location.executable;
         if let Some((start, _)) = self.kernel.get(&executable.0) {
-            return start.saturating_add(location.offset);
+            return start.saturating_add(location.address.number());
         }
         let private = matches!(
             self.profile.executables[executable.index()],
             Executable::Anonymous | Executable::Unmapped
         );
         if private {
-            return location.offset;
+            return location.address.number();
         }
         let placed = self.placed.get(&(process, executable.0));
         let found = placed.into_iter().flatten().rev().find(|(file_offset, length, _)| {
-            location.offset.checked_sub(*file_offset).is_some_and(|inside| inside < *length)
+            location
+                .address
+                .number()
+                .checked_sub(*file_offset)
+                .is_some_and(|inside| inside < *length)
         });
-        found.map_or(location.offset, |(file_offset, _, start)| {
-            start.saturating_add(location.offset - file_offset)
+        found.map_or(location.address.number(), |(file_offset, _, start)| {
+            start.saturating_add(location.address.number() - file_offset)
         })
     }
 

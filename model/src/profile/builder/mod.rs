@@ -16,6 +16,7 @@ use super::{
     ArtifactHash, EndReason, Executable, ExecutableId, Frame, FrameId, JitFile, Line, Location,
     LocationId, Mapping, Process, ProcessId, Profile, Stack, StackId, Thread, ThreadId,
 };
+use crate::Address;
 
 /// Most entries any table of a profile takes; more is a hostile stream.
 const MAX_ENTRIES: usize = 16 << 20;
@@ -196,8 +197,9 @@ impl Builder {
         lines: Arc<[Line]>,
     ) -> Result<LocationId, Full> {
         let next = self.names.len() as u64;
-        let offset = *self.names.entry((executable, Arc::clone(&lines))).or_insert(next);
-        let id = self.location(Location { executable, process: None, offset, seen_ns: 0 })?;
+        let number = *self.names.entry((executable, Arc::clone(&lines))).or_insert(next);
+        let address = Address::Name(number);
+        let id = self.location(Location { executable, process: None, address, seen_ns: 0 })?;
         self.profile.given.insert(id, lines);
         Ok(id)
     }

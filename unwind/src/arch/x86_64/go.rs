@@ -96,7 +96,7 @@ impl Table {
             let is_one = |bytes: &[u8]| gopclntab_format(bytes) == Some(FORMAT);
             let at = bytes.chunks(ALIGNED).position(is_one)? * ALIGNED;
             bytes.drain(..at);
-            Some((section.address + at as u64, bytes))
+            Some((section.address.0 + at as u64, bytes))
         })?;
         let mut table = GoTable::parse(bytes)?;
         if table.family() > GoFamily::Go116 {
@@ -168,7 +168,7 @@ impl Table {
 /// alone.
 fn text(elf: &Elf<'_>, table: u64, in_header: u64) -> Option<u64> {
     let module = || {
-        let module = elf.section(MODULE)?.address;
+        let module = elf.section(MODULE)?.address.0;
         (pointer(elf, module)? == table).then(|| pointer(elf, module + MODULE_TEXT))?
     };
     pointer(elf, table + in_header).filter(|&text| text != 0).or_else(module)

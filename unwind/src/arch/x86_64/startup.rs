@@ -56,10 +56,10 @@ pub fn add(elf: &Elf<'_>, covered: &[(u64, u64)], kept: Option<u32>, spans: &mut
 /// Addresses of what runs at the beginning and at the end.
 fn first(elf: &Elf<'_>) -> Vec<u64> {
     let sections = [".init", ".fini"].into_iter().filter_map(|name| elf.section(name));
-    let mut found: Vec<u64> = sections.map(|section| section.address).collect();
+    let mut found: Vec<u64> = sections.map(|section| section.address.0).collect();
     for name in [".init_array", ".fini_array"] {
         let words = elf.section(name).and_then(|section| {
-            elf.words(section.address, (section.size / 8).min(MAX_ENTRIES) as usize)
+            elf.words(section.address.0, (section.size / 8).min(MAX_ENTRIES) as usize)
         });
         found.extend(words.unwrap_or_default());
     }
@@ -122,6 +122,7 @@ mod tests {
     use std::fs::File;
 
     use super::*;
+    use stackwire_model::FileOffset;
 
     #[test]
     fn constructors_and_destructors_of_this_program_have_rules() {
@@ -141,7 +142,10 @@ mod tests {
             let code = elf.code_until(start, 16);
             let first = Decoder::with_ip(64, &code, start, DecoderOptions::NONE).decode();
             for at in [start, first.next_ip()] {
-                assert!(table.rule(elf.offset(at).unwrap()).is_some(), "{name}: {at:#x}");
+                assert!(
+                    table.rule(FileOffset(elf.offset(at).unwrap())).is_some(),
+                    "{name}: {at:#x}"
+                );
             }
         }
     }
