@@ -1,5 +1,6 @@
-//! `make bench`: what one sees of programs people profile, as they are installed: frames named,
-//! stacks whole, and the sentence `record` ends with where a number is low.
+//! `make bench`: what a user sees of programs that people profile, as they are installed. Shows how
+//! many frames are named, how many stacks are whole, and the sentence that `record` ends with where
+//! a number is low.
 //!
 //! Prints a table, asserts nothing.
 

@@ -1,6 +1,6 @@
-//! Stacks where a frame pointer may be a lie, or a return address none: what cannot be known is
-//! said and not guessed. The judges are programs whose stacks are known, most of them such as have
-//! defeated us (`fixtures/attacks`).
+//! Stacks in which a frame pointer may be wrong, or a word may only look like a return address.
+//! What cannot be known must be reported and not guessed. The test programs have known stacks. Most
+//! of them have defeated us before (`fixtures/attacks`).
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Processes that make of their registers, stacks, mappings and names what they like: each costs
-//! its own samples at most.
+//! Processes that put whatever they like into their registers, stacks, mappings and names. Each
+//! costs at most its own samples.
 
 use std::process::Command;
 

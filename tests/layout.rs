@@ -1,6 +1,7 @@
-//! The house as ARCHITECTURE.md tells it: crates depend downwards, and no circle joins files.
+//! Checks the structure that ARCHITECTURE.md describes: crates depend only downwards, and no cycle
+//! joins files.
 //!
-//! Reads the sources. What a module and its own children use of each other is not looked at, nor
+//! Reads the sources. Does not look at what a module and its own children use of each other, nor at
 //! what is written inside macros. Tests in a file may use anything.
 
 use std::collections::{BTreeMap, BTreeSet};

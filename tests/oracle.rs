@@ -282,9 +282,9 @@ fn ten_thousand_stacks_are_those_of_gimli() {
     assert!(tally.unexplained * 1000 <= tally.snapshots, "{} unexplained", tally.unexplained);
 }
 
-/// Every release of Go, every way its programs are compiled: as far as gimli knows its way, and
-/// beyond that, where stacks are changed and C is called, against the instructions that must have
-/// called.
+/// Every release of Go, and every way its programs are compiled. The walk is compared with gimli's
+/// as far as gimli knows its way. Beyond that, where stacks are changed and C is called, it is
+/// compared with the instructions that must have called.
 #[test]
 fn stacks_of_every_go_are_those_of_gimli_and_its_calls() {
     if !can("root, to trace", rustix::process::geteuid().is_root()) {

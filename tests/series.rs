@@ -178,8 +178,8 @@ fn page_faults_beside_busy_cpus_are_those_there_were() {
     assert!((percent(&faults, "touch_few") - 20.0).abs() < 8.0, "{faults:?}");
 }
 
-/// One has thousands at a time and then none, the other one now and then, on the same CPU: a sample
-/// must not stand for what came before it was the other's turn.
+/// Two programs share a CPU. One has thousands of page faults at a time and then none, the other
+/// has one now and then. A sample of one must not stand for page faults of the other.
 #[test]
 fn page_faults_are_of_who_had_them() {
     if !privileged() {

@@ -113,8 +113,8 @@ fn stacks_of_running_programs_are_whole() {
     }
 }
 
-/// In the parent of a new task glibc says nothing of its frame, and a thread's root is in the same
-/// function: who is there is not at its root.
+/// glibc says nothing of the frame in the parent of a new task, and the root of a new thread is in
+/// the same function. The parent must not be taken for a thread at its root.
 #[test]
 fn who_starts_a_process_or_a_thread_has_callers() {
     if !privileged() {

@@ -1,5 +1,5 @@
-//! The index: SQLite, shared by processes. A memory of what the files are, never the only place of
-//! anything but what is missing.
+//! The index: an SQLite database that processes share. It remembers what the files are. Only the
+//! list of what is missing is kept nowhere else.
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -131,8 +131,8 @@ impl Index {
         Ok(rows.collect::<rusqlite::Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// Changes files and their rows together, one process at a time: nobody who does likewise sees
-    /// the ones without the others, but after a kill.
+    /// Changes files and their rows together, one process at a time. Others that also use this
+    /// function never see a file without its row or a row without its file, except after a kill.
     pub fn change<T>(
         &self,
         change: impl FnOnce(&Self) -> Result<T, CacheError>,

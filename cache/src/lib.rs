@@ -15,14 +15,14 @@
 //!
 //! # What holds
 //!
-//! - A blob comes into its place by rename once it is whole and on disk, in one transaction with
-//!   its row. Killed at any instruction, the store holds each blob whole or not at all; a file
-//!   without a row is taken in when it is met, a row without a file forgotten.
-//! - The index is a memory of the files, and made again from them when it is lost or damaged.
+//! - A blob is renamed into its place once it is whole and on disk, in one transaction with its
+//!   row. A process may be killed at any instruction: the store still holds each blob whole or not
+//!   at all. A file without a row gets one when it is met; a row without a file is forgotten.
+//! - The index remembers the files. When it is lost or damaged, it is made again from them.
 //! - Every blob is checked against its checksum when it is opened; one that differs is removed.
 //! - [`Cache::lock`] gives a key to one task of one process at a time.
-//! - What is not here is asked of a [`Tier`] behind it, once however many want it.
-//! - The least recently used go first when there is more than the limit.
+//! - When a blob is not here, a [`Tier`] behind the store is asked for it, once for all callers.
+//! - When there is more than the limit, the least recently used blobs are removed first.
 //!
 //! # Versions of the index
 //!
@@ -136,7 +136,7 @@ impl Cache {
     /// A blob, if it is there and whole. Counts as a use.
     ///
     /// # Errors
-    /// When the index cannot be used; a damaged blob is none.
+    /// When the index cannot be used. For a damaged blob the result is `None`, not an error.
     pub fn get(&self, key: &Key) -> Result<Option<Blob>, CacheError> {
         match self.look(key)? {
             Look::Whole(blob) => {
@@ -187,8 +187,8 @@ impl Cache {
         Ok(self.index().put_negative(key, negative, lifetime)?)
     }
 
-    /// The key for one task of one process alone; `None` when another had it for longer than
-    /// `patience`.
+    /// Gives the key to one task of one process alone. `None` when another task had it for longer
+    /// than `patience`.
     ///
     /// # Errors
     /// When the lock cannot be made.

@@ -17,9 +17,9 @@ pub struct Lock {
     _file: File,
 }
 
-/// Lock files of each kind. Two keys may share one, which costs waiting and nothing else: whoever
-/// holds a lock of a table may wait for one of a file, never the other way round, so nobody waits
-/// in a circle.
+/// Lock files of each kind. Two keys may share a file: then one waits for the other, and nothing
+/// worse happens. A task that holds the lock of a table may wait for the lock of a file, never the
+/// other way round. So there is no deadlock.
 const SLOTS: u64 = 256;
 /// Between two tries: flock with a deadline does not exist.
 const TRY_AGAIN: Duration = Duration::from_millis(10);

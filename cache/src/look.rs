@@ -1,7 +1,7 @@
-//! One look at a blob: its file and its row, brought together where they differ.
+//! Looks at a blob once: reads its file and its row, and brings them together where they differ.
 //!
-//! Called by all who read blobs. Reading needs no transaction: only where file and row differ is it
-//! found out, in one, whether another process just changed both or one of them is wrong.
+//! Every reader of blobs calls this. Reading needs no transaction. Only when file and row differ, a
+//! transaction finds out whether another process has just changed both, or one of them is wrong.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,8 +1,8 @@
-//! What stands behind the store: places that are asked for what it does not have.
+//! Tiers: places behind the store that are asked for what the store does not have.
 //!
-//! Locks, deadlines and remembered answers are here, once for all tiers: a tier only brings bytes.
-//! debuginfod servers are one (the symbolizer's `debuginfod.rs`); nothing here knows their
-//! protocol.
+//! This file does locks, deadlines and remembered answers once for all tiers: a tier only brings
+//! bytes. The debuginfod servers are a tier (the symbolizer's `debuginfod.rs`). Nothing here knows
+//! their protocol.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ pub trait Tier {
     /// What the store keeps it under.
     fn key(&self, wanted: &Self::Wanted) -> Key;
 
-    /// Whose answers these are. That a blob is missing is believed of this name alone: of other
-    /// servers it says nothing.
+    /// The name of who answers. An answer that a blob is missing counts for this name only: it says
+    /// nothing about other servers.
     fn name(&self) -> String;
 
     /// The blob, written to a [`Pending`] of `store`, whole and verified. Waits until `deadline`

@@ -7,13 +7,14 @@
 //! small; this file takes one in 2^shift of what comes, and changes `shift` with the time between
 //! samples.
 //!
-//! Occurrences are divided into strata of 2^shift, and one is taken of each, at random, which
-//! weighs 2^shift: a program whose events alternate between two functions has both in its samples.
-//! Estimates stay unbiased while `shift` changes (Horvitz and Thompson), for what changes it, the
-//! time a stratum has lasted, does not depend on which of its occurrences is taken. The time
-//! between samples does: to go by it made sums a fifth too small. What a stratum that changed its
-//! size is off by, later samples make up for, by a quarter of their weight at most: the sum of all
-//! weights stays beside what was counted.
+//! Occurrences are divided into strata of 2^shift. One occurrence of each stratum is taken at
+//! random and weighs 2^shift, so a program whose events alternate between two functions has both in
+//! its samples. Estimates stay unbiased while `shift` changes (Horvitz and Thompson): what changes
+//! it is the time a stratum has lasted, and this does not depend on which of its occurrences is
+//! taken. The time between samples does depend on it; using that time made sums a fifth too small.
+//! When a stratum changed its size, its weight is wrong by some amount. Later samples make up for
+//! that amount, each by a quarter of its weight at most, so the sum of all weights stays close to
+//! what was counted.
 //!
 //! Pure. Called by the program `pick` in `sources/perf_event.rs`; tested on the host.
 
@@ -60,8 +61,8 @@ impl Picker {
         came
     }
 
-    /// The event came so often, the last time to a task that is sampled, if it is `ours`. What a
-    /// sample of it weighs, 0: no sample.
+    /// Notes that the event came `came` times, the last time to a task that is sampled, if it is
+    /// `ours`. Returns what a sample of it weighs; 0: no sample.
     ///
     /// `interval_ns`: desired time between samples. `random`: 32 even bits.
     #[inline(always)]

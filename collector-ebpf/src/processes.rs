@@ -1,5 +1,5 @@
-//! Where a process's mappings are for the walk by tables, and what happens between two words of the
-//! collector: a fork passes them on, an exec ends them.
+//! Finds the mappings of a process for the walk by tables. Keeps them right between two messages of
+//! the collector: a fork passes them on, an exec ends them.
 
 use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::pt_regs;

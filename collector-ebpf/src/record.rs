@@ -115,7 +115,7 @@ pub enum KernelEnd {
     Failed = 3,
 }
 
-/// What no record can tell, for there is none: how stacks ended travels with them.
+/// Counts what no record can tell, because there is no record. How stacks ended is in the records.
 ///
 /// Rows of the `COUNTERS` map: slot `cpu * COUNTERS_PER_CPU + counter`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Content the symbolizer cannot see from where it runs, addressed by its SHA-256.
 //!
-//! Large files of JIT compilers are never in memory as a whole, small ones until a symbolizer has
-//! them. Asked for again, by the next window of `serve`, they are read again. A service with a
-//! perf-map of 24 MB must not cost 24 MB for as long as it runs.
+//! A large file that a JIT compiler wrote is never in memory as a whole. A small one stays in
+//! memory until a symbolizer has it. When the next window of `serve` asks for a file again, it is
+//! read again: a service with a perf-map of 24 MB must not cost 24 MB for as long as it runs.
 
 use std::fmt;
 use std::fs::File;
@@ -102,9 +102,9 @@ pub struct Artifact {
     /// Bytes.
     pub length: u64,
     content: Content,
-    /// Where it can be read again, for as long as a file is kept open elsewhere: while its process
-    /// is known. Several where processes wrote the same, as children that copy their parent's
-    /// perf-map.
+    /// The places from which the content can be read again. A place can be read while its file is
+    /// kept open elsewhere, which is while its process is known. There are several when processes
+    /// wrote the same content, for example children that copy their parent's perf-map.
     origins: Vec<(Weak<File>, u64)>,
 }
 

@@ -32,9 +32,9 @@ fn nanoseconds(clock: ClockId) -> u64 {
 /// What this process's time namespace adds to `CLOCK_MONOTONIC`, nanoseconds; 0 on kernels without
 /// time namespaces (before 5.6).
 ///
-/// `timens_offsets` is of the namespace of children. It differs from the own one after `unshare`
-/// without a fork (time_namespaces(7)); whoever calls `unshare` is in the initial one then, unless
-/// namespaces are nested.
+/// `timens_offsets` describes the time namespace of the children. After `unshare` without a fork,
+/// this is not the process's own time namespace (time_namespaces(7)). The process itself is then
+/// still in the initial namespace, unless namespaces are nested.
 fn own_offset(process: &Path) -> i64 {
     let namespace = |name| fs::read_link(process.join("ns").join(name)).ok();
     if namespace("time") != namespace("time_for_children") {

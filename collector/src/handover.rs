@@ -1,8 +1,9 @@
 //! Files of processes for a symbolizer that cannot see them: which are known, and reading them
 //! piece by piece.
 //!
-//! Told by the pipeline what was mapped where, asked by the sinks. Opens through the broker; reads
-//! bytes and looks at none. What may be sent is [`Share`]'s to say.
+//! The pipeline reports which files were mapped where; the sinks ask for files. Files are opened
+//! through the broker. Their bytes are read but not interpreted. [`Share`] decides what may be
+//! sent.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -54,8 +54,8 @@ pub fn in_time<T: Send + 'static>(
     result.recv_timeout(LIMIT).map_err(|_late| NotInTime::Late)
 }
 
-/// The same, without waiting; none when there is no thread to be had, of the eight that are counted
-/// there.
+/// Like [`in_time`], but does not wait for the result. `None` when no thread can be started, or
+/// when all eight threads that `taken` counts are in use.
 pub fn later<T: Send + 'static>(
     taken: &'static AtomicUsize,
     work: impl FnOnce() -> T + Send + 'static,

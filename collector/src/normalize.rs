@@ -1,7 +1,7 @@
 //! Addresses become (executable, offset): the one place where they change kind. Pure.
 //!
-//! Nothing is subtracted from return addresses here, except to find the mapping a call lies in: the
-//! −1 of callers belongs to the symbolizer.
+//! Return addresses are passed on unchanged: the symbolizer subtracts 1 to find the call. Here 1 is
+//! subtracted only to find the mapping that the call lies in.
 
 use std::rc::Rc;
 
@@ -50,11 +50,11 @@ const USER_END: u64 = 1 << 57;
 
 /// Normalizes a user stack of `process`; `None` when there was none.
 ///
-/// A program may jump anywhere, and be interrupted there: an address no program can have is not
-/// sent, since it may be one of the kernel's.
+/// A program may jump to any address and be interrupted there. An address that no program can have
+/// is not sent, because it may be a kernel address.
 ///
-/// A return address outside executable memory ends the stack: with frame pointers, a caller
-/// without one leaves any number in the register, and a frame must never be a guess.
+/// A return address outside executable memory ends the stack. In a walk by frame pointers, a caller
+/// that keeps none leaves any number in that register, and a frame must never be a guess.
 pub fn user(
     process: &Process,
     addresses: &[u64],

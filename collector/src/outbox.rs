@@ -88,8 +88,8 @@ enum Body {
     },
 }
 
-/// A file used round and round: what waits lies between `start` and `end`, which only grow; where
-/// they are in the file is their remainder.
+/// A file used as a ring. What waits lies between `start` and `end`, which only grow. To get a
+/// position in the file, take the remainder after division by the file's largest size.
 #[derive(Debug)]
 struct Spool {
     file: File,
@@ -128,8 +128,9 @@ impl Outbox {
         self.changed.notify_one();
     }
 
-    /// Keeps an artifact for a symbolizer that may want it: for good, or as one of those an epoch
-    /// refers to, which make room for those of later epochs. False when there is no room.
+    /// Keeps an artifact for a symbolizer that may ask for it. Without `epoch` it is kept for good.
+    /// With `epoch`, the epoch that refers to it, it may be dropped to make room for artifacts of
+    /// later epochs. False when there is no room.
     pub fn add_artifact(&self, artifact: Artifact, epoch: Option<u64>) -> bool {
         let mut inner = self.lock();
         if let Some(epoch) = epoch {

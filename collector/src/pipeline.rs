@@ -192,7 +192,8 @@ impl Pipeline {
         }
     }
 
-    /// Asks which files those are whose build-ids are too short to tell, each once.
+    /// Asks for the file of each mapping whose build-id is too short to identify it. Asks once for
+    /// each mapping.
     fn identify(&mut self) {
         let mut left = MAX_ASKED;
         for event in &mut self.batch.events {
@@ -263,7 +264,7 @@ impl Pipeline {
             })
             .collect();
         self.before = totals.into_iter().collect();
-        // Dropped epochs take what they said was lost with them: it is said again.
+        // A dropped epoch also drops its record of what was lost: record it again in this epoch.
         lost.extend(self.outbox.take_dropped_losses());
         let samples = self.epoch.samples() as u64;
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();

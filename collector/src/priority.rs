@@ -1,8 +1,8 @@
-//! A higher priority for a short while: until sampling begins, what runs beside the collector is
-//! not seen.
+//! Raises the priority for a short time. Until sampling begins, whatever runs beside the collector
+//! is not seen.
 //!
-//! Takes CAP_SYS_NICE; without it nothing changes. Used by `session.rs` around the loading of the
-//! programs, which takes 50 ms of CPU time: beside busy CPUs three times as long went by.
+//! Needs CAP_SYS_NICE; without it nothing changes. `session.rs` uses it while the programs are
+//! loaded, which takes 50 ms of CPU time. On a host with busy CPUs, three times as long went by.
 
 use rustix::process::{getpriority_process, setpriority_process};
 

@@ -110,8 +110,8 @@ pub struct Helpers {
 }
 
 impl Helpers {
-    /// Starts them. One that does not start is done without: files are opened with what this
-    /// process may, stacks are walked by frame pointers.
+    /// Starts them. Without the broker, files are opened with the rights of this process. Without
+    /// any compiler, stacks are walked by frame pointers.
     #[must_use]
     pub fn start() -> Self {
         // Two: one file that takes long keeps no other waiting.

@@ -53,7 +53,8 @@ pub struct Sampling {
 /// Artifacts that executables and processes of an epoch refer to.
 #[derive(Clone, Debug, Default)]
 pub struct References {
-    /// Of all symbols of the kernel and its modules, without BPF programs: they are not sent.
+    /// Hash of all symbols of the kernel and its modules, without those of BPF programs. The
+    /// symbols themselves are not sent.
     pub kernel: Option<Hash>,
     /// Of those of BPF programs.
     pub programs: Option<Hash>,
@@ -281,7 +282,8 @@ fn executable(
         Kind::Anonymous | Kind::Described { .. } => wire.set_kind(v1::ExecutableKind::Anonymous),
         Kind::Kernel => {
             wire.set_kind(v1::ExecutableKind::Kernel);
-            // Its debug information would name the offsets, which are none without kallsyms.
+            // Without kallsyms there are no real offsets, but debug information would still name
+            // them.
             if references.kernel.is_some() {
                 wire.build_id = build_id_to_wire(identity.kernel_build_id);
             }

@@ -189,8 +189,8 @@ impl Headers {
         })
     }
 
-    /// Whether all of its sections lie in the file: one that was cut short says what it was, and no
-    /// longer has it.
+    /// Whether all of its sections lie in the file. The headers of a file that was cut short still
+    /// describe sections that it no longer has.
     ///
     /// # Errors
     /// [`ElfError::OutsideFile`] with the first that does not.

@@ -1,4 +1,4 @@
-//! What readers ask of the host they run on, through who calls them: they open nothing themselves.
+//! What readers ask of the host they run on. They ask their caller, and open nothing themselves.
 
 use std::fs::File;
 
@@ -16,8 +16,8 @@ pub struct Module<'a> {
     pub name: &'a str,
 }
 
-/// What a host knows of a profile that may have been taken on it. Content is kept by the host and
-/// known by its hash. Everything may be unknown.
+/// What a host knows of a profile that may have been taken on it. The host keeps the content and
+/// returns its hash. Everything may be unknown.
 pub trait Host {
     /// Symbols of the kernel with this build-id. `text` is where its `_text` lay in the profile,
     /// `modules` where its modules lay.

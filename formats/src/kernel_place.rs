@@ -1,5 +1,5 @@
-//! Where outputs put kernel code: absolute addresses never leave the host, so each kernel is shown
-//! where one that was not moved lies, with its modules behind each other.
+//! Where outputs put kernel code. Absolute addresses never leave the host. So each kernel is shown
+//! where a kernel that was not moved lies, with its modules one behind the other.
 
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{Executable, Profile};
@@ -8,8 +8,8 @@ use stackwire_model::profile::{Executable, Profile};
 /// which is where a debugger expects those of a kernel that was not moved.
 pub const KERNEL_BASE: u64 = 0xffff_ffff_8100_0000;
 const MODULE_BASE: u64 = 0xffff_ffff_c000_0000;
-/// Where a kernel is shown of which nothing is known, not even where in it a frame is: no kernel
-/// has code there.
+/// Where a kernel is shown when nothing is known of it, not even the offsets of its frames. No
+/// kernel has code there.
 pub const HIDDEN_KERNEL: u64 = 0xffff_ffff_7000_0000;
 /// Shown for kernel code whose size is unknown.
 const KERNEL_SPAN: u64 = 0x0300_0000;

@@ -1,9 +1,9 @@
 //! Formats of profiles, a folder each: `read.rs` makes a profile of a file, `write.rs` a file of a
 //! resolved profile.
 //!
-//! Asks for nothing: no network, no names, no path of this host. What readers need of the host the
-//! profile may be from comes through [`Host`]. Captures are read by the symbolizer: they are the
-//! wire.
+//! This crate looks for nothing: it uses no network, finds no names and opens no path of this host.
+//! Readers may need something of the host that the profile may be from: they get it through
+//! [`Host`]. The symbolizer reads captures, since they are the wire format.
 
 pub mod compare;
 mod error;

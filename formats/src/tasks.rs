@@ -1,8 +1,8 @@
-//! Processes of a foreign profile as its records tell of them: who is called what, and what is
-//! mapped where. Pure.
+//! Processes of a foreign profile, as its records tell of them: the names of processes and threads,
+//! and what is mapped where. Pure.
 //!
-//! perf's rules: a child has its parent's mappings, an exec empties them, a mapping covers what was
-//! there before.
+//! The rules are perf's. A child has its parent's mappings, an exec empties them, and a mapping
+//! covers what was there before.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;

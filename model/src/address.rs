@@ -1,5 +1,6 @@
-//! Addresses by what they count from. A bare number is none of them: to add an offset in a file to
-//! an address of a process takes a mapping, and to look it up in an ELF file takes a segment.
+//! Addresses: one type for each thing they count from, and none of them a bare number. Only a
+//! mapping turns an offset in a file into an address of a process, and only a segment turns it into
+//! an address in an ELF file.
 
 use std::fmt;
 
@@ -11,19 +12,19 @@ macro_rules! addresses {
             pub struct $name(pub u64);
 
             impl $name {
-                /// The one so many bytes behind it; `None` beyond the last.
+                /// The address that is `bytes` higher; `None` when it is beyond the last one.
                 #[must_use]
                 pub fn checked_add(self, bytes: u64) -> Option<Self> {
                     self.0.checked_add(bytes).map(Self)
                 }
 
-                /// The one so many bytes behind it, or the last.
+                /// The address that is `bytes` higher, but at most the last one.
                 #[must_use]
                 pub fn saturating_add(self, bytes: u64) -> Self {
                     Self(self.0.saturating_add(bytes))
                 }
 
-                /// The one so many bytes before it, or the first.
+                /// The address that is `bytes` lower, but at least the first one.
                 #[must_use]
                 pub fn saturating_sub(self, bytes: u64) -> Self {
                     Self(self.0.saturating_sub(bytes))

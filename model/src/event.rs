@@ -89,8 +89,8 @@ impl Event {
         Self::known(0)
     }
 
-    /// One that is known by its name alone: time of clocks and cycles weigh in their units, all
-    /// others count.
+    /// An event that is known by its name alone. Clocks weigh in nanoseconds and cycles in cycles;
+    /// all other events are counted.
     #[must_use]
     pub fn by_name(name: &str) -> Self {
         if let Ok(known) = name.parse() {

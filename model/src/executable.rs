@@ -1,4 +1,4 @@
-//! By what the file is known that code came from.
+//! How an executable is identified: the file that code came from.
 
 use crate::BuildId;
 
@@ -38,9 +38,9 @@ impl FileId {
     }
 }
 
-/// What an executable is known by.
+/// How an executable is identified.
 ///
-/// The build-id where there is one: inodes would tell equal files apart.
+/// By the build-id where there is one: equal files can have different inodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ExecutableKey {
     /// Its GNU build-id.

@@ -18,8 +18,9 @@ fn file_to_wire(file: Option<FileId>) -> (u64, Device) {
 }
 
 impl v1::FileIdentity {
-    /// Which file is meant, if it says. Bytes that are no build-id say nothing: linkers write what
-    /// they are told, and the file of one process must not cost all others their epoch.
+    /// The file that is meant, if the message names one. Bytes that are no build-id are ignored.
+    /// Linkers write any bytes they are told to write, and the file of one process must not cost
+    /// all others their epoch.
     #[must_use]
     pub fn key(&self) -> Option<ExecutableKey> {
         let device = Device { major: self.device_major, minor: self.device_minor };

@@ -1,7 +1,7 @@
 //! Compression of epochs and artifacts, with the bounds a receiver enforces.
 //!
-//! A sealed thing says how long it is when opened; more than that, or more than the limit, is an
-//! error and never an allocation.
+//! What is sealed declares its length. If the content is longer than that, or longer than the
+//! limit, this is an error, and nothing is allocated for it.
 
 use prost::Message;
 

@@ -40,9 +40,9 @@ pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
     )
 }
 
-/// Does something without the capabilities that come from the file of this program: what its user
-/// names, they may do themselves, or not. What they had before stays: root's, and those a service
-/// manager gave.
+/// Does something without the capabilities that come from the file of this program. For what the
+/// user of the program names, only that user's own rights count. Capabilities that the user had
+/// before stay: those of root, and those that a service manager gave.
 ///
 /// # Errors
 /// See [`keep`].

@@ -1,11 +1,11 @@
-//! Makes directories that only their user and root can lead elsewhere: for caches, of the collector
-//! and of the symbolizer.
+//! Makes directories for the caches of the collector and of the symbolizer. Only their user and
+//! root can redirect the path to them.
 //!
-//! A cache's path is often taken from the environment. If root's leads through a directory of
-//! somebody else, they can put a link there, and root would make files where they want. So every
-//! directory and every link on the way must belong to this process's user or to root, and be closed
-//! to others or sticky (as `/tmp`); a user's own group is not taken for others. Does not look at
-//! access lists, nor at files in the directory.
+//! A cache's path is often taken from the environment. If root's path leads through a directory of
+//! another user, that user can put a link there, and root would make files where that user wants.
+//! So every directory and every link on the way must belong to this process's user or to root. It
+//! must also be closed to others, or sticky (as `/tmp`); a user's own group does not count as
+//! others. Does not look at access lists, nor at files in the directory.
 
 use std::ffi::{OsStr, OsString};
 use std::io;

@@ -1,5 +1,5 @@
-//! What a process may, and giving it up: capabilities, and directories that nobody else can lead
-//! elsewhere; and memory it does not keep. For both halves.
+//! What a process may do, and how it gives that up: capabilities, directories whose path nobody
+//! else can redirect, and memory that goes back to the system. For both halves.
 
 pub mod capabilities;
 pub mod directory;

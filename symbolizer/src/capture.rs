@@ -1,5 +1,5 @@
-//! Captures: from frames to a profile and the artifacts it needs. The one path of `record`, `serve`
-//! and `resolve`, so that the three give the same profile for the same stream.
+//! Captures: makes a profile, and the artifacts it needs, from frames. `record`, `serve` and
+//! `resolve` all use this code, so that they give the same profile for the same stream.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -183,7 +183,8 @@ impl Assembler {
         self.builder.label_cpus();
     }
 
-    /// What another kind of input is added to, and the number its processes are told apart by.
+    /// Where another kind of input is added, and the number that tells its processes apart from
+    /// others.
     pub(crate) fn other(&mut self) -> (&mut Builder, &mut Artifacts, usize) {
         self.finish_capture(0);
         self.captures.push(Vec::new());

@@ -1,8 +1,8 @@
 //! What this host knows of a profile that was taken on it: kallsyms and vDSO of its kernel,
 //! perf-maps of its processes, executables.
 //!
-//! Each only when it is the same: a kernel by its build-id. A file that is not there is no error.
-//! For the readers of the crate `formats`; called by `input.rs`.
+//! Each is used only when it is the same: a kernel is compared by its build-id. A file that is not
+//! there is no error. The readers of the crate `formats` use this, and `input.rs` calls it.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -134,8 +134,8 @@ fn vdso(kernel: BuildId) -> Option<Vec<u8>> {
     Some(image)
 }
 
-/// What a process of this host wrote of its code, if the file is root's, one's own or the process's
-/// user's, as perf has it: others may write there, too.
+/// What a process of this host wrote of its code. As in perf, the file has to belong to root, to
+/// our own user or to the user of the process: others may write there, too.
 fn perf_map(pid: u32) -> Option<Vec<u8>> {
     let file = open_regular(&format!("/tmp/perf-{pid}.map")).ok()?;
     let metadata = file.metadata().ok()?;

@@ -1,6 +1,8 @@
-//! Words to the person at the terminal, who may have closed it: nothing depends on them being read.
+//! Messages to the person at the terminal. The terminal may be closed: nothing depends on the
+//! messages being read.
 //!
-//! Also those of the libraries, which tell them as events of `tracing` and never print.
+//! Messages of the libraries are printed here, too: libraries emit them as events of `tracing` and
+//! never print.
 
 use std::fmt::{self, Write as _};
 use std::io::Write;
@@ -10,8 +12,8 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Writes lines to standard error, where names of strangers do nothing but be read; `eprintln!`
-/// would panic when nobody listens any more.
+/// Writes lines to standard error. Characters in names of strangers that could control the terminal
+/// are replaced. `eprintln!` would panic when nobody listens any more.
 pub fn say(text: &str) {
     for line in text.lines() {
         // See above.

@@ -58,9 +58,9 @@ impl<'a> Symbols<'a> {
     }
 }
 
-/// Of aliases the one with the fewest leading underscores, then the last by name, which is the one
-/// perf takes of most. Names of padding are worst, and before them those for 32-bit and early
-/// callers, who are few.
+/// Orders the names of one address, the best last. The best has the fewest leading underscores; of
+/// several such, it is the last by name, which perf takes for most. Names of padding are the worst.
+/// Next come names for 32-bit and early callers, which are few.
 fn rank(name: &str) -> (bool, bool, bool, usize, &str) {
     let underscores = name.len() - name.trim_start_matches('_').len();
     let padding = name.starts_with("__pfx_") || name.starts_with("__cfi_");

@@ -1,6 +1,6 @@
-//! Whether a stack can be: each caller's return address follows a call, and where that names its
-//! target, a call of the function below it. A judge that knows nothing of unwinding, for stacks
-//! nobody else can walk.
+//! Whether a stack is possible. The return address of each caller must follow a call. If that call
+//! names its target, it must call the function below. This judge knows nothing of unwinding. It is
+//! for stacks that nobody else can walk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};

@@ -150,8 +150,8 @@ pub(crate) fn theirs(stopped: &Stopped, modules: &mut Modules) -> Walked {
         let ip = registers[RIP].unwrap() - u64::from(!exact);
         let Some(mapping) = stopped.mapping(ip) else { break "not code".to_owned() };
         if mapping.path.as_os_str().is_empty() {
-            // Nobody knows better of code made at run time, and of where in it a function has no
-            // frame yet nobody at all.
+            // Code made at run time is walked by frame pointers: nobody knows better. Where such
+            // code was interrupted, its function may have no frame yet, and nobody can know.
             if exact {
                 break "no rule".to_owned();
             }

@@ -1,9 +1,9 @@
-//! From an ELF file to its unwind table: `.eh_frame`, then Go's own, then `.debug_frame` for what
-//! those leave out, and the few places that are known to need none.
+//! Compiles an ELF file to its unwind table. Reads `.eh_frame`, then Go's own table, then
+//! `.debug_frame` for what those leave out. A few places have known rules and need none of these.
 //!
-//! What cannot be read costs the function it is of; what has a shape no compiler writes becomes
-//! code without a rule, never a guess. Run in the collector's unwind compiler, and by the
-//! symbolizer for copied stacks: on files of strangers.
+//! What cannot be read costs only the function it belongs to. What has a shape that no compiler
+//! writes becomes code without a rule, never a guess. Runs in the collector's unwind compiler, and
+//! in the symbolizer for copied stacks: on files of strangers.
 
 use std::fs::File;
 

@@ -33,8 +33,8 @@ impl Default for Spans {
 }
 
 impl Spans {
-    /// A rule holds from offset `start` to `end`. More rules than the kernel side has room for are
-    /// none.
+    /// Adds a rule that holds from offset `start` to `end`. Once there are as many rules as the
+    /// kernel side has room for, a further rule counts as no rule.
     pub fn add(&mut self, start: u64, end: u64, rule: Rule) {
         if start >= end || end > MAX_OFFSET {
             return;

@@ -67,8 +67,9 @@ fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
     0
 }
 
-/// Of an event that the kernel counts one by one: whether this occurrence becomes a sample, and
-/// what it weighs. For a clock each is a sample, and weighs its period.
+/// For an event that the kernel counts one by one: decides whether this occurrence becomes a
+/// sample, and what the sample weighs. For a clock each occurrence is a sample and weighs its
+/// period.
 #[perf_event]
 pub fn pick(ctx: PerfEventContext) -> u32 {
     let pid = ctx.tgid();
@@ -194,10 +195,11 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     0
 }
 
-/// Whether saved user registers say where the task will go on.
+/// Whether the saved user registers say where the task will go on.
 ///
-/// Not those of an io_uring worker, which never was in user mode: a copy of its creator's without
-/// ip and sp. Nor those of a task inside execve, which are of the program it is leaving.
+/// Those of an io_uring worker do not. It never was in user mode: they are a copy of its creator's,
+/// without ip and sp. Those of a task inside execve do not, either: they belong to the program it
+/// is leaving.
 #[inline(always)]
 fn is_where_it_will_return(saved: &pt_regs) -> bool {
     saved::ip(saved) != 0 && !saved::is_exec(saved)

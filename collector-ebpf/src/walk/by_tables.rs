@@ -93,9 +93,9 @@ pub fn step(scratch: &mut Scratch) {
     }
 }
 
-/// One frame up. A global function, which the verifier looks at once and not once for each call: 9
-/// ms instead of 170. It may have no pointer among its arguments that older kernels understand, so
-/// it looks for the buffer itself.
+/// Walks one frame up. It is a global function, so that the verifier looks at it once and not once
+/// for each call: 9 ms instead of 170. Older kernels understand no pointer among the arguments of
+/// such a function, so it looks for the buffer itself.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn walk_frame() -> u64 {

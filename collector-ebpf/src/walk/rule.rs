@@ -22,9 +22,10 @@ pub struct Rule {
     pub fp_offset: i32,
     /// Where the return address is, or the register that has it.
     pub ra_offset: i32,
-    /// Of files that compute a frame address from one more register that callees keep (the linker's
-    /// lazy binding does from rbx, Go's race detector from r12), where the caller's value of it is:
-    /// 0 nowhere, positive still in the register, negative in memory at CFA + this.
+    /// Some files compute a frame address from one more register that callees keep: the linker's
+    /// lazy binding from rbx, Go's race detector from r12. For these files, this says where the
+    /// caller's value of the register is: 0 nowhere, positive still in the register, negative in
+    /// memory at CFA + this.
     pub kept: i32,
 }
 
@@ -45,15 +46,15 @@ pub mod cfa {
     /// rbp points to the caller's rbp and the return address, but where the next instructions say
     /// better.
     pub const FRAME_POINTER: u8 = 6;
-    /// Go's scheduler stack, left for that of the running goroutine: g is at thread pointer +
-    /// offset (or, where `kept` is not 0, thread pointer + the word in memory at this instruction +
-    /// kept), its m at + ra_offset in it, curg at + offset2 in that, and in curg, at + fp_offset,
-    /// where its stack pointer was put: the return address is there, or behind the rbp saved there
-    /// with [`fp::AT_CFA`](super::fp::AT_CFA).
+    /// Go's scheduler stack, left for that of the running goroutine. The address of g is at thread
+    /// pointer + offset. Where `kept` is not 0, it is at thread pointer + X, where X is the word in
+    /// memory at (this instruction + kept). In g, at + ra_offset, is its m. In m, at + offset2, is
+    /// curg. In curg, at + fp_offset, is its stack pointer. The return address is where that
+    /// points, or with [`fp::AT_CFA`](super::fp::AT_CFA) behind the rbp saved there.
     pub const GO_SYSTEM_STACK: u8 = 7;
-    /// The scheduler's stack where C was called from it: at rsp + offset is the goroutine, of which
-    /// the second word is where its stack begins, at rsp + offset2 how deep below that it was left.
-    /// The return address is there, or behind rbp, likewise.
+    /// The scheduler's stack where C was called from it. At rsp + offset is the goroutine; its
+    /// second word says where its stack begins. At rsp + offset2 is how deep below that beginning
+    /// the stack was left. The return address is there, or behind rbp, likewise.
     pub const GO_SAVED_DEPTH: u8 = 8;
     /// As `GO_SYSTEM_STACK`, where a goroutine's stack grows: where its function goes on was put
     /// behind the stack pointer (`gobuf`, runtime/runtime2.go), since only what is above that is

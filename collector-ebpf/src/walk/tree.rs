@@ -1,9 +1,10 @@
 //! Finds what is mapped at an address of the current process in the kernel's own tree, when the
 //! collector has not told it yet.
 //!
-//! Reads only, and without the tree's lock: this may have interrupted who holds it. So what is
-//! found is checked to be of this process, to cover the address, and to stay while it is read. The
-//! helper that takes the lock, `bpf_find_vma`, does so once an interrupt.
+//! Reads only, and without the tree's lock: this program may have interrupted the holder of the
+//! lock. So what is found is checked. It must belong to this process, cover the address, and not
+//! change while it is read. The helper that takes the lock, `bpf_find_vma`, can do so only once an
+//! interrupt.
 
 use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use aya_ebpf::helpers::{bpf_probe_read_kernel, bpf_probe_read_kernel_buf};

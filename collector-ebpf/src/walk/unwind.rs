@@ -220,10 +220,10 @@ fn plus(address: u64, offset: i32) -> u64 {
     address.wrapping_add(offset as i64 as u64)
 }
 
-/// Whether the frame that was found may be one, in code of a file with this rule, if it has one:
-/// what was guessed must follow a call, and an indirect one where the code it was guessed from was
-/// made at run time. V8's builtins, which keep frame pointers as well, call others of them that go
-/// on to what was compiled.
+/// Whether the frame that was found can be real, in code of a file with this rule, if it has one. A
+/// guessed return address must follow a call. If it was guessed from code made at run time, that
+/// call must be an indirect one. V8's builtins are an exception: they keep frame pointers as well,
+/// and call other builtins that go on to compiled code.
 #[inline(always)]
 pub fn may_be_called(memory: &mut impl Memory, at: &Cursor, rule: Option<&Rule>) -> bool {
     let kind = rule.map_or(cfa::NONE, |rule| rule.cfa);
@@ -240,9 +240,9 @@ fn left_at_depth(memory: &mut impl Memory, sp: u64, rule: &Rule) -> Option<u64> 
     Some(begin.wrapping_sub(memory.word(plus(sp, rule.offset2))?))
 }
 
-/// Where the running goroutine's stack pointer was put when its stack was left for the scheduler's;
-/// 0 when none runs, or another thread has taken it over, as Go's own traceback asks (`curg.m ==
-/// m`, runtime/traceback.go).
+/// Where the running goroutine's stack pointer was saved when its stack was left for that of the
+/// scheduler. 0 when no goroutine runs, or another thread has taken it over. Go's own traceback
+/// makes the same check (`curg.m == m`, runtime/traceback.go).
 #[inline(always)]
 fn kept_by_goroutine(memory: &mut impl Memory, at: &Cursor, rule: &Rule) -> Option<u64> {
     let slot = match rule.kept {
@@ -258,8 +258,8 @@ fn kept_by_goroutine(memory: &mut impl Memory, at: &Cursor, rule: &Rule) -> Opti
     Some(plus(running, rule.fp_offset))
 }
 
-/// Of a caller no more is known, one more register at times aside: all that callees keep would
-/// triple the number of rules, for one frame in ten thousand.
+/// The registers that are known in a caller. At times one more is known. To track all registers
+/// that callees keep would triple the number of rules, for one frame in ten thousand.
 const CALLER: u64 = 1 << RBP | 1 << RSP;
 
 #[inline(always)]

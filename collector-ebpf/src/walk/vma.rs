@@ -121,8 +121,8 @@ pub struct Layout {
     pub reserved: u32,
 }
 
-/// A file as the kernel knows it. Other than a path or build-id, no user can give it to another
-/// file, where file systems keep change times: which do is for the collector to say.
+/// A file as the kernel knows it. A user can give a file the path or build-id of another, but not
+/// this, where file systems keep change times. The collector decides which file systems do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct FileKey {
@@ -189,8 +189,8 @@ pub fn file_word(executable: u32, user: u32) -> u64 {
 /// All users. No user has this number: it is that of none, `(uid_t)-1`.
 pub const EVERYONE: u32 = u32::MAX;
 
-/// What a thread of the collector asks of a file it has open, or mapped: it names itself anew,
-/// which calls the program of `task_rename`; then the answer is there.
+/// What a thread of the collector asks about a file that it has open or mapped. The thread renames
+/// itself, which runs the program of `task_rename`. After that the answer is here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Question {

@@ -1,4 +1,4 @@
-//! A process that was forked and not executed, and questions to it that carry a descriptor.
+//! Starts a helper process by fork without exec, and sends it questions that carry a descriptor.
 //!
 //! [`Client`] is the collector's side, [`Server`] that of the process. What is asked and answered
 //! is the business of `broker/` and `compiler.rs`, which call this.
@@ -151,7 +151,7 @@ fn fork(
     }
 }
 
-/// Cuts the process off from what it was forked of.
+/// Separates the new process from the process that forked it.
 fn alone(name: &std::ffi::CStr, socket: OwnedFd) -> io::Result<OwnedFd> {
     // Ctrl-C and a service manager mean all processes of the group: the collector still has to
     // deliver.

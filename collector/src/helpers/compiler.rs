@@ -1,9 +1,9 @@
 //! The unwind compiler: a process without any privilege that turns ELF files and jitdumps it is
 //! handed into unwind tables.
 //!
-//! It can open nothing and reach nothing: no capabilities, Landlock, and only the system calls that
-//! compiling takes. Each file is compiled in a child with limits of memory and time, whose death
-//! costs that file its table.
+//! It can open nothing and reach nothing: it has no capabilities, is confined by Landlock, and may
+//! make only the system calls that compiling needs. Each file is compiled in a child process with
+//! limits of memory and time. If the child dies, that file has no table.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -31,8 +31,8 @@ const MAX_MEMORY: u64 = 1 << 30;
 /// Largest table taken from it.
 const MAX_TABLE: u64 = 64 << 20;
 
-/// What is asked of a file: its table, its build-id, or that of a window of the code a jitdump
-/// describes, whose number follows.
+/// The questions about a file. They ask for its table, for its build-id, or for the table of one
+/// window of the code that a jitdump describes. The number of the window follows the last question.
 const COMPILE: u8 = 0;
 const IDENTIFY: u8 = 1;
 const DESCRIBED: u8 = 2;

@@ -25,8 +25,8 @@ pub struct Mark {
     pub size: u64,
 }
 
-/// Sizes a file had in an epoch, each in the place of the one before. The first is of its
-/// beginning, or of when the file was opened.
+/// Sizes a file had in an epoch. Each replaces the size before it. The first is the size when the
+/// epoch began or when the file was opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Growth(Vec<Mark>);
 

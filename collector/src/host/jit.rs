@@ -30,7 +30,7 @@ const EPOCH_LIMIT: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a file may take to open that nobody waits for: others wait for the broker.
 const AT_ONCE: Duration = Duration::from_millis(50);
-/// Bytes in front of what is taken next that must be what they were.
+/// How many bytes before the next piece must be unchanged since the last piece was taken.
 const TAIL: u64 = 4096;
 
 /// What there is of a process image.
@@ -186,8 +186,9 @@ impl Snapshots {
         self.looked.elapsed() >= LOOK
     }
 
-    /// Looks for the files of an image that runs code without a file, so that it is seen when they
-    /// grow. Nobody waits for it. `jitdump` is asked for where it has mapped one.
+    /// Looks for the files of an image that runs code without a file, so that their growth is seen.
+    /// The files are opened in the background. `jitdump` is called to learn where the process has
+    /// mapped a jitdump.
     pub fn watch(&mut self, image: u64, pid: u32, jitdump: impl FnOnce() -> Option<Wanted>) {
         let now = Instant::now();
         let new = || Watch { opening: None, again: now, after: LOOK_AGAIN };

@@ -1,9 +1,9 @@
 //! Names of the kernel's functions that samples lie in, in pieces: a capture of an hour touches a
 //! few hundred of 60,000.
 //!
-//! Asked once an epoch by the pipeline. What was not named before becomes a piece, an artifact with
-//! lines of the snapshot (`kallsyms.rs`); a line without a name ends a function whose neighbour is
-//! not in the piece. An epoch refers to all pieces it needs. Pure.
+//! The pipeline asks once an epoch. Functions that were not named before become a piece: an
+//! artifact with lines of the snapshot (`kallsyms.rs`). A line without a name marks the end of a
+//! function whose neighbour is not in the piece. An epoch refers to all pieces it needs. Pure.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -33,7 +33,7 @@ impl KernelNames {
         Self { snapshot, pieces: HashMap::new() }
     }
 
-    /// What was named is not to be had any more: all is named anew.
+    /// The earlier pieces are no longer available: name all functions again.
     pub fn forget(&mut self) {
         self.pieces.clear();
     }

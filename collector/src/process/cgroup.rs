@@ -39,8 +39,8 @@ impl Membership {
 #[derive(Debug, Default)]
 pub struct Paths {
     by_id: HashMap<u64, Rc<str>>,
-    /// There is the unified hierarchy alone: then an id says all; elsewhere many containers have
-    /// one.
+    /// The host has only the unified hierarchy. Only then does an id identify a cgroup; elsewhere
+    /// many containers share one id.
     unified: bool,
 }
 

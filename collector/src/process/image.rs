@@ -73,8 +73,8 @@ pub struct Process {
     pub cgroup: Membership,
     /// It was sampled since the capture began.
     pub sampled: bool,
-    /// Where other code was mapped over what was there, and until when stacks through it were
-    /// walked by tables of that.
+    /// Address ranges where other code was mapped over existing code. With each is the time until
+    /// which stacks through it were walked by the tables of the old code.
     pub(super) replaced: Vec<(Range<UserAddr>, u64)>,
     /// Sampled in this epoch.
     pub(super) touched: bool,
@@ -123,8 +123,9 @@ impl Process {
         mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
     }
 
-    /// How many frames of a stack walked at a time are certain: one in code that has just taken the
-    /// place of other code is the last, for the caller was found by the tables of what was there.
+    /// How many frames of a stack are certain, given the time of the walk. A frame in code that has
+    /// just replaced other code is the last certain one: its caller was found by the tables of the
+    /// old code.
     #[must_use]
     pub fn certain(&mut self, time_ns: u64, addresses: &[u64]) -> usize {
         self.replaced.retain(|(_, until)| time_ns < *until);

@@ -198,8 +198,8 @@ impl Processes {
         std::mem::take(&mut self.changed)
     }
 
-    /// Stacks are walked by tables: from now on what is mapped where matters to samples before it
-    /// is told.
+    /// Stacks are walked by tables from now on. A new mapping then matters to samples that are
+    /// taken before the kernel side is told of it.
     pub fn walk_by_tables(&mut self) {
         self.by_tables = true;
     }
@@ -216,9 +216,9 @@ impl Processes {
         }
     }
 
-    /// Mappings of these processes after events that are yet to be applied, in order of time, with
-    /// since when each runs what they are of: those that became another program or mapped
-    /// something.
+    /// The mappings that these processes will have after `events`, which are in order of time and
+    /// not applied yet. With each is the time since which the process runs the program that has
+    /// these mappings. Contains only processes that became another program or mapped something.
     pub fn preview(
         &mut self,
         events: &[Event],
@@ -253,7 +253,8 @@ impl Processes {
         ahead.into_iter().filter_map(known).collect()
     }
 
-    /// The mappings of a process, if they are known, and since when it runs what they are of.
+    /// The mappings of a process, if they are known, and the time since which the process runs the
+    /// program that has them.
     #[must_use]
     pub fn known_mappings(&self, pid: u32) -> Option<(&Rc<Vec<Mapping>>, u64)> {
         let process = self.by_pid.get(&pid)?;

@@ -7,8 +7,8 @@ use super::text;
 pub struct Users {
     /// Who started it.
     pub real: u32,
-    /// With whose rights it may act: of a set-user-ID program the owner's, also while it acts for
-    /// another.
+    /// The user whose rights it may use. For a set-user-ID program this is the owner of the
+    /// program, even while it acts for another user.
     pub saved: u32,
 }
 

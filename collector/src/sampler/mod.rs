@@ -131,8 +131,8 @@ pub struct Sampler {
     frequency: u32,
     refused: BTreeSet<u32>,
     buffer: Vec<u8>,
-    /// A short turn is allowed while this is past. Each moves it on by its share of a second; it is
-    /// never more than a second ago.
+    /// A short turn is allowed while this time is in the past. Each short turn moves it forward by
+    /// its share of a second. It is never more than a second ago.
     spent: Instant,
 }
 
@@ -187,10 +187,10 @@ impl Sampler {
         Ok(self.object.take_tables()?)
     }
 
-    /// Opens events on CPUs that came online, for the first time or again, and forgets those of
-    /// CPUs that went; what is in their rings goes to `batch`. To be called less often than an
-    /// event needs to run. One that is refused counts in [`Sampler::refused_cpus`] and is tried
-    /// again at the next look.
+    /// Opens events on CPUs that came online, for the first time or again. Forgets the events of
+    /// CPUs that went offline, after moving what is in their rings to `batch`. Leave enough time
+    /// between two calls for an event to run. A CPU that is refused counts in
+    /// [`Sampler::refused_cpus`] and is tried again at the next look.
     pub fn follow_hotplug(&mut self, batch: &mut Batch) {
         let Ok(online) = online_cpus() else { return };
         let mut gone = Vec::new();
@@ -238,8 +238,8 @@ impl Sampler {
         self.refused.len() as u64
     }
 
-    /// Waits until there is much to drain or `timeout`, less than a second, is over; whether it was
-    /// cut short because the kernel side needs what events tell.
+    /// Waits until there is much to drain, or until `timeout`, less than a second, is over. True
+    /// when the wait was cut short because the kernel side needs what events tell.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         let price = Duration::from_secs(1) / SHORT_TURNS;
         self.spent = self.spent.max(a_second_ago());
@@ -262,8 +262,8 @@ impl Sampler {
         true
     }
 
-    /// Waits for a wake-up, `all`: or for anything else; whether there is a wake-up. A wait that is
-    /// interrupted or fails costs an early look at the rings.
+    /// Waits for a wake-up, or with `all` for anything else, too. True when there is a wake-up. A
+    /// wait that is interrupted or fails only leads to an early look at the rings.
     fn poll(&self, timeout: Duration, all: bool) -> bool {
         let mut fds = vec![PollFd::new(&self.wakeups, PollFlags::IN)];
         if all {

@@ -59,9 +59,9 @@ pub(super) fn prepare(
     };
     if let Some(mut admitted) = wanted {
         sampler.admit(&admitted)?;
-        // Children of before the admission; from it on the kernel side takes them along by itself.
-        // Each look finds those born between the one before and what was admitted by it: of ever
-        // fewer parents.
+        // Find the children that were born before the admission; after it, the kernel side takes
+        // children along by itself. Each look finds the children born between the look before it
+        // and the admission that followed. They have fewer and fewer parents.
         for _ in 0..MAX_LOOKS {
             let late: Vec<u32> =
                 family(&admitted).into_iter().filter(|pid| !admitted.contains(pid)).collect();

@@ -19,8 +19,8 @@ use crate::handover::{Handover, NotSent};
 use crate::in_time::Slot;
 use crate::wire;
 
-/// How long the first piece, before which all of the file is read for its hash, and each after it
-/// may take.
+/// How long each piece of a file may take. Before the first piece, all of the file is read for its
+/// hash.
 const FILE_LIMIT: Duration = Duration::from_secs(20);
 /// How long all of an artifact may take to be read: its process wrote it to a file system of its
 /// choice.
@@ -30,7 +30,8 @@ const ARTIFACT_LIMIT: Duration = Duration::from_secs(5);
 pub(super) struct Sending {
     what: What,
     pieces: Pieces,
-    /// Since when the next piece is waited for: by several calls, where others are given up.
+    /// Since when a caller waits for the next piece. Several calls may do so, because a call may be
+    /// dropped before it is done.
     since: Option<Instant>,
 }
 

@@ -1,9 +1,10 @@
-//! The kernel's period of an event that is counted one by one: how often it runs its program.
+//! The kernel's period of an event that it counts one by one. The period says how often the event
+//! runs its program.
 //!
-//! The program, `Picker`, takes what it needs of that; the period only keeps it from being run for
-//! each of a million page faults a second. The kernel could adapt it by itself (`attr.freq`), but
-//! loses events after bursts: `collector-ebpf/src/picker.rs` has the numbers. Pure: reads no
-//! counter, sets no period. Called by `sampler/mod.rs`.
+//! The program uses a `Picker` to take the occurrences it needs. The period only prevents the
+//! program from running for each of a million page faults a second. The kernel could adapt the
+//! period by itself (`attr.freq`), but it loses events after bursts: `collector-ebpf/src/picker.rs`
+//! has the numbers. Pure: reads no counter, sets no period. Called by `sampler/mod.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -33,8 +34,8 @@ impl Pace {
         Self { period: Self::FIRST, overflows, at: now }
     }
 
-    /// A look at how often the event has run its program by now: the period it should have, if it
-    /// is another. `frequency`: samples a second that are asked for.
+    /// Takes how often the event has run its program by now. Returns the period it should have, if
+    /// that differs from the current one. `frequency`: samples a second that are asked for.
     pub fn look(&mut self, overflows: u64, now: Instant, frequency: u32) -> Option<u64> {
         let elapsed = now.saturating_duration_since(self.at);
         if elapsed < SHORTEST {

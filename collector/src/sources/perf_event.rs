@@ -28,7 +28,7 @@ const WAKEUP_BYTES: u32 = 64 << 10;
 pub enum Sampled {
     /// So many times a second: the kernel adapts the period.
     PerSecond(u32),
-    /// At each so manieth occurrence.
+    /// Once in this many occurrences.
     EachOf(u64),
 }
 

@@ -1,10 +1,10 @@
-//! The executables the kernel side knows by number, and their tables in its maps: who has one, who
-//! wants one.
+//! The executables that the kernel side knows by number, and their tables in its maps: which
+//! executables have a table and which want one.
 //!
-//! Shared by the collecting thread, which numbers what it sees mapped, and the loading threads,
-//! which bring tables. Where they are put, and which must go for them, is in `room.rs`, what the
-//! kernel calls their files in `naming.rs`, which are of jitdumps in `growing.rs`. Opens and parses
-//! nothing.
+//! Shared by two kinds of threads. The collecting thread gives numbers to what it sees mapped. The
+//! loading threads bring tables. `room.rs` says where tables are put and which must go to make
+//! room. What the kernel calls the files of executables is in `naming.rs`. Tables made of jitdumps
+//! are in `growing.rs`. Opens and parses nothing.
 
 mod growing;
 mod naming;
@@ -31,14 +31,15 @@ use super::space::Space;
 use crate::process::Wanted;
 use crate::process::executable::Kind;
 
-/// Number of all executables there is no number for: there are too many, of all or of one user.
+/// The number of all executables that get none of their own, because there are too many in total or
+/// of one user.
 pub const UNLISTED: u32 = 1;
 /// Times a table is looked for in vain.
 const MAX_FAILURES: u32 = 3;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
-/// Who is mapped so often is looked up, too: by processes that have ended before the kernel side
-/// has heard of it.
+/// An executable that was mapped this often counts as looked up: processes may have used it and
+/// ended before the kernel side has heard of it.
 const OFTEN: u32 = 8;
 
 /// What a loading thread is to bring.
@@ -120,7 +121,8 @@ struct Inner {
     numbers: HashMap<Kind, BTreeMap<Owner, u32>>,
     /// By number.
     slots: Vec<Slot>,
-    /// Until when no table of theirs is made again, and jitdumps that are to be closed.
+    /// `resting`: until when no table of this owner is made again. `unused`: jitdumps that are to
+    /// be closed.
     resting: BTreeMap<Owner, Instant>,
     unused: Vec<Arc<File>>,
     stats: Stats,
@@ -130,12 +132,12 @@ struct Inner {
 struct Slot {
     kind: Kind,
     owner: Owner,
-    /// Who had it first: their share of the numbers has it.
+    /// The owner who had it first. It counts towards that owner's share of the numbers.
     payer: Owner,
     wanted: Vec<Wanted>,
     /// Areas that have it mapped.
     refs: u32,
-    /// On disk, by [`Catalog::next_idle`].
+    /// Whether [`Catalog::next_idle`] has given it out, to look for its table on disk.
     looked_for: bool,
     /// How often [`Catalog::next_nameless`] gave it out, and when it may do so again.
     asked: u32,
@@ -194,8 +196,8 @@ impl Catalog {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of an executable, for one area more; `wanted` is where its file is mapped.
-    /// `owner` is asked for where there is none for everyone.
+    /// The number of an executable that one more area maps. `wanted` is where its file is mapped.
+    /// `owner` is called only when there is no number for everyone.
     pub fn number(
         &self,
         kind: &Kind,
@@ -234,8 +236,8 @@ impl Catalog {
         self.lock().slots.iter_mut().for_each(|slot| slot.mapped = 0);
     }
 
-    /// The executable that wants its table most: of those looked up, or of `all`. Of one user's one
-    /// at a time.
+    /// The executable that wants its table most: among those looked up, or with `all` among all.
+    /// Gives out only one at a time for each user.
     pub fn next(&self, all: bool) -> Option<Job> {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -256,8 +258,8 @@ impl Catalog {
         Some(Job { number: number as u32, kind, owner, wanted, slow, held: None })
     }
 
-    /// An executable nobody has looked up yet and that may have its table on disk, each once, the
-    /// one mapped most first; none where tables had to go for others.
+    /// An executable that nobody has looked up yet and whose table may be on disk. Gives out each
+    /// one once, the one mapped most first. `None` when tables had to go for others.
     pub fn next_idle(&self) -> Option<Job> {
         let mut inner = self.lock();
         if inner.stats.evicted > 0 {

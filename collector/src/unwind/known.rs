@@ -1,9 +1,9 @@
-//! Which file is which executable, as the kernel tells files apart: in a process nobody has told it
-//! of yet, the kernel side finds them by itself.
+//! Which file is which executable, by what the kernel calls files. With this the kernel side finds
+//! the executables of a process by itself when nobody has told it of the process yet.
 //!
-//! [`Keys`] asks what the kernel calls a file, for the loading threads; [`KnownFiles`] is the
-//! catalog's. What a file has for an inode and device in user space is something else, on overlayfs
-//! and btrfs.
+//! The loading threads use [`Keys`] to ask what the kernel calls a file; the catalog keeps the
+//! answers in [`KnownFiles`]. On overlayfs and btrfs, the inode and device that user space sees are
+//! not those of the kernel.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -71,8 +71,8 @@ impl Keys {
         Ok(Self { question: Mutex::new(question) })
     }
 
-    /// What the kernel calls a file that somebody maps. `None` where it does not say (before 6.1),
-    /// or where that would not tell it from others.
+    /// What the kernel calls a file that somebody maps. `None` where the kernel does not say it
+    /// (before 6.1), or where the answer would not tell the file from others.
     #[must_use]
     pub fn of(&self, file: &File) -> Option<Key> {
         let (magic, key) = self.ask(file, 0)?;
@@ -139,9 +139,9 @@ impl KnownFiles {
         Ok(Self { table, slots: HashMap::new() })
     }
 
-    /// A file is this executable, to the processes of one user or [`EVERYONE`]. Where there is no
-    /// room for it a user's file takes the place of another of that user, one that is everyone's
-    /// that of any user.
+    /// Notes that a file is this executable, for the processes of one user or of [`EVERYONE`]. When
+    /// there is no room, a user's file replaces another file of that user, and a file for everyone
+    /// replaces a file of any user.
     pub fn insert(&mut self, key: FileKey, number: u32, user: u32) {
         let first = first_file(key.inode, key.device);
         let slots = || (0..FILE_PROBES).map(|probe| (first + probe) & (FILES - 1));

@@ -59,8 +59,8 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Runs until told to stop. `warmed`: brings the tables of all that is mapped, used or not, and
-    /// says when it has those of the beginning.
+    /// Runs until told to stop. With `warmed`, brings the tables of all that is mapped, used or
+    /// not, and sends a message when it has those of the beginning.
     pub fn run(self, mut warmed: Option<Sender<()>>) {
         // Started with the privileges of the caller, of which it needs none.
         let _ = capabilities::drop_all();

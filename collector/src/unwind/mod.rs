@@ -56,7 +56,7 @@ pub struct Sources {
 pub struct Unwind {
     published: Published,
     catalog: Arc<Catalog>,
-    /// Processes of which the kernel side has been told what events say that are yet to be applied.
+    /// Processes for which the kernel side was told the effect of events that are not applied yet.
     told_ahead: HashSet<u32>,
     /// Ends the loading threads. They may be waiting for a file that does not come, for seconds:
     /// nobody waits for it.

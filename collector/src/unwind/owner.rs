@@ -14,7 +14,7 @@ use stackwire_collector_ebpf::tables::{CHUNKS, PAGES, RULES};
 
 use crate::process::{text, user};
 
-/// Parts of each map that are not one user's.
+/// Each map has this many shares. One user may take one of them.
 pub const SHARES: u32 = 4;
 
 /// For whose processes a table is.
@@ -26,7 +26,8 @@ pub enum Owner {
     User(u32),
     /// This one, whose user is hidden.
     Hidden(u32),
-    /// Those that ended before they could be asked: only a file that is everyone's will do.
+    /// Processes that ended before their user could be read. They get only tables of files that are
+    /// everyone's.
     Gone,
 }
 
@@ -44,7 +45,8 @@ impl Owner {
         }
     }
 
-    /// In whose name what it takes is counted: nobody gets more by not being known.
+    /// The owner to whom the space of a table is charged. Processes with a hidden user share one
+    /// account, so nobody gets more by not being known.
     #[must_use]
     pub fn payer(self) -> Self {
         if let Self::Hidden(_) = self { Self::Gone } else { self }
@@ -80,9 +82,9 @@ pub fn is_everyones(file: &File) -> io::Result<bool> {
     Ok([0, user].contains(&found.stx_uid) && !by_others && is_trusted(&mounts, device))
 }
 
-/// Whether the owners of files on a device are who they seem: it is mounted here, so that
-/// set-user-ID programs would work, and no user's program serves it. A user's own namespace has
-/// mounts with owners of the user's choice.
+/// Whether the owners that files on a device have can be trusted. The device must be mounted here,
+/// in such a way that set-user-ID programs would work, and not be served by a user's program. In a
+/// namespace of their own, users can make mounts with owners of their choice.
 fn is_trusted(mounts: &str, (major, minor): (u32, u32)) -> bool {
     let device = format!("{major}:{minor}");
     // proc_pid_mountinfo(5): the device is field 3, the options field 6, the type follows a dash.

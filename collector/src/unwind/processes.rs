@@ -25,8 +25,8 @@ const MAX_MAPPINGS: u32 = MAPPINGS / 4;
 const MAX_NUMBERS: usize = 2048;
 /// Windows of code made at run time that get one. Those of compilers lie together.
 const MAX_WINDOWS: usize = 8;
-/// From so many on they are counted for the user, whom to ask for takes longer than all else; most
-/// have fewer.
+/// From this many mappings on, they are counted for the user. To ask for the user takes longer than
+/// everything else, and most processes have fewer mappings.
 const MANY: u32 = 32;
 
 /// The kernel side's processes, as they were told.
@@ -92,8 +92,8 @@ impl Published {
         }
     }
 
-    /// Tells what events will change that are yet to be applied, of these processes: samples wait
-    /// for events of other CPUs, processes that have become another program should not.
+    /// Tells what events that are not applied yet will change in these processes. Samples wait for
+    /// events of other CPUs; processes that have become another program should not wait.
     pub fn preview(&mut self, processes: &mut Processes, events: &[Event], of: &HashSet<u32>) {
         for (pid, (mappings, since_ns)) in processes.preview(events, of) {
             self.publish(pid, &mappings, since_ns);
@@ -235,8 +235,8 @@ impl Published {
         rows
     }
 
-    /// Whether so many for a process more, which gives up what it has, is more than its user's
-    /// share.
+    /// Whether this many more entries for a process exceed the share of its user. What the process
+    /// gives up is taken off first.
     fn is_over(&self, owner: Owner, pid: u32, entries: u32) -> bool {
         let before = self.by_pid.get(&pid).and_then(|place| self.areas.get(&place.area));
         let before = before.filter(|area| area.owner == Some(owner) && area.users == 1);

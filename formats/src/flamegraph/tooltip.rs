@@ -1,9 +1,8 @@
-//! What a flame graph says of a function under the pointer, besides how many samples it has: its
-//! file and the line it was met at most, and the module it lies in. Pure. Called by
-//! `write.rs`.
+//! What a flame graph says of the function under the pointer, besides its number of samples: its
+//! file, the line with most samples, and its module. Pure. Called by `write.rs`.
 //!
-//! inferno writes the number of samples, or a text of ours in its place, and never both: ours is
-//! added to what it wrote.
+//! inferno writes either the number of samples or a text of ours, never both. So our text is added
+//! to what inferno wrote.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;

@@ -17,7 +17,7 @@ const MAX_LINE: u64 = 4 << 20;
 /// Reads the stacks.
 ///
 /// # Errors
-/// With the number of the line that is none.
+/// When a line is not a folded stack. The error has the number of the line.
 pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), ReadError> {
     into.capture(number, Origin::default(), 0);
     // What is counted nobody says; most often it is time.

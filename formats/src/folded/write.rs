@@ -9,9 +9,9 @@ use stackwire_model::profile::{Executable, LocationId, Named};
 
 use crate::plain;
 
-/// Writes the profile; inlined functions are frames of their own, kernel functions end in `_[k]`.
-/// Stacks begin with the command, or with the label asked for (`by`). Of several series the first
-/// that has samples is written: what counts of another would say nothing beside them.
+/// Writes the profile. Inlined functions are frames of their own, and kernel functions end in
+/// `_[k]`. Stacks begin with the command, or with the label asked for (`by`). Only the first series
+/// that has samples is written: counts of another series would mean nothing beside them.
 ///
 /// # Errors
 /// Those of the writer.

@@ -31,7 +31,7 @@ pub fn is_one(head: &[u8]) -> bool {
 /// Reads a profile.
 ///
 /// # Errors
-/// What is cut or says of itself what cannot be.
+/// When the file is cut, or when something it says of itself cannot be.
 pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), ReadError> {
     let bad = |what: &str| ReadError::Gperftools(what.to_owned());
     let mut bytes = Vec::new();

@@ -8,8 +8,8 @@ use stackwire_model::profile::{Executable, LocationId, Profile};
 use super::proto;
 use crate::kernel_place;
 
-/// pprof has one address space where a profile of a whole host has many: each distinct mapping of
-/// an executable is written once, where the first process had it. Mappings may overlap; pprof goes
+/// pprof has one address space, and a profile of a whole host has many. So each distinct mapping of
+/// an executable is written once, where the first process had it. Mappings may overlap: pprof goes
 /// by id.
 pub(super) struct Mappings {
     pub list: Vec<proto::Mapping>,

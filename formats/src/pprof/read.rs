@@ -1,7 +1,7 @@
 //! pprof of any agent, with names or without: `profile.proto`, gzip or plain.
 //!
-//! Names a profile came with stay; what has none is looked up by build-id like any other code.
-//! Values keep their types: a heap profile stays one.
+//! Names that came with a profile stay. Code without a name is looked up by build-id like any other
+//! code. Values keep their types: a heap profile stays a heap profile.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ const MAX_BYTES: u64 = 256 << 20;
 /// Reads a profile.
 ///
 /// # Errors
-/// What does not decode, refers to what is not in it, or has values that cannot be added to those
-/// before.
+/// When it does not decode, refers to something that is not in it, or has values that cannot be
+/// added to those before.
 pub fn read(
     mut input: impl Read,
     gzip: bool,

@@ -318,9 +318,9 @@ impl<'a> Writer<'a> {
         if function_id == next {
             let name = self.strings.index(&line.function);
             let filename = self.strings.index(&line.file);
-            // Without a name of the system's, readers take this one as it is: of what they take for
-            // mangled they cut off all that is in brackets, `<Apple as Eat>` of `<Apple as
-            // Eat>::eat`.
+            // Without a system name, readers take this name as it is. From a name they take for
+            // mangled they cut off everything in brackets: `<Apple as Eat>` of
+            // `<Apple as Eat>::eat`.
             let function = proto::Function { id: next, name, filename, ..Default::default() };
             self.functions.push(function);
         }

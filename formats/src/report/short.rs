@@ -1,5 +1,5 @@
-//! Names of functions made short for a column of a terminal: what they are called comes last in
-//! them, and stays. Pure.
+//! Makes names of functions short for a column of a terminal. The part that says what the function
+//! is called comes last in a name, and stays. Pure.
 
 /// The name without its return type and, where it is longer than `width` characters, without
 /// parameters and then without its beginning, as `…vector<int>::push_back`.

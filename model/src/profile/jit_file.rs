@@ -108,8 +108,8 @@ impl JitFile {
             .map(|back| self.growth.len() - 1 - back)
     }
 
-    /// The snapshot that holds for a time (0: the newest) and as many of its artifacts as `has`
-    /// says are there; none: there is no such snapshot.
+    /// The snapshot that holds at a time (0: the newest), and its artifacts up to the first one
+    /// that `has` does not find. `None`: there is no such snapshot.
     #[must_use]
     pub fn at(
         &self,
@@ -127,9 +127,9 @@ impl JitFile {
         Some((snapshot, &snapshot.pieces[..came(snapshot)]))
     }
 
-    /// When the byte at an offset of a snapshot was written, nanoseconds since the Unix epoch:
-    /// half-way between two looks, 0 where it was before the first; and the latest it can have
-    /// been, 0 where nobody looked.
+    /// Two times, in nanoseconds since the Unix epoch. The first is when the byte at an offset of a
+    /// snapshot was written: half-way between two looks, or 0 when it was there before the first
+    /// look. The second is the latest time it can have been written, or 0 when nobody looked.
     #[must_use]
     pub fn written_ns(&self, snapshot: &Snapshot, offset: u64) -> (u64, u64) {
         let marks = self.growth.get(snapshot.marks.clone()).unwrap_or_default();

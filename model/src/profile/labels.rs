@@ -1,8 +1,9 @@
-//! Whose a sample is: labels of its thread, its process and the container that is in. Pure.
+//! Labels that say where a sample belongs: its thread, its process and the container of that
+//! process. Pure.
 //!
-//! Containers and pods are known by the path of their cgroup, which each runtime composes in its
-//! own way; the forms are those of containerd, CRI-O, Docker, Podman and nerdctl under either
-//! cgroup driver, and of systemd.
+//! The path of a cgroup tells the container and the pod. Each runtime makes this path in its own
+//! way. The forms known here are those of containerd, CRI-O, Docker, Podman and nerdctl under
+//! either cgroup driver, and of systemd.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
@@ -40,8 +41,8 @@ pub fn of_cgroup(path: &str) -> Vec<(&'static str, String)> {
     labels
 }
 
-/// Names runtimes put before the id. Those of monitors (`crio-conmon-`, `libpod-conmon-`) are none:
-/// they run outside.
+/// Prefixes that runtimes put before the id. The prefixes of monitors (`crio-conmon-`,
+/// `libpod-conmon-`) are not in this list: monitors run outside the container.
 const RUNTIMES: [&str; 7] = [
     "cri-containerd-",
     "crio-",
@@ -98,8 +99,9 @@ pub fn pod_uid(path: &str) -> Option<String> {
     })
 }
 
-/// Whether a process is in the pod of another, by their cgroups: in one pod by its uid, or, seen
-/// from inside a cgroup namespace, in the same or a neighbouring cgroup.
+/// Whether two processes are in the same pod, by their cgroups. The uid of the pod has to be the
+/// same. Inside a cgroup namespace there is no uid; then the cgroups have to be the same or
+/// neighbours.
 #[must_use]
 pub fn same_pod(own: &str, other: &str) -> bool {
     match (pod_uid(own), pod_uid(other)) {

@@ -21,8 +21,9 @@ pub struct Location {
     pub process: Option<ProcessId>,
     /// Address of the instruction: inside the call for callers.
     pub address: Address,
-    /// About when it was there, nanoseconds since the Unix epoch, where a process writes code while
-    /// it is sampled: another function may have been at the same address before. 0: at any time.
+    /// About when the code was there, in nanoseconds since the Unix epoch; 0: at any time. It is
+    /// set where a process writes code while it is sampled: another function may have been at the
+    /// same address before.
     pub seen_ns: u64,
 }
 

@@ -240,8 +240,8 @@ pub struct Profile {
     pub clock_zero_ns: u64,
     /// Labels other profilers gave samples.
     pub label_sets: Vec<Vec<labels::Label>>,
-    /// By sample of a series with [`Series::types`]. Its count is then the value of the default
-    /// kind.
+    /// The values of each sample, by its index, for a series with [`Series::types`]. The count of
+    /// such a sample is its value of the default kind.
     pub values: Vec<Vec<i64>>,
     /// Names the input had.
     pub given: FxHashMap<LocationId, Arc<[Line]>>,
@@ -253,8 +253,8 @@ pub struct Profile {
     pub unwind_tables: UnwindTables,
     /// Artifacts that name functions of kernels and modules, by the hash of all their symbols.
     pub kernel_symbols: BTreeMap<ArtifactHash, BTreeSet<ArtifactHash>>,
-    /// Files a collector could not tell from others at their paths. Other profilers tell paths
-    /// alone, of whichever file.
+    /// Files that a collector could not tell from others at the same path. Other profilers give a
+    /// path alone, whichever file it was.
     pub ambiguous: BTreeSet<ExecutableId>,
     /// By executable, why it had no unwind table at last.
     pub unwind_missing: BTreeMap<ExecutableId, String>,

@@ -42,8 +42,8 @@ impl std::ops::Deref for Named<'_> {
 }
 
 impl Named<'_> {
-    /// Names of a location, the innermost inlined function first; for lack of a better one where
-    /// its function begins, or its own address.
+    /// Names of a location, the innermost inlined function first. Without a name, it is the place
+    /// where its function begins, or else its own address.
     #[must_use]
     pub fn lines(&self, location: LocationId) -> Vec<Line> {
         match self.names.resolutions.get(location.index()) {

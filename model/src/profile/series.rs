@@ -16,8 +16,8 @@ pub struct Series {
     pub types: Option<Types>,
 }
 
-/// What the values of samples are, where another program took them and they are more, or something
-/// else, than a number and a weight.
+/// The kinds of a sample's values, when another program took the sample and it has more than a
+/// number and a weight, or something else.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Types {
     /// Of each value.
@@ -38,8 +38,8 @@ impl Series {
         given.unwrap_or(&self.event.weight)
     }
 
-    /// Whether shares are of samples, since one weighs as much as another. Otherwise they are of
-    /// what samples weigh.
+    /// Whether shares are counted in samples, because all samples weigh the same. Otherwise shares
+    /// are counted in what samples weigh.
     #[must_use]
     pub fn weighs_evenly(&self) -> bool {
         self.types.is_none() && (self.event.is_clock() || self.event.name.is_empty())
@@ -75,7 +75,7 @@ impl Profile {
         self.sampled_series().next().unwrap_or(SeriesId(0))
     }
 
-    /// What a series is; of a profile without any nothing is known.
+    /// The series with this id. For a profile without series, it is one of which nothing is known.
     #[must_use]
     pub fn series_of(&self, id: SeriesId) -> &Series {
         static NONE: Series = Series {

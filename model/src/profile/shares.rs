@@ -1,5 +1,5 @@
-//! How well a profile is named and how whole its stacks are. A frame of a sample counts once a
-//! sample: what is hot weighs most.
+//! How many frames of a profile have names, and how many of its stacks are whole. A frame counts
+//! once for each sample it is in, so hot code weighs most.
 
 use super::{EndReason, ExecutableId, Missing, Named, Resolution, Sample, StackId, ThreadId};
 
@@ -27,7 +27,7 @@ pub struct Unnamed<'a> {
     pub thread: ThreadId,
     /// In which code.
     pub executable: ExecutableId,
-    /// Why they have none; nobody knows who has not looked.
+    /// Why they have no name; `None`: nobody has looked for one.
     pub missing: Option<&'a Missing>,
     /// How many.
     pub count: u64,
@@ -57,8 +57,8 @@ const FIRST_FUNCTIONS: [&str; 7] = [
     "start_thread",
     "__start_context",
 ];
-/// They call the first function of a thread. Who is in them without having called it is in the
-/// middle of starting a thread or a process, and has callers.
+/// They call the first function of a thread. A thread that is in one of them and has not called
+/// that function is starting a thread or a process, and has callers.
 const CLONES: [&str; 2] = ["clone", "clone3"];
 
 impl<'a> Named<'a> {

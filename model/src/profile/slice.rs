@@ -43,7 +43,7 @@ impl Profile {
         true
     }
 
-    /// Keeps the samples that have, of each label named, one of the values given for it.
+    /// Keeps the samples that have, for each label in `wanted`, one of the values given there.
     pub fn keep_labels(&mut self, wanted: &[(String, String)]) {
         if wanted.is_empty() {
             return;

@@ -1,13 +1,13 @@
-//! Places that differ in nothing but their time become one, once they have names: a process that
-//! writes code has each place of it ten times a second otherwise. Called by who writes what was
-//! resolved.
+//! Makes places that differ in nothing but their time one place, once they have names. Otherwise
+//! each place of a process that writes code is there ten times for every second. Call it before a
+//! resolved profile is written.
 
 use rustc_hash::FxHashMap;
 
 use super::{Frame, FrameId, LocationId, Names, Profile, Sample, SampleKey, Stack, StackId};
 
-/// Makes one of equal places, and then of equal frames, stacks and samples. What is left over of
-/// the first three stays in its table, where nothing refers to it.
+/// Makes equal places one, then equal frames, stacks and samples. Places, frames and stacks that
+/// are no longer used stay in their tables; nothing refers to them.
 pub fn unite(profile: &mut Profile, names: &Names) {
     let Some(places) = places(profile, names) else { return };
     let mut known: FxHashMap<Frame, u32> = FxHashMap::default();

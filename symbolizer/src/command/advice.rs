@@ -1,7 +1,8 @@
-//! What to do where few frames have names or few stacks are whole: one sentence each, for the worst
-//! of them.
+//! Advice for profiles where few frames have names or few stacks are whole: one sentence for each
+//! of the two, about the worst case.
 //!
-//! Said under the last line of `record` and `resolve`. Knows run-times by the names of their files.
+//! It is printed under the last line of `record` and `resolve`. Run-times are known by the names of
+//! their files.
 
 use std::collections::HashMap;
 use std::io::BufRead;
@@ -28,7 +29,7 @@ fn heaviest<K: Copy + Eq + std::hash::Hash + Ord>(counts: &HashMap<K, u64>) -> O
     Some((key, most as f64 * 100.0 / total as f64))
 }
 
-/// What code a process made is its own; of a file all have the same.
+/// The process, for code that it made itself. Code of a file is the same for all: `None`.
 fn process_of(profile: &Profile, thread: ThreadId, executable: ExecutableId) -> Option<ProcessId> {
     let made = profile.executables[executable.index()] == Executable::Anonymous;
     made.then_some(profile.threads[thread.index()].process)

@@ -1,5 +1,4 @@
-//! The build-id whose first digits someone typed: reports print twelve. For `symbolize` and `cache
-//! rm`.
+//! Finds a build-id by its first digits: reports print twelve. For `symbolize` and `cache rm`.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;

@@ -1,10 +1,10 @@
-//! What root's rights are for, and the end of them.
+//! Gives up root's rights, and keeps the few that outputs need.
 //!
-//! Who starts `stackwire` as root holds every capability, and what is parsed was written by
-//! anybody. So the rights are given up before the first byte is parsed. Outputs are put in their
-//! places at the end, and a place may be in a directory of somebody else: a second process
-//! (`stackwire place`) keeps the right to do that, for the files it was told of before, and reads
-//! nothing but numbers afterwards.
+//! `stackwire` started as root holds every capability, and anybody may have written what it parses.
+//! So it gives up its rights before it parses the first byte. Outputs are put in their places at
+//! the end, and a place may be in a directory of somebody else. A second process
+//! (`stackwire place`) keeps the right to do that, for the files it was told of before. Afterwards
+//! it reads nothing but numbers.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;

@@ -1,5 +1,5 @@
-//! The options of every command that looks for symbols: sources from them, and whether what was
-//! asked for came.
+//! The options of every command that looks for symbols. Makes sources of them, and checks whether
+//! everything came that was asked for.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

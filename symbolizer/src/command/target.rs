@@ -18,9 +18,9 @@ use super::place::{Placer, Promise};
 pub enum Target {
     /// Renamed to the path at the end: who reads there finds the old file or the whole new one.
     New(NamedTempFile, Promise),
-    /// A descriptor, a pipe, a device, or what a link leads to: written when all is there. A
-    /// regular file is cut first, if this is not a descriptor that somebody else has written to.
-    /// Until then it is in a file without a name.
+    /// A descriptor, a pipe, a device, or what a link leads to. It is written when all output is
+    /// there; until then the output is in a file without a name. A regular file is cut first,
+    /// unless it is a descriptor that somebody else has written to.
     Written { file: File, cut: bool, first: File },
 }
 
@@ -84,8 +84,8 @@ pub fn is_stdout(path: &Path) -> bool {
     ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|name| path == Path::new(name))
 }
 
-/// What a path is that names a descriptor of this process. It is gone on with: opened anew, a file
-/// would be written from its first byte again, over what is there already.
+/// The descriptor of this process that a path names. It is used as it is: a file that is opened
+/// again would be written from its first byte, over what is there already.
 fn descriptor(path: &Path) -> io::Result<Option<File>> {
     if is_stdout(path) {
         return Ok(Some(io::stdout().as_fd().try_clone_to_owned()?.into()));

@@ -1,9 +1,9 @@
-//! Wire → profile: the one file of the symbolizer that takes messages apart, and rejects what is
-//! malformed once. Pure.
+//! Wire → profile: the only file of the symbolizer that takes messages apart. What is malformed is
+//! rejected here, once. Pure.
 //!
-//! An epoch is checked as a whole while it is added; one that does not hold together is refused
-//! with the place that is wrong, and what was taken of it before stays harmless: tables, no
-//! samples.
+//! A whole epoch is checked while it is added. An epoch that does not hold together is refused, and
+//! the error names the place that is wrong. What was added of it before is harmless: entries of
+//! tables, no samples.
 
 mod stacks;
 mod tables;
@@ -54,8 +54,8 @@ pub enum IngestError {
     },
 }
 
-/// What a greeting says that epochs are read by: where on the wall clock the monotonic times of a
-/// capture lie, and in which container the collector runs.
+/// The part of a greeting that is needed to read epochs: where on the wall clock the monotonic
+/// times of a capture lie, and in which container the collector runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Context {
     monotonic_ns: u64,
@@ -90,9 +90,9 @@ impl Context {
         if monotonic_ns == 0 { 0 } else { self.wall(monotonic_ns) }
     }
 
-    /// Labels of a process in this cgroup. Names from the collector's own environment are those of
-    /// its pod, and hold for processes in it; where no cgroup says which those are, for processes
-    /// that were chosen one by one.
+    /// Labels of a process in this cgroup. The collector's own environment has the names of its
+    /// pod. They hold for processes in that pod. When no cgroup tells the pods, they hold for
+    /// processes that were chosen one by one.
     fn labels(&self, cgroup: &str) -> Vec<(&'static str, String)> {
         let mut found = labels::of_cgroup(cgroup);
         let own = &self.container;

@@ -145,7 +145,7 @@ impl<'e> Stacks<'e> {
         Ok(caller)
     }
 
-    /// What tells places apart that are as private as this.
+    /// The process and time that tell places of this kind apart; `None` when neither does.
     fn of(&self, private: Private, (process, seen_ns): Of) -> Option<Of> {
         match private {
             Private::No => None,

@@ -78,7 +78,8 @@ pub enum Taken {
     Whole,
     /// It will not come: this says so to who reads the capture again.
     Refused(Box<v1::CollectorMessage>),
-    /// It is of another file than what is here: to be asked for once more, from its beginning.
+    /// The piece is of another file than what is here. Ask for the file once more, from its
+    /// beginning.
     Again,
 }
 

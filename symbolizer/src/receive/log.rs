@@ -1,8 +1,9 @@
 //! The capture log: a stream as it came, on disk before it is acknowledged.
 //!
-//! One file a window, in the format of captures; what is added to it is put together at once, so
-//! that a window is resolved without its file being read. Knows which artifacts the epochs in it
-//! refer to and which of them it has. Used by `serve/` and `session/`; read back by `capture.rs`.
+//! Each window has one file, in the format of captures. What is added to the file is also put
+//! together at once, so that a window is resolved without reading its file. The log knows which
+//! artifacts its epochs refer to, and which of them it has. `serve/` and `session/` use it;
+//! `capture.rs` reads it back.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
@@ -265,8 +266,9 @@ impl Log {
         Closed { path: self.path, pinned: self.files.pinned, assembler: self.assembler }
     }
 
-    /// A piece of a file. Kept outside until it is whole, so that a transfer may go on in another
-    /// log; then here, for who resolves this one again.
+    /// Takes a piece of a file. It is kept outside of this log until the file is whole, so that a
+    /// transfer may go on in another log. Then it is kept here, for whoever resolves this log
+    /// again.
     fn take_file(&mut self, chunk: &v1::ArtifactChunk) -> Result<Answer, LogError> {
         let handed = Arc::clone(self.assembler.handed());
         match handed.take(chunk) {

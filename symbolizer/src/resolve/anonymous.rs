@@ -135,8 +135,8 @@ impl<'a> Known<'a> {
         Self(known)
     }
 
-    /// The function that was there at a place's time: the last put there by then, or the first
-    /// after it, since compilers write later than they make.
+    /// The function that was there at a place's time: the last one put there by then. If there is
+    /// none, it is the first one put there after it, since compilers write later than they make.
     fn line(
         &self,
         pieces: &[ArtifactHash],

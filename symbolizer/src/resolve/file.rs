@@ -1,9 +1,10 @@
-//! The file behind an executable: opened, and trusted only when it is the one that was mapped.
+//! The file behind an executable. It is opened, and trusted only when it is the one that was
+//! mapped.
 //!
 //! A path is a hint: the file there may have been replaced since, or belong to another container.
-//! The build-id decides; without one, inode and device of the mapping do; what has neither is named
-//! by its path, as it says. Files are opened without blocking and looked at only when regular,
-//! because the process chose the path.
+//! The build-id decides. Without one, inode and device of the mapping decide. Without these, the
+//! file at the path is taken, and the report says so. Files are opened without blocking and read
+//! only when they are regular, because the process chose the path.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -28,7 +29,7 @@ pub enum FileError {
     /// It is of memory, or of the kernel.
     #[error("not a file")]
     NotAFile,
-    /// Its path alone is known, and the collector would have said more of a file it could tell.
+    /// Only its path is known. The collector would have said more of a file that it could tell.
     #[error("the capture says neither its build-id nor its inode")]
     NoIdentity,
     /// Nobody could tell which file is meant.
@@ -199,8 +200,8 @@ pub fn shown(path: &str) -> String {
     inside().unwrap_or(path).to_owned()
 }
 
-/// A file system may take for ever to answer (FUSE, a dead NFS server), and then nothing wakes who
-/// asked it: a thread of its own does, and is left behind.
+/// A file system may never answer (FUSE, a dead NFS server), and nothing wakes a thread that waits
+/// for it. So a thread of its own asks, and is left behind when there is no answer.
 fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, FileError> {
     let (sender, receiver) = mpsc::channel();
     let (of, pids) = (executable.clone(), pids.to_vec());

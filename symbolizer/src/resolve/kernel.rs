@@ -1,9 +1,9 @@
 //! Names in the kernel: from the debug information of the kernel and its modules where there is
 //! any, else from the collector's kallsyms.
 //!
-//! Offsets count from `_text`, or from the lowest symbol of a module. Where the sections of a
-//! module were put only its kernel knows: they are found again by the functions in them, which
-//! kallsyms places and the debug file names.
+//! Offsets count from `_text`, or from the lowest symbol of a module. Only the kernel knows where
+//! it put the sections of a module. They are found again by their functions: kallsyms says where
+//! each function is, and the debug file has the same names.
 
 use std::collections::HashMap;
 use std::time::Instant;

@@ -473,7 +473,7 @@ fn offers(elf: &Elf) -> Option<Kind> {
     sections.into_iter().find(|(name, _)| elf.has(name)).map(|(_, kind)| kind)
 }
 
-/// An object file is no debug file, unless it is a kernel module's: its functions are nowhere yet.
+/// Whether its functions have addresses: not in an object file, unless it is a kernel module's.
 fn has_addresses(at: &At) -> bool {
     !at.elf.relocatable || at.elf.is_kernel()
 }

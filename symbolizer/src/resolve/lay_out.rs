@@ -1,8 +1,8 @@
-//! perf's build-id cache (`perf --buildid-dir DIR report`), made of the files names were found in,
-//! so that perf on another host names what was named here.
+//! Makes perf's build-id cache (`perf --buildid-dir DIR report`) of the files that names were found
+//! in. With it, perf on another host names what was named here.
 //!
-//! As perf lays it out itself: `DIR/NAME/BUILD-ID/{elf,debug,kallsyms}`, and
-//! `DIR/.build-id/NN/REST` that leads there (`build-id.c`). Copies files, parses none.
+//! The layout is perf's own: `DIR/NAME/BUILD-ID/{elf,debug,kallsyms}`, and `DIR/.build-id/NN/REST`
+//! that leads there (`build-id.c`). Files are copied, and none is parsed.
 
 use std::collections::{BTreeSet, HashSet};
 use std::fmt::Write as _;
@@ -107,8 +107,8 @@ fn place(directory: &Path, name: &str, id: Option<BuildId>) -> io::Result<Option
     }
 }
 
-/// What begins where a function ends whose neighbour is not in the profile: perf lets functions
-/// reach to the next.
+/// Marks where a function ends when the next one is not in the profile: perf lets a function reach
+/// to the next symbol.
 const UNNAMED: &str = "[unknown]";
 
 /// Adds kernel symbols to those that are there of other captures. A file that is whole, as perf

@@ -1,6 +1,7 @@
-//! Files of this host that hold symbols of another: where distributions and debuggers put them.
+//! Files of this host that hold symbols of another file, in the places where distributions and
+//! debuggers put them.
 //!
-//! What is found is the right one: its build-id, or the checksum its link demands, says so. Called
+//! The build-id of a file, or the checksum its link demands, shows that it is the right one. Called
 //! by `ladder.rs`.
 
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
-//! Answers given of late, by table and address: a server meets the same addresses in every window,
-//! and looking one up and making its names readable costs ten times what finding the answer does.
+//! Recent answers, by table and address. A server meets the same addresses in every window. Looking
+//! an address up and making its names readable costs ten times what finding the answer does.
 //!
-//! Answers are of the content of a table: another table, better or not, has other answers.
+//! An answer belongs to the content of a table. Another table, better or not, has other answers.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};

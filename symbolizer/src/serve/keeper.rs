@@ -1,7 +1,8 @@
-//! What a server keeps of each stream: a log a window, ended and resolved in its time.
+//! What a server keeps of each stream: a log for each window, which is ended and resolved in its
+//! time.
 //!
-//! A window is resolved once the artifacts asked for with it have come, which is after the next
-//! window has begun. Called by `receive/grpc.rs`, on threads that may block.
+//! A window is resolved when the artifacts asked for with it have come. By then the next window has
+//! begun. Called by `receive/grpc.rs`, on threads that may block.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -47,8 +48,8 @@ struct Shared {
     handed: Mutex<HashMap<String, Arc<Handed>>>,
 }
 
-/// Captures whose files are remembered between streams; of one that never comes back they are let
-/// go.
+/// Most captures whose files are remembered between streams. Beyond that, captures without a stream
+/// lose their files: they may never come back.
 const MAX_REMEMBERED: usize = 256;
 
 impl Shared {

@@ -59,8 +59,8 @@ pub enum SessionError {
     Setup(String),
 }
 
-/// Where the raw stream is kept: a new file beside the path it is for, and put there only when the
-/// collector has started. What is there may be a capture from before.
+/// The file the raw stream is kept in. It begins as a new file beside its path, and is put at the
+/// path only when the collector has started: a capture from before may be there.
 pub struct Kept {
     file: NamedTempFile,
     path: PathBuf,
@@ -119,8 +119,8 @@ impl Builder {
         self.spawn(kept)?.start(cache)
     }
 
-    /// Starts the process of the collector, and no thread: who is more than others can give that up
-    /// before [`Spawned::start`]. The raw stream goes to `kept`.
+    /// Starts the process of the collector, and no thread. A caller with rights can then give them
+    /// up before [`Spawned::start`]. The raw stream goes to `kept`.
     ///
     /// # Errors
     /// See [`SessionError`].

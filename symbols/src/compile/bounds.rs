@@ -1,8 +1,8 @@
-//! Where functions without a name begin and end: `.eh_frame` says so, which no stripping takes
-//! away.
+//! Where functions without a name begin and end. `.eh_frame` says so, and stripping never removes
+//! it.
 //!
-//! Of a function nobody names, all samples are then one row of a profile (`nginx+0x4a00`) and not
-//! one an address.
+//! All samples of such a function are then one row of a profile (`nginx+0x4a00`), not one row for
+//! each address.
 
 use gimli::{BaseAddresses, CieOrFde, EhFrame, Endianity, UnwindSection};
 use object::Endianness;

@@ -1,8 +1,8 @@
-//! Names from Go's own table: functions, files, lines and inlined calls (`.gopclntab`), which
-//! stripping leaves: Go 1.16 to 1.27.
+//! Names from Go's own table (`.gopclntab`): functions, files, lines and inlined calls. Stripping
+//! does not remove this table. Go 1.16 to 1.27.
 //!
-//! The crate `elf` reads the table; here is what lies outside of it: where the text begins, and the
-//! trees of inlined calls. Layouts are those of Go's `runtime/symtab.go` and
+//! The crate `elf` reads the table. This file finds what lies outside of the table: where the text
+//! begins, and the trees of inlined calls. Layouts are those of Go's `runtime/symtab.go` and
 //! `cmd/link/internal/ld/pcln.go`; where a release changed one, the release is named.
 
 use std::cell::Cell;
@@ -29,7 +29,7 @@ pub enum GoError {
     Elf(#[from] ElfError),
 }
 
-/// Sections it is in; of position-independent programs built before 1.26 the second.
+/// Sections that hold the table. Position-independent programs built before 1.26 have the second.
 const SECTIONS: [&str; 2] = [".gopclntab", ".data.rel.ro.gopclntab"];
 /// Index of the tree of inlined calls among a function's tables of values and of data.
 const PCDATA_INL_TREE: u64 = 2;

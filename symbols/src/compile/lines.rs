@@ -71,8 +71,9 @@ pub fn read<'a>(debug: &Debug<'a>, place: &Place<'a>) -> Result<Rows, DwarfError
     Ok(found)
 }
 
-/// The path of a file of a line program: directory of the compilation, its own directory, name. As
-/// the producer wrote them: `..` is kept, since what it means depends on links nobody has any more.
+/// The path of a file of a line program: the directory of the compilation, the file's own
+/// directory, its name. They stay as the producer wrote them. `..` is kept: its meaning depends on
+/// links that nobody has any more.
 pub fn path<'a>(
     place: &Place<'a>,
     header: &LineProgramHeader<Slice<'a>>,

@@ -1,8 +1,8 @@
 //! Compiles what ELF files say about code into a table: DWARF first, symbol tables where it is
 //! silent.
 //!
-//! Works on files it is handed; the symbolizer finds out which files those are. Hostile input
-//! costs its own names: what does not parse is left out and said in [`Compiled::notes`].
+//! Its caller hands the files over; the symbolizer finds out which files those are. Hostile input
+//! costs its own names only: what does not parse is left out, and [`Compiled::notes`] says so.
 
 mod bounds;
 mod debug;

@@ -61,11 +61,11 @@ impl UnitTable {
     }
 }
 
-/// Lays them over each other.
+/// Lays functions and lines over each other.
 ///
-/// A function that is not inlined has the name its symbol has, where there is one: `abort` and not
-/// `__GI_abort`, as perf and llvm-symbolizer have it, and known to the loader. Code that only lines
-/// know of gets its name so.
+/// A function that is not inlined gets the name of its symbol, where there is one: `abort` and not
+/// `__GI_abort`. perf and llvm-symbolizer do the same, and the loader knows this name. Code that
+/// has lines but no function also gets its name from the symbol.
 pub fn overlay<'a>(
     place: &Place<'a>,
     scopes: &Scopes<'a>,
@@ -131,7 +131,8 @@ impl Overlay<'_, '_> {
             let to = symbol.map_or_else(|| self.symbols.next(from), |(_, to)| to).min(end);
             let symbol = symbol.map(|(number, _)| number);
             if symbol.is_none() && scope.is_none_or(|scope| !self.is_named(scope)) {
-                // Where it begins, which `.eh_frame` says, tells more than a frame without a name.
+                // Add no frame here: the bounds that `.eh_frame` gives tell more than a frame
+                // without a name.
                 from = to;
                 continue;
             }

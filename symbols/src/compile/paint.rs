@@ -13,10 +13,10 @@ pub struct Span {
     pub what: u32,
 }
 
-/// What shows, sorted and without overlaps: where spans overlap, the one with the highest number in
-/// `order` (by place in the input) is on top.
+/// The spans that show, sorted and without overlaps. Where spans overlap, the later one in the
+/// input is on top.
 ///
-/// Takes any overlap, since hostile files nest nothing; n·log n.
+/// Any overlap is allowed, since spans of hostile files need not be nested. Takes n·log n time.
 #[must_use]
 pub fn paint(spans: &[Span]) -> Vec<Span> {
     let mut events: Vec<(u64, bool, usize)> = Vec::with_capacity(spans.len() * 2);

@@ -1,9 +1,9 @@
 //! Compiles units while the rest of their section is being decompressed.
 //!
-//! To decompress the 260 MB of libjvm's `.debug_info` takes one thread a second, a third of all the
-//! time its table takes. Units of C and C++ that no link-time optimization has seen need nothing of
-//! their section but themselves. The first that does ends this, and `dwarf.rs` goes on from there
-//! with the whole section. Where that never happens, the section is never written anywhere.
+//! One thread needs a second to decompress the 260 MB of libjvm's `.debug_info`. That is a third of
+//! the time its table takes. Units of C and C++ that were built without link-time optimization need
+//! no other part of their section. The first unit that needs more ends this, and `dwarf.rs` goes on
+//! from there with the whole section. Without such a unit, the section is never written anywhere.
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;

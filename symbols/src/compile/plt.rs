@@ -1,9 +1,9 @@
-//! Stubs of the linkage table (`.plt`): no symbol covers them, and half of all calls between
-//! libraries go through one. Named `FUNCTION@plt`, as perf and objdump do.
+//! Stubs of the linkage table (`.plt`). No symbol covers them, and half of all calls between
+//! libraries go through one. They are named `FUNCTION@plt`, as perf and objdump do.
 //!
-//! A stub jumps through a word that a relocation fills with a function's address; that relocation
-//! has the name. x86-64 only: `jmp *displacement(%rip)`, with whatever the hardening of the day
-//! puts around it.
+//! A stub jumps to the address in a word. A relocation fills that word with a function's address,
+//! and the relocation has the name. x86-64 only: a stub has `jmp *displacement(%rip)`, and around
+//! it whatever instructions hardening adds.
 
 use std::collections::HashMap;
 

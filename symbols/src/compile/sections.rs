@@ -84,8 +84,8 @@ impl Sections {
         })
     }
 
-    /// Whether units may be of use without the rest of their section: other files are joined to
-    /// whole ones.
+    /// Whether units may be compiled without the rest of their section. They may not when the file
+    /// is joined with others: those need whole sections.
     pub fn stand_alone(&self) -> bool {
         self.alt.is_none() && self.package.is_none()
     }

@@ -130,8 +130,8 @@ fn functions(elf: &Elf, table: &str, kind: Kind, out: &mut Vec<Symbol>) -> Resul
     symbols(elf, &table, kind, out)
 }
 
-/// Functions of a table that counts sections as `elf` does. Stripping removes none with code, and
-/// none before them.
+/// Functions of a table that numbers sections as `elf` does. Stripping removes no section with
+/// code, and no section before one with code.
 fn symbols(
     elf: &Elf,
     SymbolTable { entries, strings }: &SymbolTable,
@@ -230,9 +230,9 @@ fn name(strings: &Bytes, at: u32) -> Option<&str> {
 }
 
 fn arrange(mut found: Vec<Symbol>) -> Symbols {
-    // Of those that begin together the last painted shows: as perf chooses, one with a size, global
-    // before weak before local, with fewer underscores in front; then whatever makes the choice the
-    // same each time.
+    // When several begin together, `paint` shows the last one. The order is perf's choice: one with
+    // a size first, then global before weak before local, then fewer underscores in front. The rest
+    // only makes the choice the same each time.
     found.sort_by(|a, b| {
         let rank = |s: &Symbol| {
             let underscores = s.name.bytes().take_while(|&byte| byte == b'_').count();

@@ -159,8 +159,8 @@ impl<'a> Work<'a> {
 
     /// Lines of a unit and functions of its other half, which is in a file of its own.
     ///
-    /// gimli's types are invariant in the lifetime of what they borrow: all that meets the other
-    /// half's sections, which live for this call alone, is borrowed anew with them.
+    /// gimli's types are invariant in the lifetime of what they borrow. The sections of the other
+    /// half live for this call alone. So everything used together with them is borrowed again here.
     fn overlay_split<'b>(
         &'b self,
         skeleton: &UnitHeader<Slice<'a>>,

@@ -1,8 +1,8 @@
 //! Names of D: the qualified name of a mangled symbol, without parameters. Pure.
 //!
 //! Grammar: "Name Mangling" of the D ABI, with the back references of 2018. Types are parsed only
-//! to be passed over, and arguments of templates left out: `std.stdio.writeln!`. A name that is not
-//! all of it D is none.
+//! to skip them, and arguments of templates are left out: `std.stdio.writeln!`. When any part of a
+//! name is not D, the result is `None`.
 
 /// Deepest nesting taken.
 const MAX_DEPTH: u32 = 64;

@@ -54,9 +54,9 @@ fn cpp(name: &str) -> Option<String> {
 const MAX_ENDS: usize = 64;
 const MAX_MANGLED: usize = 4096;
 
-/// The name alone of what has types that cannot be read, and how many pieces of the name were
-/// tried. GCC mangles `enable_if<…::value>` in a way of its own (cpp_demangle's issue 308), as in
-/// the return type of `std::swap<int>`.
+/// Reads a name without its types, when the types cannot be read. Also returns how many pieces of
+/// the name were tried. GCC mangles `enable_if<…::value>` in a way of its own (cpp_demangle's issue
+/// 308), for example in the return type of `std::swap<int>`.
 pub fn in_pieces(name: &str) -> (Option<String>, usize) {
     if !CPP.iter().any(|prefix| name.starts_with(prefix)) {
         return (None, 0);

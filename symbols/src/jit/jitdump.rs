@@ -1,9 +1,9 @@
 //! jitdump: what a JIT compiler made, in binary, with its lines. Pure.
 //!
-//! `unwind/src/jitdump/records.rs` has its layout: records of code loaded, code moved, lines of the
-//! code that is loaded next. The code itself and unwind tables are passed
-//! over. A file that was cut, as one still being written is, gives what comes before, and the name
-//! of code that is not all there.
+//! `unwind/src/jitdump/records.rs` has the layout. There are records of code that was loaded, of
+//! code that was moved, and of the lines of the code that is loaded next. The code itself and
+//! unwind tables are skipped. A file may be cut, for example while it is still being written. It
+//! then gives everything before the cut, and the name of code that is not all there.
 
 use std::collections::HashMap;
 
@@ -136,8 +136,9 @@ impl<'a> Dump<'a> {
         Some(lines)
     }
 
-    /// Node 20 writes memory it has freed where the file's name was, as many bytes as that had. The
-    /// name of the function has the file, and its length fits when it is the one that was meant.
+    /// Node 20 writes memory it has freed in place of the file's name, as many bytes as that name
+    /// had. The name of the function also contains the file. It is the same file when its length
+    /// fits.
     fn of_one_file(
         &mut self,
         count: u64,

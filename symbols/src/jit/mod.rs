@@ -1,8 +1,9 @@
-//! Code that compilers made at run time: who wrote which function where, from perf-maps and
-//! jitdumps. Pure.
+//! Code that compilers made at run time. perf-maps and jitdumps say which function was written
+//! where. Pure.
 //!
-//! A compiler appends what it makes and reuses memory, so where functions overlap the later holds,
-//! or the one that was there at a time. Asked by the symbolizer for addresses in anonymous memory.
+//! A compiler appends what it makes, and it reuses memory. Where functions overlap, the later one
+//! holds, or the one that was there at a given time. The symbolizer asks this for addresses in
+//! anonymous memory.
 
 mod jitdump;
 mod name;
@@ -104,8 +105,9 @@ impl Functions {
     #[must_use]
     pub fn versions(&self, addresses: &[UserAddr]) -> Vec<Vec<u32>> {
         let mut found = vec![Vec::new(); addresses.len()];
-        // Of each address the next that has not had enough: who writes a million functions over all
-        // that was sampled costs no more than MAX_VERSIONS looks at each.
+        // Links each address to the next one that still takes functions. A process may write a
+        // million functions over all sampled addresses: that costs at most MAX_VERSIONS looks at
+        // each.
         let mut next: Vec<usize> = (0..=addresses.len()).collect();
         let mut all = 0;
         for (number, made) in self.made.iter().enumerate().rev() {
@@ -124,7 +126,7 @@ impl Functions {
     }
 }
 
-/// Where a chain of links ends, which it is made shorter by.
+/// Follows a chain of links to its end, and makes the chain shorter.
 fn follow(next: &mut [usize], from: usize) -> usize {
     let mut at = from;
     while next[at] != at {

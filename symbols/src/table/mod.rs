@@ -17,13 +17,14 @@
 //! | files | 2 | place and length of a path |
 //! | text | – | names, raw (mangled), then paths and readable names; UTF-8 |
 //!
-//! Of a node, a name is a place in the text and a length, with the kind beside that of the
-//! function; a file is its number, from 1 on; the caller is the node of the frame it is inlined
-//! into. A chain of inlined calls is a path in a tree of nodes, as in a stack, and shared the same
-//! way. An address costs one bucket, a search among the few ranges of it, and a step a frame.
-//! Nothing is allocated. What is large is read at random, and costs what its cache lines cost: a
-//! node is half of one. To give functions numbers, as files have, would be a third smaller, and
-//! another line for each frame.
+//! In a node, a name is a place in the text and a length; the word with the length of the
+//! function's name also holds the kind. A file is its number, from 1 on. The caller is the node of
+//! the frame it is inlined into. A chain of inlined calls is a path in a tree of nodes, as in a
+//! stack, and shared in the same way. Looking an address up takes one bucket, a search among the
+//! few ranges of the bucket, and a step a frame. Nothing is allocated. Large parts are read at
+//! random, so a read costs as much as its cache lines: a node is half of one. If functions had
+//! numbers, as files have, the table would be a third smaller, and each frame would cost another
+//! line.
 //!
 //! Names are kept as the producer wrote them, for `--no-demangle`, and made readable once, when the
 //! table is written: another demangler takes another version.

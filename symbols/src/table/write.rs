@@ -305,9 +305,9 @@ fn not_covered(ranges: &[Range], mut bounds: Vec<Range>) -> Vec<Range> {
     bounds
 }
 
-/// Base, and where each range starts with its node: equal neighbours as one, gaps with node 0. Of
-/// addresses further apart than 32 bits, the 4 GiB with most ranges: in a kernel that is its text,
-/// not what lies at 0.
+/// Returns the base, and where each range starts with its node. Equal neighbours become one, and
+/// gaps get node 0. When addresses lie further apart than 32 bits, the 4 GiB with most ranges are
+/// taken: in a kernel that is its text, not what lies at 0.
 fn starts(ranges: &[Range]) -> (u64, Vec<(u32, u32)>) {
     let (mut best, mut first) = (0..0, 0);
     for last in 0..ranges.len() {

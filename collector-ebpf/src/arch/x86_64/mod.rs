@@ -46,10 +46,10 @@ pub enum Edge {
     Target,
 }
 
-/// From the next instructions. Where a function was interrupted `push %rbp` and `ret` come before
-/// and after its frame, `mov %rsp,%rbp` makes it. Where it goes on after a call, it may go on to
-/// return: `add $N,%rsp; ret` and `pop %rbp; ret` are how the trampolines of CPython end
-/// (Python/asm_trampoline.S), which make nothing of rbp.
+/// Judges a frame by the next instructions. Where a function was interrupted: `push %rbp` comes
+/// before its frame, `ret` after it, and `mov %rsp,%rbp` makes it. Where a function goes on after a
+/// call, it may be about to return. The trampolines of CPython (Python/asm_trampoline.S), which do
+/// not use rbp, end with `add $N,%rsp; ret` or `pop %rbp; ret`.
 #[inline(always)]
 pub fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
     let code = memory.word(ip).unwrap_or(0);
@@ -72,9 +72,9 @@ pub fn edge(memory: &mut impl Memory, ip: u64, exact: bool) -> Edge {
     }
 }
 
-/// Whether a call comes before an address (Intel's manual, CALL): of what lies in a register or
-/// memory, or any. A word on the stack that is taken for a return address and is none rarely points
-/// behind one.
+/// Whether a call comes before an address (Intel's manual, CALL). With `indirect` it must be a call
+/// through a register or memory, otherwise any call will do. A word on the stack that is wrongly
+/// taken for a return address rarely points behind a call.
 #[inline(always)]
 pub fn follows_call(memory: &mut impl Memory, ip: u64, indirect: bool) -> bool {
     let Some(before) = memory.word(ip.wrapping_sub(8)) else { return false };

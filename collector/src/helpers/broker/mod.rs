@@ -1,10 +1,11 @@
 //! The broker: a process of its own that opens files of other processes and passes the descriptors
 //! on.
 //!
-//! It may trace and read what others may not, and never looks at content; who asks it may look, and
-//! holds no such privilege. Started by `main.rs` before there are threads. [`Broker::open`] is
-//! called for perf-maps, jitdumps (`host/`) and files the symbolizer wants (`handover.rs`). What
-//! may be opened is in `open.rs`, the process itself in `serve.rs`.
+//! It may trace processes and read files that others may not, and never looks at content. The
+//! process that asks it may look at content and holds no such privilege. `main.rs` starts it before
+//! there are threads. [`Broker::open`] is called for perf-maps and jitdumps (`host/`), and for
+//! files that the symbolizer wants (`handover.rs`). `open.rs` says what may be opened; `serve.rs`
+//! is the process itself.
 
 mod open;
 mod serve;
@@ -60,7 +61,8 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// Whether whoever opens it may not be heard of again: nobody here tries.
+    /// Whether an attempt to open the file may never return. The collector then does not try it
+    /// itself.
     #[must_use]
     pub fn hangs(self) -> bool {
         matches!(self, Self::Hangs(_) | Self::OthersHang | Self::Broker(NoAnswer::Late))
@@ -99,8 +101,9 @@ impl Broker {
         Self { client: None }
     }
 
-    /// Opens a file, a regular one: with the privileges of the broker what is certain, without any
-    /// what is called so. Whoever calls this holds none.
+    /// Opens a regular file. The broker uses its privileges when it is certain which file is meant.
+    /// Otherwise the file with the wanted path is opened without any privileges. The caller holds
+    /// none.
     ///
     /// # Errors
     /// See [`OpenError`].

@@ -98,8 +98,8 @@ fn may_read(stat: &Stat, user: Option<u32>) -> bool {
     mode.contains(Mode::ROTH) || (mode.contains(Mode::RUSR) && Some(stat.st_uid) == user)
 }
 
-/// The user a process was started by, as this process sees it. Of a set-user-ID program the
-/// effective one has rights that this user has not: what such a program maps is not theirs to read.
+/// The user who started a process, as this process sees it. The effective user of a set-user-ID
+/// program has rights that this user lacks. So this user may not read what such a program maps.
 fn user(pid: u32) -> Option<u32> {
     crate::process::user::of(pid).map(|users| users.real)
 }

@@ -1,4 +1,5 @@
-//! Tables of code made at run time, which are made again when its compiler has written of more.
+//! Tables of code made at run time. A table is made again when the JIT compiler has described more
+//! code.
 //!
 //! The jitdump stays open, and its size is looked at a hundred times a second while samples are
 //! taken of its code.
@@ -14,7 +15,7 @@ use crate::unwind::owner::{Owner, SHARES};
 
 /// Between two looks at a size.
 const LOOK: Duration = Duration::from_millis(10);
-/// One part of a CPU in so many is for tables of one user that are made again.
+/// Making the tables of one user again may take one part in this many of a CPU.
 const PART: u32 = 20;
 /// Jitdumps held open, and of one user.
 const MAX_OPEN: usize = 256;
@@ -86,8 +87,8 @@ impl Catalog {
         Some((job, Arc::clone(&growing.file), growing.size))
     }
 
-    /// A jitdump was looked at, which had so many bytes and took so long. `made`: the table that
-    /// takes the place of the one there is, and whether it is for everyone.
+    /// Notes that a thread has looked at a jitdump, how many bytes it had, and how long that took.
+    /// `made`: the table that replaces the present one, and whether it is for everyone.
     pub fn looked(&self, job: &Job, size: u64, took: Duration, made: Option<(&Table, bool)>) {
         let mut inner = self.lock();
         let slot = &mut inner.slots[job.number as usize];

@@ -1,8 +1,9 @@
-//! What the kernel calls the files of executables: who is to be asked of, and when again.
+//! What the kernel calls the files of executables. Chooses the executable to ask about, and when to
+//! ask again.
 //!
-//! Asked once the table is there, and again when somebody has mapped the executable since: a file
-//! of the same path and build-id may be another by now. The answers are in `known.rs`; the loading
-//! threads ask.
+//! The kernel is asked once the table is there, and again when somebody has mapped the executable
+//! since: by then another file may have the same path and build-id. The answers are in `known.rs`;
+//! the loading threads ask.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -15,13 +16,14 @@ use crate::unwind::owner::Owner;
 
 /// Files held open.
 const MAX_HELD: usize = 64;
-/// How long what the kernel calls a file is not asked again, doubled each time so often at most.
+/// How long to wait before asking again what the kernel calls a file. The wait is doubled each
+/// time, at most `DOUBLED` times.
 pub const ASKED_AGAIN: Duration = Duration::from_secs(1);
 const DOUBLED: u32 = 6;
 
 impl Catalog {
-    /// An executable that has its table, and of which nobody has asked what the kernel calls its
-    /// file, or not since somebody else has mapped it; the one used most first.
+    /// An executable that has its table, but the kernel was not yet asked about its file, or not
+    /// since somebody else has mapped it. The one used most comes first.
     pub fn next_nameless(&self) -> Option<Job> {
         let mut inner = self.lock();
         let Inner { slots, maps, .. } = &mut *inner;
@@ -50,8 +52,8 @@ impl Catalog {
         }
     }
 
-    /// What the kernel calls its file could not be asked: after this time it will be, of the file
-    /// that is open, or when somebody has mapped it.
+    /// The kernel could not be asked what it calls the file. It is asked after this time: about the
+    /// open file `held`, or else when somebody has mapped the executable.
     pub fn ask_again(&self, job: &Job, after: Duration, held: Option<Arc<File>>) {
         let mut inner = self.lock();
         let all = inner.slots.iter().filter(|slot| slot.held.is_some()).count();

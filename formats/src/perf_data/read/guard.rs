@@ -1,5 +1,5 @@
-//! Sizes in a perf.data, looked at before memory is asked for by them: the crate that reads it
-//! believes each.
+//! Checks the sizes in a perf.data before memory is allocated by them: the crate that reads the
+//! file believes every size.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};

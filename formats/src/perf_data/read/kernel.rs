@@ -1,8 +1,8 @@
 //! The kernel in a foreign profile: where it and its modules lay, and whose they are.
 //!
-//! Offsets count from `_text` and from the begin of a module, as everywhere. Names are looked up
-//! later; of the kernel that runs here the host's list is taken along, since that is where perf has
-//! them from.
+//! Offsets count from `_text` and from the beginning of a module, as everywhere. Names are looked
+//! up later. For the kernel that runs here, the host's list of symbols is taken along: perf has its
+//! names from there too.
 
 use std::ops::Range;
 

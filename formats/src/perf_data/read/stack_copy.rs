@@ -133,8 +133,9 @@ impl Walker {
                 }
             };
             let modules = &self.modules;
-            // A slot below the stack pointer has just been popped, and rules say for a moment
-            // longer that rbp is there. Live it can still be read; here it is in its register.
+            // The slot below the stack pointer has just been popped, and the rules say for a moment
+            // longer that rbp is there. In a live process the slot can still be read; here rbp is
+            // in its register.
             let popped = (cursor.exact != 0 && rule.kept == 0)
                 .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
             let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };

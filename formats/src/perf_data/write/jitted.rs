@@ -1,7 +1,7 @@
-//! ELF files without code, so that perf can name what was named here and is in no file: a symbol
-//! for every address that was sampled and has a name. Of code made at run time, as `perf inject
-//! --jit` makes of a jitdump; and of executables that are gone, whose names were known from before.
-//! Pure.
+//! ELF files without code. With them, perf can name what was named here and is in no file. They
+//! have a symbol for every address that was sampled and has a name. Some are for code made at run
+//! time, as `perf inject --jit` makes them of a jitdump. The others are for executables that are
+//! gone and were named by what was known from before. Pure.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,9 +1,9 @@
-//! perf.data: the samples one by one, with what perf needs to name them itself. Classic records
-//! only, in time order, as perf of any age, hotspot, samply and autofdo read them.
+//! perf.data: the samples one by one, with what perf needs to name them itself. Only classic
+//! records are written, in time order: perf of any age, hotspot, samply and autofdo read them.
 //!
-//! Addresses of callers are those of the call, as everywhere in a profile, where the kernel writes
-//! return addresses: perf looks call chains up as they are, and who subtracts one more still finds
-//! the call.
+//! The address of a caller is that of the call, as everywhere in a profile; the kernel would write
+//! the return address. perf looks call chains up as they are. A tool that subtracts one more still
+//! finds the call.
 
 mod header;
 pub mod jitted;

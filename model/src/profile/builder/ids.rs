@@ -1,4 +1,4 @@
-//! Which entry of a table is which: ids by what the entries are, without a second copy of them.
+//! Finds the id of a table's entry by what the entry is, without a second copy of the entry.
 
 use std::hash::Hash;
 

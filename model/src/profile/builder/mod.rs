@@ -132,15 +132,15 @@ impl Builder {
         self.profile.processes[process.index()].perf_map.add(map);
     }
 
-    /// Whether places may have times: of a process that writes code for days there would be more
-    /// than a profile holds.
+    /// Whether places may still have times. With times, a process that writes code for days would
+    /// have more places than a profile holds.
     #[must_use]
     pub fn has_room_for_times(&self) -> bool {
         self.profile.locations.len() < MAX_ENTRIES / 8
     }
 
-    /// Since when a process has written no code, of which it has so many bytes; asked for at the
-    /// end of an epoch in which it wrote none.
+    /// The time since which a process has written no code. `size` is how many bytes of code it has.
+    /// Call this at the end of an epoch in which it wrote none.
     pub fn quiet_since(&mut self, process: ProcessId, size: u64, end_ns: u64) -> u64 {
         let known = self.quiet_since.entry(process).or_insert((size, end_ns));
         if known.0 != size {
@@ -161,8 +161,9 @@ impl Builder {
         own(&mut self.locations, table, location, "locations").map(LocationId)
     }
 
-    /// The id of a location the input has names for. Where another input had others, it is a
-    /// location of its own: two builds of a program without build-ids are not told apart otherwise.
+    /// The id of a location that the input has names for. When another input had other names for
+    /// it, this is a new location: nothing else tells two builds of a program without build-ids
+    /// apart.
     pub fn location_named(
         &mut self,
         location: Location,

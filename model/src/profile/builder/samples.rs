@@ -87,8 +87,8 @@ impl Builder {
         Ok(id)
     }
 
-    /// The series of an event whose samples have these values, as another program took them.
-    /// Samples of CPU time are what all profiles have.
+    /// The series for an event whose samples have these values, as another program took them.
+    /// Samples of CPU time get an ordinary series, as in all profiles.
     pub fn series_of(
         &mut self,
         event: Event,

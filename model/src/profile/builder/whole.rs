@@ -21,9 +21,9 @@ impl Builder {
         }
     }
 
-    /// The series of the events of this capture, at so many samples a second and CPU each. What
-    /// another capture has of an event that weighs the same is added up; two events of one capture
-    /// are not.
+    /// The series for the events of this capture, each with its samples a second and CPU. An event
+    /// of another capture that weighs the same is added to the same series. Two events of one
+    /// capture are never added up.
     pub fn series(&mut self, events: Vec<(Event, u32)>) -> Result<Vec<SeriesId>, Full> {
         let mut found: Vec<Option<usize>> = vec![None; events.len()];
         // First those of the same name: another must not take their place.
@@ -73,8 +73,8 @@ impl Builder {
         profile.duration_ns = end.max(old_end).saturating_sub(profile.start_ns);
     }
 
-    /// Times of this capture's samples were told on a clock that was zero then, nanoseconds since
-    /// the Unix epoch.
+    /// Moves the times of this capture's samples to the wall clock: their own clock was zero at
+    /// `zero_ns`, in nanoseconds since the Unix epoch.
     pub fn shift_times(&mut self, zero_ns: u64) {
         if self.capture == self.first {
             self.profile.clock_zero_ns = zero_ns;

@@ -1,10 +1,10 @@
-//! The debuginfod client: files by build-id from servers, in order. A [`Tier`] behind the cache,
-//! which keeps what came and remembers what did not.
+//! The debuginfod client: gets files by build-id from servers, which are asked in order. It is a
+//! [`Tier`] behind the cache. The cache keeps what came and remembers what did not.
 //!
-//! A server that stalls, dies or lies costs a bounded time once and is then left alone; what it
-//! could not give is a reason for the report. The protocol is elfutils' (debuginfod(8)): `GET
-//! /buildid/HEX/{debuginfo,executable,section/NAME}`, hex in lower case. Used by `ladder.rs`, from
-//! threads that may wait.
+//! A server that stalls, dies or lies costs a bounded time once and is then left alone. What it
+//! could not give is a reason for the report. The protocol is elfutils' (debuginfod(8)):
+//! `GET /buildid/HEX/{debuginfo,executable,section/NAME}`, hex in lower case. `ladder.rs` uses
+//! this, from threads that may wait.
 
 mod ask;
 mod progress;

@@ -1,6 +1,6 @@
-//! Go's functions: how far each instruction of what Go compiled has moved the stack pointer is in
-//! `.gopclntab`, of which stripping leaves all; `.eh_frame` has only the C that was linked in, and
-//! not even that where Go's own linker did.
+//! Rules for Go's functions. How far each instruction that Go compiled has moved the stack pointer
+//! is in `.gopclntab`, which stripping keeps. `.eh_frame` describes only the C that was linked in,
+//! and not even that where Go's own linker linked it.
 //!
 //! The crate `elf` reads the table. Assembly, and C without call frame information, is followed
 //! instruction by instruction (`code/`); what the runtime does where it changes stacks is
@@ -258,8 +258,8 @@ impl Function<'_> {
         self.add_else(at, end, flags, add);
     }
 
-    /// Where instructions say nothing, the table does, but for who writes the stack pointer in ways
-    /// it does not count.
+    /// Adds rules by the table where the instructions give none. Functions that write the stack
+    /// pointer in ways the table does not count are left unknown.
     fn add_else(&self, from: u64, to: u64, flags: u8, add: &mut impl FnMut(u64, u64, Rule)) {
         if flags & SPWRITE != 0 || go_stacks::changes(self.name) {
             add(from, to, unknown());
@@ -306,9 +306,9 @@ impl Function<'_> {
     }
 }
 
-/// Whether a function keeps its caller's rbp at the top of its frame, from the instructions around
-/// where it makes room for that: `push %rbp`, or (up to Go 1.20) `mov %rbp,TOP(%rsp)` after it. How
-/// many bytes later it is there.
+/// Whether a function saves its caller's rbp at the top of its frame. Judges by the instructions
+/// around the one that makes room for the frame: `push %rbp`, or (up to Go 1.20)
+/// `mov %rbp,TOP(%rsp)` after it. Returns after how many bytes rbp is there.
 fn saves(code: &[u8], moved: i32) -> Option<u64> {
     let top = moved.checked_sub(8)?;
     match *code {

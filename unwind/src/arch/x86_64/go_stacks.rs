@@ -1,7 +1,7 @@
-//! Where Go's runtime goes from one stack to another in ways its instructions alone do not tell:
-//! through its own structures. Where those have what is needed is read from the instructions of
-//! `runtime.systemstack` (`runtime/asm_amd64.s`), since offsets move from release to release. What
-//! is not recognized is said to be unknown.
+//! Rules for the places where Go's runtime changes stacks through its own structures, which its
+//! instructions alone do not tell. The offsets in these structures change from release to release,
+//! so they are read from the instructions of `runtime.systemstack` (`runtime/asm_amd64.s`). What is
+//! not recognized is said to be unknown.
 //!
 //! Pure. Called by `go.rs` for functions of these names.
 

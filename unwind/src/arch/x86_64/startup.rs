@@ -3,10 +3,11 @@
 //! call frame information, and short programs spend a tenth of their time there, where memory is
 //! written for the first time.
 //!
-//! Found by `.init_array`, `.fini_array` and the sections of the first two, and by whom those call;
-//! their instructions are followed (`code/`). Whatever has rules is left alone, and what does not
-//! look like these functions has none: constructors of programs built without call frame
-//! information are in the same arrays, and of those nobody knows where they end.
+//! They are found through `.init_array`, `.fini_array`, the sections of the first two, and the
+//! functions that those call. Their instructions are followed (`code/`). Code that already has
+//! rules is left alone. Code that does not look like these functions gets no rules: the same arrays
+//! hold constructors of programs built without call frame information, and nobody knows where those
+//! end.
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction};
 use stackwire_collector_ebpf::arch::RSP;
@@ -74,9 +75,9 @@ fn code(elf: &Elf<'_>, covered: &[(u64, u64)], address: u64, most: u64) -> Vec<u
     elf.code_until(address, gap.min(most))
 }
 
-/// The rules of a function; none when it is not like those of GCC: it is deeper than they are, or
-/// returns or goes on elsewhere with something on its stack, as where a call that never returns is
-/// taken for one that does.
+/// The rules of a function, or none when it is not like those of GCC. It is not like them when its
+/// stack is deeper, or when it returns or jumps elsewhere with something left on its stack. This
+/// happens where a call that never returns is taken for one that does.
 fn followed(start: u64, bytes: &[u8], kept: Option<u32>, left: &mut usize) -> Option<Vec<Found>> {
     let found = rules(&Function { start, bytes, keeps_all: None }, kept, left);
     let is_like = |one: &Found| {

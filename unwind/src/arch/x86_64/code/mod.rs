@@ -1,14 +1,16 @@
-//! What the instructions of a function do to its frame: rules for code of which no call frame
-//! information speaks.
+//! Finds what the instructions of a function do to its frame, and makes rules from that. For code
+//! that has no call frame information.
 //!
 //! Follows every path from the first instruction and keeps what is certain on all of them: which
 //! registers and which slots of the stack hold an address in this frame, and where the caller's
-//! registers are. Functions that go to another stack keep the way back in a register or on the new
-//! one; that is then the rule. What is not certain has no rule. Relies on this: a function is
-//! entered with its return address on top of the stack; those it calls come back, with rsp, rbx,
-//! rbp and r12 to r15 as they were (System V ABI 3.2.1; Go's assembly relies on it where it calls
-//! C); what it writes through pointers of others is not in its own frame. Of a jump table nothing
-//! is known, and so nothing of a function that has one.
+//! registers are. A function that goes to another stack keeps the way back in a register or on the
+//! new stack; that is then the rule. What is not certain has no rule.
+//!
+//! Relies on this. A function is entered with its return address on top of the stack. The functions
+//! it calls come back, with rsp, rbx, rbp and r12 to r15 as they were (System V ABI 3.2.1; Go's
+//! assembly relies on it where it calls C). What a function writes through pointers of others is
+//! not in its own frame. Nothing is known of a jump table, and so nothing of a function that has
+//! one.
 //!
 //! Pure. Called for Go's assembly, the C linked into Go programs, and what GCC adds to programs;
 //! knows none of them.
@@ -48,9 +50,9 @@ pub struct Found {
     pub left: bool,
 }
 
-/// The rules of a function, in order of addresses; of instructions no path leads to, nothing.
-/// `kept`: one more register to be followed. `left`: how many instructions may be followed, those
-/// in loops again until nothing changes; what that is not enough for has no rules.
+/// The rules of a function, in order of addresses. Instructions that no path leads to are left out.
+/// `kept`: one more register to be followed. `left`: how many instructions may be followed; those
+/// in loops are followed again until nothing changes. A function that needs more has no rules.
 #[must_use]
 pub fn rules(function: &Function<'_>, kept: Option<u32>, left: &mut usize) -> Vec<Found> {
     let nodes = Analysis::new(function).run(left);

@@ -18,8 +18,8 @@ pub(super) enum Value {
     Address(Stack, i32),
 }
 
-/// Where a stack pointer came from: what the function was entered with; or the instruction, by its
-/// offset, that set it to what is not known, or rounded it.
+/// Where a stack pointer came from. It is the one that the function was entered with, or the offset
+/// of an instruction that set it to an unknown value or rounded it.
 pub(super) type Stack = u32;
 
 pub(super) const ENTERED: Stack = u32::MAX;
