@@ -137,12 +137,11 @@ fn a_process_whose_main_thread_has_ended_is_named_and_whole() {
     }
     for all in [false, true] {
         let program = Quiet::start("leader", &[]);
-        let (report, profile) = match all {
-            false => program.recorded(),
-            true => {
-                let cache = tempfile::tempdir().unwrap();
-                recorded(&["--all", "--duration=2s"], cache.path())
-            }
+        let (report, profile) = if !all {
+            program.recorded()
+        } else {
+            let cache = tempfile::tempdir().unwrap();
+            recorded(&["--all", "--duration=2s"], cache.path())
         };
         let own =
             profile.samples.iter().filter(|it| it.labels["pid"] == program.0.id().to_string());

@@ -19,17 +19,14 @@ fn a_package_is_made_without_privileges_and_its_programs_are_stripped() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     // Whoever may load eBPF programs may do without all that for this.
     let make = ["make", "-s", "install", "PREFIX=/usr"];
-    let mut command = match rustix::process::geteuid().is_root() {
-        true => {
-            let mut command = Command::new("setpriv");
-            command.args(["--bounding-set=-all", "--inh-caps=-all"]).args(make);
-            command
-        }
-        false => {
-            let mut command = Command::new(make[0]);
-            command.args(&make[1..]);
-            command
-        }
+    let mut command = if rustix::process::geteuid().is_root() {
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set=-all", "--inh-caps=-all"]).args(make);
+        command
+    } else {
+        let mut command = Command::new(make[0]);
+        command.args(&make[1..]);
+        command
     };
     command.arg(format!("DESTDIR={}", directory.path().display())).current_dir(root);
     run(outside_cargo(&mut command));

@@ -93,10 +93,7 @@ impl Cache {
         if self.index().row(key)?.is_none() {
             return Ok(());
         }
-        self.index().change(|index| match path.exists() {
-            true => Ok(()),
-            false => Ok(index.forget(key)?),
-        })
+        self.index().change(|index| if path.exists() { Ok(()) } else { Ok(index.forget(key)?) })
     }
 }
 

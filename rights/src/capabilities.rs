@@ -48,12 +48,12 @@ pub fn keep(wanted: CapabilitySet) -> io::Result<()> {
 /// See [`keep`].
 pub fn as_user<T>(work: impl FnOnce() -> T) -> io::Result<T> {
     let before = capabilities(None)?;
-    let own = match getuid().is_root() {
-        true => before.effective,
-        // Executing a file with capabilities empties the ambient set; capabilities(7).
-        false => CapabilitySet::from_iter(
+    let own = if getuid().is_root() {
+        before.effective
+    } else {
+        CapabilitySet::from_iter(
             before.effective.iter().filter(|&one| capability_is_in_ambient_set(one) == Ok(true)),
-        ),
+        )
     };
     set_capabilities(None, CapabilitySets { effective: own, ..before })?;
     let done = work();

@@ -61,10 +61,7 @@ pub fn make(directory: &Path) -> Result<(), Refused> {
             }
         }
     }
-    match is_alone(&way.stat) {
-        true => Ok(()),
-        false => Err(Refused::NotOurs(way.path)),
-    }
+    if is_alone(&way.stat) { Ok(()) } else { Err(Refused::NotOurs(way.path)) }
 }
 
 /// Names on a path, the first one last.

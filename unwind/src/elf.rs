@@ -66,10 +66,7 @@ impl<'f> Elf<'f> {
             Some(other) => return Err(CompileError::Foreign(other)),
             None => return Err(CompileError::Unknown),
         }
-        let eh_frame = match headers.has(".eh_frame") {
-            true => None,
-            false => eh_frame(file, &headers),
-        };
+        let eh_frame = if headers.has(".eh_frame") { None } else { eh_frame(file, &headers) };
         Ok(Self { file, headers, eh_frame })
     }
 

@@ -268,11 +268,12 @@ impl Snapshots {
         let broker = Arc::clone(&self.broker);
         let start = before.clone();
         let anew = !kept || start.as_ref().is_some_and(|start| start.pieces.len() >= MAX_PIECES);
-        let read = match self.spent < EPOCH_LIMIT {
-            true => in_time(move || read(&broker, kind, &wanted, start, anew))
+        let read = if self.spent < EPOCH_LIMIT {
+            in_time(move || read(&broker, kind, &wanted, start, anew))
                 .map_err(NotTaken::from)
-                .and_then(|read| read),
-            false => Err(NotTaken::NoTime),
+                .and_then(|read| read)
+        } else {
+            Err(NotTaken::NoTime)
         };
         let taken = read.and_then(|(growing, new)| {
             let fits = new.is_none_or(|new| outbox.add_artifact(new, Some(epoch)));

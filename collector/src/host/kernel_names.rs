@@ -91,9 +91,10 @@ impl KernelNames {
         for at in ends.chain(lines.iter().copied()).collect::<BTreeSet<_>>() {
             let line = self.line(at);
             let (module, start, _) = fields(line);
-            let written = match lines.contains(&at) {
-                true => writeln!(text, "{line}"),
-                false => writeln!(text, "{module}\t{start:x}\t"),
+            let written = if lines.contains(&at) {
+                writeln!(text, "{line}")
+            } else {
+                writeln!(text, "{module}\t{start:x}\t")
             };
             // Writing to a String cannot fail.
             let _ = written;

@@ -20,10 +20,7 @@ use crate::sources::side_band::Mapped;
 /// `PermissionDenied` without `CAP_PERFMON` (kernel 6.15 and newer) or `CAP_SYS_PTRACE`.
 pub fn read(pid: u32) -> io::Result<Vec<Mapped>> {
     let found = of_task(pid)?;
-    match found.is_empty() {
-        true => living_task(pid).map_or(Ok(found), of_task),
-        false => Ok(found),
-    }
+    if found.is_empty() { living_task(pid).map_or(Ok(found), of_task) } else { Ok(found) }
 }
 
 /// The file behind a mapping the kernel told of; none when that mapping is gone, may not be looked

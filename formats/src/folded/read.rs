@@ -87,9 +87,12 @@ fn stacks(
         // What a kernel frame has called is not the user's.
         if in_kernel && user.is_empty() { &mut kernel } else { &mut user }.push(location);
     }
-    let mut stack = |locations: Vec<_>| match locations.is_empty() {
-        true => Ok(None),
-        false => into.stack(&locations, EndReason::NotSaid).map(Some),
+    let mut stack = |locations: Vec<_>| {
+        if locations.is_empty() {
+            Ok(None)
+        } else {
+            into.stack(&locations, EndReason::NotSaid).map(Some)
+        }
     };
     Ok((stack(kernel)?, stack(user)?))
 }

@@ -158,9 +158,10 @@ impl<'a> Reader<'a> {
             for &id in &sample.location_id {
                 locations.push(self.location(id, process)?);
             }
-            let user = match locations.is_empty() {
-                true => None,
-                false => Some(self.into.stack(&locations, EndReason::NotSaid)?),
+            let user = if locations.is_empty() {
+                None
+            } else {
+                Some(self.into.stack(&locations, EndReason::NotSaid)?)
             };
             let key = |series| SampleKey { series, thread, user, kernel: None, labels };
             if let [only] = *self.series {
@@ -287,9 +288,10 @@ impl<'a> Reader<'a> {
                         seen_ns: 0,
                     },
                 };
-                match lines.is_empty() {
-                    true => self.into.location(location)?,
-                    false => self.into.location_named(location, lines)?,
+                if lines.is_empty() {
+                    self.into.location(location)?
+                } else {
+                    self.into.location_named(location, lines)?
                 }
             }
         };

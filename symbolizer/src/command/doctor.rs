@@ -90,12 +90,13 @@ fn kernel() -> Finding {
 }
 
 fn btf() -> Finding {
-    match Path::new("/sys/kernel/btf/vmlinux").exists() {
-        true => works("kernel BTF: /sys/kernel/btf/vmlinux"),
-        false => prevents(
+    if Path::new("/sys/kernel/btf/vmlinux").exists() {
+        works("kernel BTF: /sys/kernel/btf/vmlinux")
+    } else {
+        prevents(
             "kernel BTF: none",
             "use a kernel built with CONFIG_DEBUG_INFO_BTF, as distribution kernels are",
-        ),
+        )
     }
 }
 

@@ -179,9 +179,10 @@ fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
         [only] if only.weighs_evenly() => format!("{} samples", profile.sample_count()),
         _ => profile.amount(),
     };
-    let named = match unsymbolized {
-        true => "without names".to_owned(),
-        false => format!("{:.1} % of frames named", profile.named().percent()),
+    let named = if unsymbolized {
+        "without names".to_owned()
+    } else {
+        format!("{:.1} % of frames named", profile.named().percent())
     };
     let whole = profile.whole();
     let whole = match whole.of {

@@ -60,9 +60,10 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
             .context("cannot handle signals")?;
     }
 
-    let launched = match arguments.command.is_empty() {
-        true => None,
-        false => Some(Launched::start(&arguments.command)?),
+    let launched = if arguments.command.is_empty() {
+        None
+    } else {
+        Some(Launched::start(&arguments.command)?)
     };
     let child = launched.as_ref().map(|launched| launched.child.id());
     let (session, sources) = match start(&arguments, kept, child, &placer) {
@@ -127,9 +128,10 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
         let took = took.as_secs_f64();
         let clocks = profile.series.iter().all(|series| series.event.is_clock());
         let names: Vec<_> = profile.series.iter().map(|it| it.event.name.as_str()).collect();
-        let did = match clocks {
-            true => "used no CPU".to_owned(),
-            false => format!("had no {}", names.join(" and no ")),
+        let did = if clocks {
+            "used no CPU".to_owned()
+        } else {
+            format!("had no {}", names.join(" and no "))
         };
         return anyhow!("no samples: {whom} {did} in {took:.1} s, so there is no profile to write");
     }
@@ -218,9 +220,10 @@ fn start(
 
 /// A command ends its capture itself.
 fn duration(arguments: &Record) -> Option<Duration> {
-    match arguments.command.is_empty() {
-        true => Some(arguments.duration.unwrap_or(DEFAULT_DURATION)),
-        false => arguments.duration,
+    if arguments.command.is_empty() {
+        Some(arguments.duration.unwrap_or(DEFAULT_DURATION))
+    } else {
+        arguments.duration
     }
 }
 

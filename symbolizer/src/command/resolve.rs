@@ -224,9 +224,10 @@ impl Captures {
                 profile.keep_functions(&names, matches(&slice.focus), matches(&slice.ignore));
             }
         }
-        match profile.samples.is_empty() {
-            true => Err(no_samples(&profile)),
-            false => Ok(Loaded { profile, names, artifacts }),
+        if profile.samples.is_empty() {
+            Err(no_samples(&profile))
+        } else {
+            Ok(Loaded { profile, names, artifacts })
         }
     }
 }

@@ -160,9 +160,10 @@ impl Handed {
                 let State::Partial(partial) = std::mem::replace(state, State::Asked) else {
                     return Taken::Nothing;
                 };
-                let checked = match *whole < MAX_WHOLE {
-                    true => check(partial, key, &self.scratch, chunk.length),
-                    false => Err(NotTaken::TooMany),
+                let checked = if *whole < MAX_WHOLE {
+                    check(partial, key, &self.scratch, chunk.length)
+                } else {
+                    Err(NotTaken::TooMany)
                 };
                 match checked {
                     Ok(checked) => {

@@ -112,10 +112,10 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
         return climb.with_table(known, None);
     }
     let in_itself = executable.as_ref().is_some_and(|at| at.elf.has(".debug_info"));
-    let debug = match in_itself {
-        true => None,
-        false => named
-            .or_else(|| climb.debug_file(executable.as_ref(), build_id, wanted.kernel.as_ref())),
+    let debug = if in_itself {
+        None
+    } else {
+        named.or_else(|| climb.debug_file(executable.as_ref(), build_id, wanted.kernel.as_ref()))
     };
     if executable.is_none()
         && wanted.kernel.is_none()
@@ -128,9 +128,10 @@ fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, 
     let had = known.as_ref().and_then(|known| known.table.best());
     let is_better = offered.is_some_and(|offered| had.is_none_or(|had| offered < had));
     // Of a debug file that is too large, its functions.
-    let symbols = match climb.too_large && had.is_none_or(|had| Kind::Symtab < had) {
-        true => executable.as_ref().and_then(|_| climb.symbol_table(build_id)),
-        false => None,
+    let symbols = if climb.too_large && had.is_none_or(|had| Kind::Symtab < had) {
+        executable.as_ref().and_then(|_| climb.symbol_table(build_id))
+    } else {
+        None
     };
     if known.is_some() && !in_itself && debug.is_none() && symbols.is_none() && !is_better {
         return climb.with_table(known, None);
@@ -298,9 +299,10 @@ impl Climb<'_> {
         if elf.relocatable {
             return Err(NotUsable::Object);
         }
-        let (origin, rung) = match opened.handed_over {
-            false => (file::shown(&opened.path), Rung::Executable),
-            true => (self.keep_handed(&opened.file, build_id), Rung::HandedOver),
+        let (origin, rung) = if !opened.handed_over {
+            (file::shown(&opened.path), Rung::Executable)
+        } else {
+            (self.keep_handed(&opened.file, build_id), Rung::HandedOver)
         };
         Ok(At { elf, path: opened.path.clone().into(), origin, rung })
     }
@@ -426,9 +428,10 @@ impl Climb<'_> {
     fn of_blob(&self, blob: Blob) -> Option<At> {
         let bytes = blob.file.metadata().ok()?.len();
         let elf = Elf::open(blob.file, &self.sources.scratch).ok()?;
-        let origin = match blob.meta.origin.is_empty() {
-            true => "the symbol cache".to_owned(),
-            false => format!("{} ({bytes} bytes)", blob.meta.origin),
+        let origin = if blob.meta.origin.is_empty() {
+            "the symbol cache".to_owned()
+        } else {
+            format!("{} ({bytes} bytes)", blob.meta.origin)
         };
         Some(At { elf, path: blob.path, origin, rung: Rung::Debuginfod })
     }

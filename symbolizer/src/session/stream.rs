@@ -36,10 +36,8 @@ impl Accept for OneStream {
             taken.ok_or_else(|| NotKept::Failed("a collector is connected already".to_owned()))?;
         let files = Files { local: true, pinned: Pinned::default(), cache: self.cache.clone() };
         let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
-        let assembler = match self.timeline {
-            true => Assembler::with_timeline(),
-            false => Assembler::default(),
-        };
+        let assembler =
+            if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
         let log = Log::start(path, file, message, 0, files, assembler);
         let log = log.map_err(|error| NotKept::Failed(error.to_string()));
         let log = log.and_then(|log| {

@@ -77,8 +77,8 @@ pub struct Compiled {
 
 /// Compiles a table.
 ///
-/// `code`: the lowest offset that the capture saw mapped as code; needed when only the debug file is
-/// at hand, whose program headers have lost their offsets.
+/// `code`: the lowest offset that the capture saw mapped as code. It is needed when only the debug
+/// file is at hand, whose program headers have lost their offsets.
 pub fn compile(files: &Files<'_>, code: Option<FileOffset>) -> Compiled {
     let mut writer = Writer::default();
     let mut notes = Vec::new();

@@ -199,10 +199,8 @@ fn function<'a>(
         return function;
     }
     let names = names(debug, units, place, entry, &mut MAX_HOPS.clone());
-    let name = match found.of_ghc {
-        true => names.plain.or(names.linkage),
-        false => names.linkage.or(names.plain),
-    };
+    let name =
+        if found.of_ghc { names.plain.or(names.linkage) } else { names.linkage.or(names.plain) };
     let name = name.unwrap_or_default();
     let name = &name[..name.len().min(MAX_NAME)];
     let known = found.by_place.contains_key(&(name.as_ptr() as usize, name.len()));

@@ -197,9 +197,10 @@ pub struct Raw {
 impl Raw {
     /// Of a file of this class and byte order.
     pub fn of(entry: &[u8], elf: &Elf) -> Option<Self> {
-        match elf.is_64 {
-            true => Self::read::<Sym64<Endianness>>(entry, elf.endian),
-            false => Self::read::<Sym32<Endianness>>(entry, elf.endian),
+        if elf.is_64 {
+            Self::read::<Sym64<Endianness>>(entry, elf.endian)
+        } else {
+            Self::read::<Sym32<Endianness>>(entry, elf.endian)
         }
     }
 

@@ -44,9 +44,10 @@ fn cpp(name: &str) -> Option<String> {
     // Substitutions let a kilobyte stand for gigabytes; what is beyond the bound stays mangled.
     symbol.structured_demangle(&mut readable, &DemangleOptions::default()).ok()?;
     // An empty pack of parameters leaves its comma behind.
-    Some(match readable.0.contains("operator,") {
-        true => readable.0,
-        false => readable.0.replace(", >", ">").replace(", )", ")"),
+    Some(if readable.0.contains("operator,") {
+        readable.0
+    } else {
+        readable.0.replace(", >", ">").replace(", )", ")")
     })
 }
 
