@@ -205,7 +205,7 @@ impl Kernel {
             ..Default::default()
         };
         let (kind, length) = (v1::ArtifactKind::Kallsyms, kallsyms.len() as u64);
-        let piece = seal_piece(&hash, kind, length, (0, kallsyms.as_bytes()));
+        let piece = seal_piece(&hash, kind, length, 0, kallsyms.as_bytes());
         let end = v1::End { epochs: 1, taken, ..Default::default() };
         let bodies = [Body::Hello(hello)].into_iter().chain([
             Body::Artifact(piece),

@@ -80,17 +80,51 @@ pub struct Pipeline {
     dropped: u64,
 }
 
+/// What a pipeline is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// The kernel side.
+    pub sampler: Sampler,
+    /// What is known of processes.
+    pub processes: Processes,
+    /// Publishes unwind tables; `None`: stacks are walked by frame pointers.
+    pub unwind: Option<Unwind>,
+    /// Where the kernel's code is.
+    pub layout: KernelLayout,
+    /// What it is called.
+    pub names: KernelNames,
+    /// The host.
+    pub identity: Identity,
+    /// Artifacts every epoch refers to.
+    pub references: References,
+    /// Where epochs and files go.
+    pub outgoing: Outgoing,
+    /// When sampling started.
+    pub started: Instant,
+    /// The same, monotonic nanoseconds.
+    pub epoch_start: u64,
+    /// How long an epoch is.
+    pub epoch_length: Duration,
+}
+
+/// Where epochs and files go.
+#[derive(Debug)]
+pub struct Outgoing {
+    /// Takes perf-maps and jitdumps.
+    pub jit: Snapshots,
+    /// Hands executables over.
+    pub handover: Arc<Handover>,
+    /// Queues everything for the sink.
+    pub outbox: Arc<Outbox>,
+}
+
 impl Pipeline {
-    /// Puts the parts together. Times: when sampling started, the same on the monotonic clock, and
-    /// how long an epoch is.
+    /// Puts the parts together.
     #[must_use]
-    pub fn new(
-        (sampler, processes, unwind): (Sampler, Processes, Option<Unwind>),
-        (layout, names): (KernelLayout, KernelNames),
-        (identity, references): (Identity, References),
-        (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
-        (started, epoch_start, epoch_length): (Instant, u64, Duration),
-    ) -> Self {
+    pub fn new(parts: Parts) -> Self {
+        let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
+        let Outgoing { jit, handover, outbox } = parts.outgoing;
+        let Parts { started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,

@@ -22,7 +22,7 @@ use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::host::jit::Snapshots;
 use crate::outbox::Outbox;
-use crate::pipeline::Summary;
+use crate::pipeline::{Outgoing, Summary};
 use crate::sampler::SamplerError;
 use crate::sink::{self, SinkError};
 use crate::unwind::Sources;
@@ -188,10 +188,12 @@ impl Session {
         let handover = Arc::new(Handover::new(config.share, Arc::clone(&broker)));
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
-        let queue = (Snapshots::new(broker), Arc::clone(&handover), Arc::clone(&outbox));
+        let (jit, handed, queue) =
+            (Snapshots::new(broker), Arc::clone(&handover), Arc::clone(&outbox));
+        let outgoing = Outgoing { jit, handover: handed, outbox: queue };
         let pipeline = std::thread::Builder::new()
             .name("collect".to_owned())
-            .spawn(move || match prepare(&config, queue, sources) {
+            .spawn(move || match prepare(&config, outgoing, sources) {
                 Ok((hello, pipeline)) => {
                     let deadline = config
                         .duration

@@ -233,7 +233,7 @@ pub fn pieces(artifact: Artifact) -> impl Iterator<Item = v1::CollectorMessage> 
     let mut at = 0;
     std::iter::from_fn(move || {
         let content = source.as_ref().filter(|_| at < length)?.piece(at)?;
-        let chunk = seal_piece(&hash.0, kind, length, (at, &content));
+        let chunk = seal_piece(&hash.0, kind, length, at, &content);
         at += content.len() as u64;
         Some(message(v1::collector_message::Body::Artifact(chunk)))
     })
@@ -248,7 +248,7 @@ pub fn file_piece(
 ) -> v1::CollectorMessage {
     let (hash, length) = whole;
     let (offset, content) = *piece.as_ref().unwrap_or(&(0, &[]));
-    let mut chunk = seal_piece(&hash.0, v1::ArtifactKind::File, length, (offset, content));
+    let mut chunk = seal_piece(&hash.0, v1::ArtifactKind::File, length, offset, content);
     chunk.file = Some(key.into());
     chunk.refused = piece.err().map(ToString::to_string).unwrap_or_default();
     message(v1::collector_message::Body::Artifact(chunk))

@@ -16,7 +16,7 @@ mod positioned;
 mod content;
 
 #[cfg(feature = "content")]
-pub use content::{AltLink, Bytes, DebugLink, Elf, Scratch, Stream};
+pub use content::{AltLink, Bytes, DebugLink, Elf, Scratch, Stream, WeakBytes};
 pub use error::ElfError;
 pub use gopclntab::{GoFamily, GoFormat, GoFunction, GoTable, GoValues, gopclntab_format};
 pub use headers::{Headers, Load, Section, Segment};

@@ -31,7 +31,7 @@ pub fn write(
     if let Some(key) = by {
         let values = |profile: Named<'_>| report::by_value(&profile, profile.shown(), key);
         let rows = both(values(before), values(after));
-        table((key, counted), &rows, None, totals, &mut out)?;
+        table(key, counted, &rows, None, totals, &mut out)?;
     }
     let functions = [before, after].map(|profile| {
         let functions = report::functions(profile, profile.shown()).into_iter();
@@ -50,7 +50,7 @@ pub fn write(
     };
     let with_callees = of(|counts| counts.all);
     let own = of(|counts| counts.own);
-    table(("function", counted), &own, Some(&with_callees), totals, &mut out)?;
+    table("function", counted, &own, Some(&with_callees), totals, &mut out)?;
     out.flush()
 }
 
@@ -80,7 +80,8 @@ pub(crate) fn is_noise((one, two): (u64, u64), totals: (u64, u64)) -> bool {
 /// What has changed most comes first, what may be noise (`~`) behind it. With what functions call,
 /// if that is given.
 fn table(
-    (what, counted): (&str, bool),
+    what: &str,
+    counted: bool,
     rows: &Both,
     with_callees: Option<&Both>,
     totals: (u64, u64),

@@ -59,6 +59,15 @@ struct Task {
     threads: FxHashMap<u32, ThreadId>,
 }
 
+/// A thread of a process, as the kernel numbers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TaskId {
+    /// The process.
+    pub pid: u32,
+    /// The thread.
+    pub tid: u32,
+}
+
 /// All of them.
 #[derive(Debug, Default)]
 pub struct Tasks {
@@ -74,14 +83,14 @@ impl Tasks {
     pub fn comm(
         &mut self,
         into: &mut Builder,
-        (pid, tid): (u32, u32),
+        TaskId { pid, tid }: TaskId,
         comm: String,
         exec: bool,
     ) -> Result<(), Full> {
         if exec {
             let before = self.by_pid.get(&pid).map(|task| (task.start, task.generation + 1));
             let (start, generation) = before.unwrap_or_else(|| (self.next(), 0));
-            self.begin(into, pid, (start, generation), comm, Rc::default())?;
+            self.begin(into, pid, start, generation, comm, Rc::default())?;
             return Ok(());
         }
         let task = self.task(into, pid)?;
@@ -99,8 +108,8 @@ impl Tasks {
     pub fn fork(
         &mut self,
         into: &mut Builder,
-        (pid, tid): (u32, u32),
-        (parent, parent_tid): (u32, u32),
+        TaskId { pid, tid }: TaskId,
+        TaskId { pid: parent, tid: parent_tid }: TaskId,
     ) -> Result<(), Full> {
         if pid == parent {
             let task = self.task(into, pid)?;
@@ -116,7 +125,7 @@ impl Tasks {
         });
         let (comm, maps) = from.unwrap_or_default();
         let start = self.next();
-        self.begin(into, pid, (start, 0), comm, maps)
+        self.begin(into, pid, start, 0, comm, maps)
     }
 
     /// Something was mapped.
@@ -150,7 +159,7 @@ impl Tasks {
     pub fn thread(
         &mut self,
         into: &mut Builder,
-        (pid, tid): (u32, u32),
+        TaskId { pid, tid }: TaskId,
     ) -> Result<(ThreadId, ProcessId), Full> {
         let task = self.task(into, pid)?;
         let process = task.id;
@@ -237,7 +246,7 @@ impl Tasks {
         if !self.by_pid.contains_key(&pid) {
             let start = self.next();
             let comm = if pid == 0 { "swapper".to_owned() } else { format!(":{pid}") };
-            self.begin(into, pid, (start, 0), comm, Rc::default())?;
+            self.begin(into, pid, start, 0, comm, Rc::default())?;
         }
         self.by_pid.get_mut(&pid).ok_or(Full("processes"))
     }
@@ -246,7 +255,8 @@ impl Tasks {
         &mut self,
         into: &mut Builder,
         pid: u32,
-        (start, generation): (u64, u32),
+        start: u64,
+        generation: u32,
         comm: String,
         maps: Rc<Maps>,
     ) -> Result<(), Full> {
@@ -284,6 +294,10 @@ mod tests {
     use stackwire_model::{Device, FileId};
 
     use super::*;
+
+    fn of(pid: u32, tid: u32) -> TaskId {
+        TaskId { pid, tid }
+    }
 
     #[test]
     fn a_place_that_is_used_again_is_another_mapping() {
@@ -341,17 +355,17 @@ mod tests {
         assert_eq!(at(300), None);
         assert_eq!(tasks.maps, 5);
         // Another program begins with nothing, and what was there is given back.
-        tasks.comm(&mut into, (1, 1), "x".to_owned(), true).unwrap();
+        tasks.comm(&mut into, of(1, 1), "x".to_owned(), true).unwrap();
         assert_eq!((tasks.find(1, UserAddr(50)).is_none(), tasks.maps), (true, 0));
     }
 
     #[test]
     fn a_child_is_called_as_the_thread_that_made_it() {
         let (mut into, mut tasks) = (Builder::new(), Tasks::default());
-        tasks.comm(&mut into, (7, 7), "main".to_owned(), true).unwrap();
-        tasks.comm(&mut into, (7, 8), "worker".to_owned(), false).unwrap();
-        tasks.fork(&mut into, (9, 9), (7, 8)).unwrap();
-        tasks.thread(&mut into, (9, 9)).unwrap();
+        tasks.comm(&mut into, of(7, 7), "main".to_owned(), true).unwrap();
+        tasks.comm(&mut into, of(7, 8), "worker".to_owned(), false).unwrap();
+        tasks.fork(&mut into, of(9, 9), of(7, 8)).unwrap();
+        tasks.thread(&mut into, of(9, 9)).unwrap();
         assert_eq!(into.build().threads[0].comm, "worker");
     }
 
@@ -371,7 +385,7 @@ mod tests {
             tasks.map(&mut into, 1, map(start * 2)).unwrap();
         }
         let made = (2..2000).try_for_each(|pid| {
-            tasks.fork(&mut into, (pid, pid), (1, 1))?;
+            tasks.fork(&mut into, of(pid, pid), of(1, 1))?;
             tasks.map(&mut into, pid, map(1 << 40))
         });
         assert_eq!(made, Err(Full("mappings")));

@@ -81,7 +81,8 @@ pub fn seal_piece(
     hash: &[u8; 32],
     kind: ArtifactKind,
     length: u64,
-    (offset, piece): (u64, &[u8]),
+    offset: u64,
+    piece: &[u8],
 ) -> ArtifactChunk {
     ArtifactChunk {
         hash: hash.to_vec(),
@@ -186,9 +187,9 @@ mod tests {
             (0..ARTIFACT_PIECE_BYTES as u32 + 10).map(|i| (i / 7) as u8).collect();
         let mut opened = Vec::new();
         for piece in content.chunks(ARTIFACT_PIECE_BYTES) {
-            let at = (opened.len() as u64, piece);
             let length = content.len() as u64;
-            let chunk = seal_piece(&[3; 32], ArtifactKind::PerfMap, length, at);
+            let chunk =
+                seal_piece(&[3; 32], ArtifactKind::PerfMap, length, opened.len() as u64, piece);
             opened.extend(open_piece(&chunk).unwrap());
         }
         assert_eq!(opened, content);

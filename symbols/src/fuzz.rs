@@ -25,11 +25,14 @@ pub fn table(bytes: &[u8]) {
         bytes[8..16].copy_from_slice(&checksum.to_le_bytes());
     }
     let Ok(table) = crate::table::Table::open(bytes.into()) else { return };
-    let _ = (table.best(), table.segments().count());
+    let _ = (table.best(), table.segments().count(), table.functions().count());
     for address in [0, 1, 0x1000, 0x1234, 0x40_0000, 0x40_1000, u64::MAX] {
         let _ = table.address_of(FileOffset(address));
         let address = VirtAddr(address);
         assert!(table.lookup(address).count() <= 1024);
+        for frame in table.lookup(address) {
+            let _ = (frame.raw_name(), frame.readable_name(), frame.file());
+        }
         assert!(table.bounds(address).is_none_or(|bounds| bounds.contains(&address)));
     }
 }

@@ -82,7 +82,7 @@ fn compile_with(
         section_.set_address_size(8);
         found = true;
         let bases = bases.clone().set_eh_frame(section.address.0);
-        add_section(&section_, &bases, elf, &mut spans, (&[], kept));
+        add_section(&section_, &bases, elf, &mut spans, &[], kept);
     }
     let covered = spans.covered();
     add_clones(elf, &mut spans);
@@ -96,7 +96,7 @@ fn compile_with(
         let mut section_ = DebugFrame::new(&content, LittleEndian);
         section_.set_address_size(8);
         found = true;
-        add_section(&section_, &bases, elf, &mut spans, (&covered, kept));
+        add_section(&section_, &bases, elf, &mut spans, &covered, kept);
         covered = spans.covered();
     }
     if !found && covered.is_empty() {
@@ -154,7 +154,8 @@ fn add_section<'a, S: UnwindSection<Bytes<'a>>>(
     bases: &BaseAddresses,
     elf: &Elf<'_>,
     spans: &mut Spans,
-    (covered, kept): (&[(u64, u64)], Option<u32>),
+    covered: &[(u64, u64)],
+    kept: Option<u32>,
 ) where
     S::Offset: gimli::UnwindOffset<usize>,
 {

@@ -3,7 +3,6 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Instant;
 
 use stackwire_collector_ebpf as abi;
@@ -15,12 +14,9 @@ use super::{SessionError, as_user};
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Scope};
-use crate::handover::Handover;
-use crate::host::jit::Snapshots;
 use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
-use crate::outbox::Outbox;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
 use crate::process::{Processes, family};
 use crate::sampler::{Filter, Sampler};
@@ -37,7 +33,7 @@ const MAX_LOOKS: usize = 8;
 /// Everything that needs a capability, then the drop of those not needed any more.
 pub(super) fn prepare(
     config: &Config,
-    (jit, handover, outbox): (Snapshots, Arc<Handover>, Arc<Outbox>),
+    outgoing: Outgoing,
     sources: Sources,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, asked, sampling) = describe(config)?;
@@ -96,7 +92,7 @@ pub(super) fn prepare(
     if let Some(image) = vdso::image() {
         let artifact = Artifact::new(Kind::Vdso, image);
         references.vdso = Some(artifact.hash);
-        outbox.add_artifact(artifact, None);
+        outgoing.outbox.add_artifact(artifact, None);
     }
     capabilities::keep(KEPT)
         .map_err(|error| SessionError::Internal(format!("cannot drop capabilities: {error}")))?;
@@ -110,10 +106,19 @@ pub(super) fn prepare(
     let share_all = config.share == Share::Always;
     let (host, epoch) = (identity.clone(), config.epoch);
     let head = Head { capture_id, identity: host, clocks, sampling, share_all, epoch };
-    let times = (started, clocks.0, config.epoch);
-    let parts = (sampler, processes, unwind);
-    let (kernel, host) = ((layout, names), (identity, references));
-    let pipeline = Pipeline::new(parts, kernel, host, (jit, handover, outbox), times);
+    let pipeline = Pipeline::new(Parts {
+        sampler,
+        processes,
+        unwind,
+        layout,
+        names,
+        identity,
+        references,
+        outgoing,
+        started,
+        epoch_start: clocks.0,
+        epoch_length: config.epoch,
+    });
     Ok((wire::hello(&head), pipeline))
 }
 

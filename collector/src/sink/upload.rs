@@ -70,7 +70,7 @@ pub async fn run(
     let mut backoff = FIRST_BACKOFF;
     let mut deadline: Option<Instant> = None;
     loop {
-        let sent = connect_and_send(&endpoint, (&outbox, &handover), &hello, &target, &mut backoff);
+        let sent = connect_and_send(&endpoint, &outbox, &handover, &hello, &target, &mut backoff);
         let sent = tokio::select! {
             sent = sent => sent,
             () = outlast(&outbox, target.patience) => {
@@ -118,7 +118,8 @@ async fn outlast(outbox: &Outbox, patience: Duration) {
 
 async fn connect_and_send(
     endpoint: &Endpoint,
-    (outbox, handover): (&Outbox, &Arc<Handover>),
+    outbox: &Outbox,
+    handover: &Arc<Handover>,
     hello: &v1::CollectorMessage,
     target: &Target,
     backoff: &mut Duration,

@@ -8,12 +8,25 @@
 use std::fs::File;
 use std::io;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Immutable bytes; clones share them.
 #[derive(Clone)]
 pub struct Bytes(Arc<Inner>);
 
+/// Bytes that may be gone.
+#[derive(Clone, Debug)]
+pub struct WeakBytes(Weak<Inner>);
+
+impl WeakBytes {
+    /// The bytes, if somebody still has them.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Bytes> {
+        self.0.upgrade().map(Bytes)
+    }
+}
+
+#[derive(Debug)]
 enum Inner {
     Owned(Vec<u8>),
     Mapped(memmap2::Mmap),
@@ -33,6 +46,12 @@ impl Bytes {
         // changes them.
         let map = unsafe { memmap2::Mmap::map(file)? };
         Ok(Self(Arc::new(Inner::Mapped(map))))
+    }
+
+    /// The same, without keeping them.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakBytes {
+        WeakBytes(Arc::downgrade(&self.0))
     }
 
     /// Whether they are a mapped file: the system can give up their memory and read it again.

@@ -17,7 +17,7 @@ use object::elf;
 use sha2::{Digest, Sha256};
 use stackwire_model::{BuildId, VirtAddr};
 
-pub use self::bytes::Bytes;
+pub use self::bytes::{Bytes, WeakBytes};
 pub use self::section::{Scratch, Stream};
 use crate::positioned::Positioned;
 use crate::{ElfError, Headers, Section};

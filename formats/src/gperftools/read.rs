@@ -7,7 +7,7 @@ use stackwire_model::profile::{Builder, EndReason, Executable, FrameKind, Origin
 use stackwire_model::{Device, Event, FileId, FileOffset, UserAddr};
 
 use crate::ReadError;
-use crate::tasks::{Map, Tasks};
+use crate::tasks::{Map, TaskId, Tasks};
 
 /// Bytes of a profile read.
 const MAX_BYTES: u64 = 256 << 20;
@@ -77,11 +77,12 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
         main.get_or_insert_with(|| path.rsplit('/').next().unwrap_or_default().to_owned());
         tasks.map(into, 0, map)?;
     }
-    tasks.comm(into, (0, 0), main.unwrap_or_default(), false)?;
+    let only = TaskId { pid: 0, tid: 0 };
+    tasks.comm(into, only, main.unwrap_or_default(), false)?;
     let mut taken = 0u64;
     for (count, stack) in samples {
         let user = tasks.stack(into, 0, &stack, EndReason::NotSaid)?;
-        let (thread, _) = tasks.thread(into, (0, 0))?;
+        let (thread, _) = tasks.thread(into, only)?;
         let key = SampleKey { series, thread, user, kernel: None, labels: 0 };
         into.weighted(key, count, count.saturating_mul(period_ns))?;
         taken = taken.saturating_add(count);

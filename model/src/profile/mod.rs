@@ -309,7 +309,7 @@ mod tests {
             let key =
                 SampleKey { series: SeriesId(0), thread, user: None, kernel: None, labels: 0 };
             if sampled {
-                into.sample(key, 1, (None, None)).unwrap();
+                into.sample(key, 1, None, None).unwrap();
             }
         }
         let profile = into.build();

@@ -102,7 +102,7 @@ mod tests {
             let location = into.location(at).unwrap();
             let user = Some(into.stack(&[location], EndReason::Root).unwrap());
             let key = SampleKey { series, thread, user, kernel: None, labels: 0 };
-            into.sample(key, 5, (Some(seen_ns), Some(0))).unwrap();
+            into.sample(key, 5, Some(seen_ns), Some(0)).unwrap();
         }
         let mut profile = into.build();
         let named = |name: &str| Resolution::Found {

@@ -14,6 +14,9 @@ use super::beginning::whole;
 use crate::cli::Symbolize;
 use crate::say::say;
 
+/// Addresses looked up together: a line may have millions.
+const AT_ONCE: usize = 256;
+
 pub fn run(arguments: &Symbolize) -> Result<(), Failure> {
     let sources = arguments.symbols.sources()?;
     let path = Path::new(&arguments.object);
@@ -66,12 +69,15 @@ fn print<'a>(
             }
         }
     }
-    for (&VirtAddr(address), answer) in addresses.iter().zip(symbols.lookup(&addresses)) {
-        let text = if arguments.json { json(address, &answer, symbols)? } else { plain(&answer) };
-        match out.write_all(text.as_bytes()) {
-            // `symbolize | head` has seen enough.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
-            other => other.context("cannot print")?,
+    for addresses in addresses.chunks(AT_ONCE) {
+        for (&VirtAddr(address), answer) in addresses.iter().zip(symbols.lookup(addresses)) {
+            let text =
+                if arguments.json { json(address, &answer, symbols)? } else { plain(&answer) };
+            match out.write_all(text.as_bytes()) {
+                // `symbolize | head` has seen enough.
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+                other => other.context("cannot print")?,
+            }
         }
     }
     // The answers of those before it are printed first.

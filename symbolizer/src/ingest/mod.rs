@@ -281,8 +281,8 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         for ((index, delta), key) in samples.time_delta.iter().enumerate().zip(&mut keys) {
             let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
             time_ns = time_ns.wrapping_add(*delta as u64);
-            let at = (Some(context.wall(time_ns)), Some(samples.cpu[index]));
-            into.sample(key, value, at).map_err(|e| reader.invalid(e))?;
+            let at = Some(context.wall(time_ns));
+            into.sample(key, value, at, Some(samples.cpu[index])).map_err(|e| reader.invalid(e))?;
         }
     }
     for lost in &epoch.lost {

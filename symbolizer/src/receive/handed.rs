@@ -212,7 +212,7 @@ impl Handed {
             let left = length.checked_sub(at).filter(|left| *left > 0)?;
             let mut piece = vec![0; left.min(ARTIFACT_PIECE_BYTES as u64) as usize];
             file.read_exact_at(&mut piece, at).ok()?;
-            let mut chunk = seal_piece(hash, v1::ArtifactKind::File, *length, (at, &piece));
+            let mut chunk = seal_piece(hash, v1::ArtifactKind::File, *length, at, &piece);
             chunk.file = Some(identity.clone());
             at += piece.len() as u64;
             let body = v1::collector_message::Body::Artifact(chunk);
@@ -317,9 +317,8 @@ mod tests {
         let identity = v1::FileIdentity { inode: 7, ..Default::default() };
         let pieces = content.chunks(100).enumerate();
         let sealed = pieces.map(|(number, piece)| {
-            let at = (number as u64 * 100, piece);
-            let length = content.len() as u64;
-            let mut chunk = seal_piece(&hash, v1::ArtifactKind::File, length, at);
+            let (at, length) = (number as u64 * 100, content.len() as u64);
+            let mut chunk = seal_piece(&hash, v1::ArtifactKind::File, length, at, piece);
             chunk.file = Some(identity.clone());
             chunk
         });

@@ -49,6 +49,7 @@ pub(super) fn job(
             let layout = Layout::of(&found.table, module, symbols);
             let address_of = |address: Address| layout.address(address.kernel()?);
             let named = resolutions(&found.table, address_of, &addresses, sources);
+            found.table.forget_pages();
             let resolutions =
                 addresses.into_iter().zip(named).map(|(address, named)| match named {
                     // What is patched in at run time is in no file.

@@ -245,7 +245,7 @@ impl Climb<'_> {
     fn cached(&self, key: &Key, by_offset: bool) -> Option<Known> {
         // A cache that cannot be used is said once, where it is opened.
         let blob = self.sources.cache.as_ref()?.get(key).ok()??;
-        let table = Table::open(Bytes::map(&blob.file).ok()?).ok()?;
+        let table = self.sources.tables.open(&blob.file)?;
         let usable = !by_offset || table.segments().next().is_some();
         let whole = blob.meta.quality == WHOLE;
         usable.then_some(Known { table, origin: blob.meta.origin, whole, rung: Rung::Cache })
@@ -266,8 +266,7 @@ impl Climb<'_> {
             let quality = if whole { WHOLE } else { 0 };
             let meta = Meta { quality, origin: origin.to_owned() };
             let kept = cache.put(key, &bytes, meta).ok();
-            let kept = kept.and_then(|blob| Bytes::map(&blob.file).ok());
-            if let Some(table) = kept.and_then(|bytes| Table::open(bytes).ok()) {
+            if let Some(table) = kept.and_then(|blob| self.sources.tables.open(&blob.file)) {
                 return Some(table);
             }
         }

@@ -13,6 +13,7 @@ mod kernel_files;
 mod ladder;
 mod lay_out;
 mod local;
+mod mapped_tables;
 mod one;
 mod recent;
 
@@ -33,6 +34,7 @@ pub(crate) use self::file::open_regular;
 pub use self::file::{FileError, Pinned};
 use self::ladder::Wanted;
 pub use self::lay_out::lay_out;
+use self::mapped_tables::MappedTables;
 pub use self::one::{Answer, Symbols, SymbolsError, build_ids};
 use self::recent::Recent;
 use crate::capture::Artifacts;
@@ -62,6 +64,7 @@ pub struct Sources {
     pub metrics: Arc<Metrics>,
     compiling: Arc<Mutex<()>>,
     recent: Arc<Recent>,
+    tables: Arc<MappedTables>,
 }
 
 impl Sources {
@@ -78,6 +81,7 @@ impl Sources {
             metrics: Arc::clone(&self.metrics),
             compiling: Arc::clone(&self.compiling),
             recent: Arc::clone(&self.recent),
+            tables: Arc::clone(&self.tables),
         }
     }
 }
@@ -97,6 +101,7 @@ impl Default for Sources {
             metrics: Arc::default(),
             compiling: Arc::default(),
             recent: Arc::default(),
+            tables: Arc::default(),
         }
     }
 }
@@ -144,7 +149,7 @@ pub fn resolve(profile: &Profile, artifacts: &Artifacts, sources: &Sources) -> N
     let snapshots: Snapshots<'_> = parsed.collect();
     // The heaviest first, so that no thread is left alone with one at the end.
     jobs.sort_by_key(|(_, locations)| locations.len());
-    run_jobs(profile, (artifacts, &snapshots), sources, jobs, &mut names);
+    run_jobs(profile, artifacts, &snapshots, sources, jobs, &mut names);
     // What the input knew stays: it was there.
     for (location, lines) in &profile.given {
         names.resolutions[location.index()] =
@@ -159,7 +164,8 @@ type Snapshots<'a> = HashMap<ArtifactHash, kallsyms::Symbols<'a>>;
 
 fn run_jobs(
     profile: &Profile,
-    (artifacts, snapshots): (&Artifacts, &Snapshots<'_>),
+    artifacts: &Artifacts,
+    snapshots: &Snapshots<'_>,
     sources: &Sources,
     jobs: Vec<(ExecutableId, Vec<LocationId>)>,
     names: &mut Names,
@@ -254,6 +260,8 @@ fn elf_job(
         locations.iter().map(|location| profile.locations[location.index()].address).collect();
     let address_of = |address: Address| found.table.address_of(address.file()?);
     let resolutions = resolutions(&found.table, address_of, &addresses, sources);
+    // Names keep the table mapped. Its checksum has just read all of it into memory.
+    found.table.forget_pages();
     let mut source = source(found);
     if matches!(executable, Executable::File { key: None, .. }) {
         source

@@ -13,7 +13,8 @@ use stackwire_symbols::table::{Frame, Table};
 
 use crate::profile::{Line, Quality};
 
-/// Answers kept: some 10 MB with names as they usually are.
+/// Answers kept: some 5 MB. They keep the cached tables mapped that their names are in, and take
+/// some 10 MB where names had to be copied.
 const ANSWERS: NonZeroUsize = NonZeroUsize::new(1 << 14).expect("not zero");
 /// Addresses looked up together: what is found for them stays in the processor's caches.
 const AT_ONCE: usize = 64;
@@ -40,7 +41,7 @@ impl Default for Recent {
 impl Recent {
     /// What a table says of each address, in their order.
     pub fn named(&self, table: &Table, addresses: &[VirtAddr], readable: bool) -> Vec<Named> {
-        self.get((table.checksum(), readable), addresses, |addresses, answers| {
+        self.get(table.checksum(), readable, addresses, |addresses, answers| {
             // One loop for each step: the processor fetches the memory of several addresses at
             // once, where one loop with all steps would wait for each.
             let chains: Vec<_> = addresses.iter().map(|&address| table.lookup(address)).collect();
@@ -63,7 +64,8 @@ impl Recent {
     /// The answers from before; for addresses without one, those that `look_up` adds.
     fn get(
         &self,
-        (table, readable): (u64, bool),
+        table: u64,
+        readable: bool,
         addresses: &[VirtAddr],
         look_up: impl Fn(&[VirtAddr], &mut Vec<Named>),
     ) -> Vec<Named> {
@@ -82,16 +84,20 @@ impl Recent {
         // In the order of addresses: neighbours share cache lines and pages of the table.
         unknown.sort_unstable();
         let mut found = Vec::with_capacity(AT_ONCE);
-        for unknown in unknown.chunks(AT_ONCE) {
-            let addresses: Vec<VirtAddr> = unknown.iter().map(|&(address, _)| address).collect();
+        let mut rest = unknown.chunk_by(|one, next| one.0 == next.0).peekable();
+        while rest.peek().is_some() {
+            let equal: Vec<_> = rest.by_ref().take(AT_ONCE).collect();
+            let addresses: Vec<VirtAddr> = equal.iter().map(|equal| equal[0].0).collect();
             // Not under the lock, since it takes longer than all the rest.
             look_up(&addresses, &mut found);
             let mut known = lock();
-            for (&(address, index), answer) in unknown.iter().zip(found.drain(..)) {
+            for (equal, answer) in equal.into_iter().zip(found.drain(..)) {
                 if answer.as_ref().is_none_or(|(lines, _)| lines.len() <= MAX_LINES) {
-                    known.put((table, address, readable), answer.clone());
+                    known.put((table, equal[0].0, readable), answer.clone());
                 }
-                answers[index] = answer;
+                for &(_, index) in equal {
+                    answers[index].clone_from(&answer);
+                }
             }
         }
         answers
@@ -113,7 +119,7 @@ mod tests {
         let recent = Recent::default();
         let asked = std::cell::Cell::new(0);
         let ask = |address| {
-            recent.get((1, true), &[VirtAddr(address)], |_, answers| {
+            recent.get(1, true, &[VirtAddr(address)], |_, answers| {
                 asked.set(asked.get() + 1);
                 answers.push(None);
             })
@@ -139,7 +145,7 @@ mod tests {
         let look_up = |addresses: &[VirtAddr], answers: &mut Vec<Named>| {
             answers.extend(addresses.iter().map(|&address| of(address)));
         };
-        let ask = |addresses: &[VirtAddr]| recent.get((1, true), addresses, look_up);
+        let ask = |addresses: &[VirtAddr]| recent.get(1, true, addresses, look_up);
         ask(&[5, 2].map(VirtAddr));
         // Some are known, one is asked for twice, one has no name.
         let addresses = [9, 5, 7, 2, 9, 1].into_iter().chain(20..300).map(VirtAddr);

@@ -30,6 +30,9 @@ pub enum DwarfError {
     /// It describes more than its bytes can, by naming the same lists over and over.
     #[error("more ranges than the file has bytes for")]
     TooMuch,
+    /// A defect of ours.
+    #[error("reading it panicked")]
+    Panicked,
     /// It needs more of its section than is at hand.
     #[error("refers to other units")]
     LeadsOut,

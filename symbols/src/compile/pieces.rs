@@ -45,8 +45,11 @@ impl Default for Limits {
     }
 }
 
-/// Buffers for pieces, and so the most pieces between the decompressor and the table.
-const BUFFERS: usize = 8;
+/// Most pieces between the decompressor and the table, and most bytes of them, unless one alone has
+/// more.
+const MAX_PIECES: usize = 8;
+const MAX_BYTES: usize = 8 << 20;
+
 /// Units that are whole, at the front of a buffer.
 struct Piece {
     number: usize,
@@ -60,7 +63,13 @@ struct Compiled {
     /// Bytes of the units before the first that leads out of the piece; of all, if none does.
     length: usize,
     leads_out: bool,
+    returned: Returned,
+}
+
+/// The buffer of a piece that is in the table, and how many bytes the piece had.
+struct Returned {
     buffer: Vec<u8>,
+    length: usize,
 }
 
 /// Adds units from the front of the section to a table, as long as they need nothing but
@@ -87,10 +96,10 @@ pub fn compile(
     let budgets = Budgets::new(sections.length + size as usize);
     let mut compiled = 0;
     std::thread::scope(|scope| {
-        let (free, buffers) = mpsc::channel();
-        (0..BUFFERS).for_each(|_| _ = free.send(Vec::new()));
+        let (free, returned) = mpsc::channel();
         let (full, pieces) = mpsc::channel();
-        let cut = scope.spawn(move || cut(stream, sections.endian, limits, &full, &buffers));
+        let room = Room { returned, spare: Vec::new(), pieces: 0, bytes: 0 };
+        let cut = scope.spawn(move || cut(stream, sections.endian, limits, &full, room));
         let (done, finished) = mpsc::channel();
         // Of the compiling threads alone: when they have ended, nobody waits for pieces.
         let pieces = Arc::new(Mutex::new(pieces));
@@ -121,7 +130,7 @@ pub fn compile(
                 }
                 sections.forget_pages();
                 // Nobody takes it when all has been read.
-                let _ = free.send(piece.buffer);
+                let _ = free.send(piece.returned);
             }
         }
         drop(free);
@@ -142,7 +151,7 @@ fn compile_piece(
     symbols: &Symbols,
     budgets: &Budgets,
 ) -> Compiled {
-    let Piece { buffer, mut length, .. } = piece;
+    let Piece { buffer, length, .. } = piece;
     let compile = || {
         let work = Work::new(sections, &buffer[..length], files, budgets, true);
         let headers = &work.debug.main.headers;
@@ -152,26 +161,53 @@ fn compile_piece(
         tables.truncate(first.unwrap_or(tables.len()));
         (tables, first.and_then(|first| headers.get(first)).map(|header| offset(header).0))
     };
-    // A panic costs the names of its piece, not those of the file: the next is waited for.
-    let (tables, end) = std::panic::catch_unwind(AssertUnwindSafe(compile)).unwrap_or_default();
-    length = end.unwrap_or(length);
-    Compiled { tables, length, leads_out: end.is_some(), buffer }
+    // Where panics do not end the program, one must not hold up the pieces behind this one.
+    let (tables, end) = std::panic::catch_unwind(AssertUnwindSafe(compile))
+        .unwrap_or_else(|_panic| (vec![Err(DwarfError::Panicked)], None));
+    let returned = Returned { buffer, length };
+    Compiled { tables, length: end.unwrap_or(length), leads_out: end.is_some(), returned }
+}
+
+/// Room for pieces. Buffers are used again: a new one costs page faults, a tenth of the time it
+/// takes to fill it.
+struct Room {
+    returned: mpsc::Receiver<Returned>,
+    spare: Vec<Vec<u8>>,
+    /// Pieces that were sent and not returned, and their bytes.
+    pieces: usize,
+    bytes: usize,
+}
+
+impl Room {
+    /// Waits until there is room for a piece; false: nobody wants more.
+    fn wait_for(&mut self, length: usize, limits: Limits) -> bool {
+        while self.pieces > 0
+            && (self.pieces >= MAX_PIECES || self.bytes.saturating_add(length) > MAX_BYTES)
+        {
+            let Ok(Returned { buffer, length }) = self.returned.recv() else { return false };
+            self.pieces -= 1;
+            self.bytes -= length;
+            // That of a large unit goes.
+            if buffer.capacity() <= 2 * limits.piece {
+                self.spare.push(buffer);
+            }
+        }
+        self.pieces += 1;
+        self.bytes += length;
+        true
+    }
 }
 
 /// Cuts the section between units into pieces. Ends early where nobody wants more, and before a
 /// unit that is too large.
-///
-/// `buffers` come back when their pieces are in the table: a new one costs page faults, a tenth of
-/// the time it takes to fill it.
 fn cut(
     mut stream: Stream<'_>,
     endian: RunTimeEndian,
     limits: Limits,
     full: &mpsc::Sender<Piece>,
-    buffers: &mpsc::Receiver<Vec<u8>>,
+    mut room: Room,
 ) -> Result<(), DwarfError> {
-    let Ok(mut buffer) = buffers.recv() else { return Ok(()) };
-    let (mut filled, mut number) = (0, 0);
+    let (mut buffer, mut filled, mut number) = (Vec::new(), 0, 0);
     let mut left = stream.size;
     while left > 0 && filled <= limits.max_unit {
         let wanted = match limits.piece.saturating_sub(filled) {
@@ -189,7 +225,10 @@ fn cut(
         filled += got;
         let length = whole_units(&buffer[..filled], endian);
         if length > 0 {
-            let Ok(mut next) = buffers.recv() else { break };
+            if !room.wait_for(length, limits) {
+                break;
+            }
+            let mut next = room.spare.pop().unwrap_or_default();
             make_room(&mut next, filled - length);
             next[..filled - length].copy_from_slice(&buffer[length..filled]);
             let piece = Piece { number, buffer: std::mem::replace(&mut buffer, next), length };

@@ -12,7 +12,7 @@ use cpp_demangle::DemangleOptions;
 /// The readable form of a mangled name; any other name as it is.
 #[must_use]
 pub fn demangle(name: &str) -> Cow<'_, str> {
-    let readable = at_once(name).or_else(|| in_pieces(name).0);
+    let readable = at_once(name).or_else(|| in_pieces(name, usize::MAX)?.0);
     readable.map_or(Cow::Borrowed(name), Cow::Owned)
 }
 
@@ -55,20 +55,28 @@ fn cpp(name: &str) -> Option<String> {
 const MAX_ENDS: usize = 64;
 const MAX_MANGLED: usize = 4096;
 
-/// Reads a name without its types, when the types cannot be read. Also returns how many pieces of
-/// the name were tried. GCC mangles `enable_if<…::value>` in a way of its own (cpp_demangle's issue
-/// 308), for example in the return type of `std::swap<int>`.
-pub fn in_pieces(name: &str) -> (Option<String>, usize) {
+/// The name alone of what has types that cannot be read, and how many bytes were parsed for it;
+/// `None` when that would take more than `most`. GCC mangles `enable_if<…::value>` in a way of its
+/// own (cpp_demangle's issue 308), as in the return type of `std::swap<int>`.
+pub fn in_pieces(name: &str, most: usize) -> Option<(Option<String>, usize)> {
+    let mut parsed = 0;
     if !CPP.iter().any(|prefix| name.starts_with(prefix)) {
-        return (None, 0);
+        return Some((None, parsed));
     }
-    let mut tried = 0;
     let name = name.get(..name.len().min(MAX_MANGLED)).unwrap_or_default();
     // Names with parameters of a template, which alone have such types, end in E.
     let ends = name.bytes().enumerate().filter(|(_, byte)| *byte == b'E').take(MAX_ENDS);
-    let pieces = ends.map(|(at, _)| &name[..=at]).inspect(|_| tried += 1);
-    let readable = { pieces }.find_map(cpp);
-    (readable, tried)
+    for (end, _) in ends {
+        parsed += end;
+        if parsed > most {
+            return None;
+        }
+        let readable = cpp(&name[..=end]);
+        if readable.is_some() {
+            return Some((readable, parsed));
+        }
+    }
+    Some((None, parsed))
 }
 
 /// Longest readable name made of a mangled one.

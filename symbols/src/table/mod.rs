@@ -62,6 +62,7 @@ mod write;
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use bytestring::ByteString;
 use stackwire_elf::{Bytes, Segment};
@@ -175,8 +176,14 @@ impl<'t> Frame<'t> {
     #[must_use]
     pub fn file(&self) -> ByteString {
         let Some(index) = (self.file as usize).checked_sub(1) else { return ByteString::new() };
-        let word = |at| self.table.word(self.table.files, index * FILE + at).unwrap_or(0);
-        self.table.text.keep((word(0), word(1)))
+        let table = self.table;
+        let word = |at| table.word(table.files, index * FILE + at).unwrap_or(0);
+        let place = (word(0), word(1));
+        // Pieces of a table in our own memory are copied: once a file, not once a frame.
+        match table.copied_files.get(index) {
+            Some(copied) => copied.get_or_init(|| table.text.keep(place)).clone(),
+            None => table.text.keep(place),
+        }
     }
 }
 
@@ -194,6 +201,8 @@ pub struct Table {
     bounds: Part,
     files: Part,
     text: Text,
+    /// Paths that were asked for, of a table whose text is not shared.
+    copied_files: Box<[OnceLock<ByteString>]>,
     best: Option<Kind>,
 }
 
@@ -237,6 +246,8 @@ impl Table {
         let base = long(16);
         let text = Text::new(bytes.clone(), at).ok_or(TableError::Cut)?;
         let checksum = long(8);
+        let copied = if text.is_shared() { 0 } else { files.words / FILE };
+        let copied_files = (0..copied).map(|_| OnceLock::new()).collect();
         Ok(Self {
             bytes,
             checksum,
@@ -249,6 +260,7 @@ impl Table {
             bounds,
             files,
             text,
+            copied_files,
             best,
         })
     }
@@ -257,6 +269,11 @@ impl Table {
     #[must_use]
     pub fn checksum(&self) -> u64 {
         self.checksum
+    }
+
+    /// Gives the memory of a mapped table back to the system. It can be asked as before.
+    pub fn forget_pages(&self) {
+        self.bytes.forget_pages();
     }
 
     /// Address a byte of the file is loaded at.
@@ -296,7 +313,7 @@ impl Table {
             let new = name != before && !name.is_empty();
             before = name;
             let start = self.word(self.ranges, index * RANGE)?;
-            new.then_some((VirtAddr(self.base + u64::from(start)), name))
+            new.then_some((VirtAddr(self.base).saturating_add(start.into()), name))
         })
     }
 

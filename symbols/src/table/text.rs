@@ -21,14 +21,19 @@ impl Text {
         (start <= len).then_some(Self { text, shared })
     }
 
-    /// The piece at a place, of a length; empty when there is none such. Its bytes are not read.
+    /// Whether pieces that are kept share the table's memory.
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    /// The piece at a place, of a length; empty when there is none such.
     pub(super) fn get(&self, (at, length): (u32, u32)) -> &str {
         let at = at as usize;
         self.text.get(at..at + length as usize).unwrap_or("")
     }
 
     /// The same piece, for longer than the table lives. Pieces of a mapped table share its
-    /// mapping: nothing is copied or read. Pieces of a table in our own memory are copied, so that
+    /// mapping: nothing is copied. Pieces of a table in our own memory are copied, so that
     /// one name does not keep megabytes alive.
     pub(super) fn keep(&self, place: (u32, u32)) -> ByteString {
         let piece = self.get(place);

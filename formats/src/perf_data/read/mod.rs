@@ -9,6 +9,7 @@ mod stack_copy;
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek};
+use std::ops::Range;
 
 use linux_perf_data::linux_perf_event_reader::{
     AttrFlags, CpuMode, EventRecord, Mmap2FileId, PerfEventType, RawData, SampleFormat,
@@ -31,7 +32,7 @@ use stackwire_unwind::MACHINE;
 
 use self::kernel::Kernel;
 use self::stack_copy::{Copied, Walker};
-use crate::tasks::{Map, Tasks};
+use crate::tasks::{Map, TaskId, Tasks};
 use crate::{Host, ReadError};
 
 /// Above this, entries of a call chain say in what mode those after them are: `PERF_CONTEXT_MAX`
@@ -174,7 +175,7 @@ impl<'a> Reader<'a> {
                     let kind = record.record_type;
                     match guard::decodes(&record).then(|| record.parse()) {
                         Some(Ok(EventRecord::Raw(raw))) => self.raw(kind.0, raw.data),
-                        Some(Ok(parsed)) => self.record(parsed, (attr_index, misc, time))?,
+                        Some(Ok(parsed)) => self.record(parsed, attr_index, misc, time)?,
                         Some(Err(_)) | None => self.undecoded += 1,
                     }
                 }
@@ -211,7 +212,9 @@ impl<'a> Reader<'a> {
     fn record(
         &mut self,
         record: EventRecord<'_>,
-        (attr_index, misc, time): (usize, u16, Option<u64>),
+        attr_index: usize,
+        misc: u16,
+        time: Option<u64>,
     ) -> Result<(), ReadError> {
         /// `PERF_RECORD_MISC_MMAP_DATA`: not of code.
         const MMAP_DATA: u16 = 1 << 13;
@@ -221,15 +224,15 @@ impl<'a> Reader<'a> {
                 let name = text(comm.name);
                 self.tasks.comm(
                     self.into,
-                    (comm.pid as u32, comm.tid as u32),
+                    TaskId { pid: comm.pid as u32, tid: comm.tid as u32 },
                     name,
                     comm.is_execve,
                 )?;
             }
             EventRecord::Fork(fork) => self.tasks.fork(
                 self.into,
-                (fork.pid as u32, fork.tid as u32),
-                (fork.ppid as u32, fork.ptid as u32),
+                TaskId { pid: fork.pid as u32, tid: fork.tid as u32 },
+                TaskId { pid: fork.ppid as u32, tid: fork.ptid as u32 },
             )?,
             EventRecord::Mmap(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
                 let path = text(map.path);
@@ -248,12 +251,13 @@ impl<'a> Reader<'a> {
                 self.kernel.map(&path, range, KernelAddr(map.page_offset));
             }
             EventRecord::Mmap(map) if misc & MMAP_DATA == 0 => {
-                let range = (map.address, map.length, map.page_offset);
-                self.map(map.pid as u32, range, &text(map.path), None, time)?;
+                let (range, offset) = mapped(map.address, map.length, map.page_offset);
+                self.map(map.pid as u32, range, offset, &text(map.path), None, time)?;
             }
             EventRecord::Mmap2(map) if misc & MMAP_DATA == 0 => {
-                let range = (map.address, map.length, map.page_offset);
-                self.map(map.pid as u32, range, &text(map.path), Some(map.file_id), time)?;
+                let (range, offset) = mapped(map.address, map.length, map.page_offset);
+                let id = Some(map.file_id);
+                self.map(map.pid as u32, range, offset, &text(map.path), id, time)?;
             }
             EventRecord::Lost(lost) => self.lost = self.lost.saturating_add(lost.count),
             _ => {}
@@ -275,27 +279,23 @@ impl<'a> Reader<'a> {
     fn map(
         &mut self,
         pid: u32,
-        (start, length, file_offset): (u64, u64, u64),
+        range: Range<UserAddr>,
+        file_offset: FileOffset,
         path: &str,
         id: Option<Mmap2FileId>,
         time: Option<u64>,
     ) -> Result<(), ReadError> {
         let since = time.unwrap_or(0);
-        let Some(end) = start.checked_add(length).filter(|end| *end > start) else { return Ok(()) };
+        if range.is_empty() {
+            return Ok(());
+        }
         let executable = self.executable(path, id);
         let private = matches!(executable, Executable::Anonymous);
         let executable = self.into.executable(executable)?;
         self.tasks.map(
             self.into,
             pid,
-            Map {
-                start: UserAddr(start),
-                end: UserAddr(end),
-                file_offset: FileOffset(file_offset),
-                executable,
-                private,
-                since,
-            },
+            Map { start: range.start, end: range.end, file_offset, executable, private, since },
         )?;
         Ok(())
     }
@@ -345,7 +345,7 @@ impl<'a> Reader<'a> {
         };
         let pid = sample.pid.unwrap_or(0) as u32;
         let tid = sample.tid.unwrap_or(0) as u32;
-        let (thread, process) = self.tasks.thread(self.into, (pid, tid))?;
+        let (thread, process) = self.tasks.thread(self.into, TaskId { pid, tid })?;
         let (kernel, user, end) = self.chains(sample, pid);
         let kernel = self.kernel_stack(&kernel)?;
         let user = self.tasks.stack(self.into, pid, &user, end)?;
@@ -357,7 +357,7 @@ impl<'a> Reader<'a> {
             self.span = Some((first.min(time), last.max(time)));
         }
         let key = SampleKey { series, thread, user, kernel, labels: 0 };
-        self.into.sample(key, sample.period.unwrap_or(period), (time, sample.cpu))?;
+        self.into.sample(key, sample.period.unwrap_or(period), time, sample.cpu)?;
         self.taken += 1;
         Ok(())
     }
@@ -516,4 +516,9 @@ fn text(raw: RawData<'_>) -> String {
     let bytes = raw.as_slice();
     let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
+}
+/// What a record says of a mapping; an empty range where it would end beyond all addresses.
+fn mapped(address: u64, length: u64, offset: u64) -> (Range<UserAddr>, FileOffset) {
+    let start = UserAddr(address);
+    (start..start.checked_add(length).unwrap_or(start), FileOffset(offset))
 }

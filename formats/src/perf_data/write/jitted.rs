@@ -54,7 +54,7 @@ pub fn images<'a>(
     mappings.filter(move |(_, mapping)| anonymous(mapping)).filter_map(move |(index, mapping)| {
         let (name, id) = identity(profile, index);
         let symbols = symbols(sampled.get(&(mapping.process, mapping.executable))?, mapping);
-        let image = image(&symbols, (TEXT, mapping.length), &id, machine(profile));
+        let image = image(&symbols, TEXT, mapping.length, &id, machine(profile));
         Some(image.map(|image| (name, id, image)).map_err(io::Error::other))
     })
 }
@@ -92,7 +92,7 @@ pub fn stand_in(profile: Named<'_>, id: ExecutableId) -> io::Result<Option<Vec<u
     let known = known.as_bytes();
     let size = known.len().min(SHA_1);
     build_id[..size].copy_from_slice(&known[..size]);
-    let image = image(&symbols, (0, last.saturating_add(1)), &build_id, machine(&profile));
+    let image = image(&symbols, 0, last.saturating_add(1), &build_id, machine(&profile));
     image.map(Some).map_err(io::Error::other)
 }
 
@@ -117,10 +117,11 @@ fn symbols<'a>(sampled: &Sampled<'a>, mapping: &Mapping) -> Sampled<'a> {
     inside.map(|(address, name)| (address - start, *name)).collect()
 }
 
-/// `text`: address and offset of code, and how much there is.
+/// `text`: address and offset of code; `length`: how much there is.
 fn image(
     symbols: &Sampled<'_>,
-    (text, length): (u64, u64),
+    text: u64,
+    length: u64,
     id: &[u8; SHA_1],
     machine: Machine,
 ) -> Result<Vec<u8>, object::write::Error> {
@@ -244,7 +245,7 @@ mod tests {
     fn others_read_the_file() {
         let symbols =
             BTreeMap::from([(0x10, Some("first")), (0x40, None), (0x50, Some("second one"))]);
-        let bytes = image(&symbols, (TEXT, 0x5000), &[7; 20], Machine::Aarch64).unwrap();
+        let bytes = image(&symbols, TEXT, 0x5000, &[7; 20], Machine::Aarch64).unwrap();
         let elf = object::File::parse(&*bytes).unwrap();
         assert_eq!(elf.architecture(), object::Architecture::Aarch64);
         assert_eq!(elf.build_id().unwrap(), Some(&[7; 20][..]));

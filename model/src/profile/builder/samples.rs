@@ -46,7 +46,8 @@ impl Builder {
         &mut self,
         key: SampleKey,
         value: u64,
-        (time_ns, cpu): (Option<u64>, Option<u32>),
+        time_ns: Option<u64>,
+        cpu: Option<u32>,
     ) -> Result<(), Full> {
         let mut key = key;
         if let Some(cpu) = cpu.filter(|_| self.by_cpu) {
