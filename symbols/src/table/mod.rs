@@ -36,7 +36,7 @@
 //!
 //! | | conversion | size | lookup | peak memory |
 //! |---|---|---|---|---|
-//! | libjvm: ours | 2.7 s | 67 MB | 0.08 µs | 200 MiB |
+//! | libjvm: ours | 2.5 s | 67 MB | 0.08 µs | 186 MiB |
 //! | symbolic-symcache | 4.2 s | 52 MB | 1.9 µs | 688 MiB |
 //! | blazesym on DWARF | – | – | 90 µs, then 3.3 | 726 MiB |
 //! | this program: ours | 1.0 s | 65 MB | 0.09 µs | 288 MiB |
