@@ -102,6 +102,7 @@ mod tests {
 
     use super::super::symbols;
     use super::*;
+    use crate::table::{Frames, Table};
 
     const UNITS: usize = 12;
     const WHOLE: Limits = Limits { min_section: usize::MAX, piece: 1, max_unit: 1 };
@@ -182,5 +183,37 @@ mod tests {
         let limits = Limits { min_section: 0, piece: 16, max_unit: 64 };
         assert_eq!(rest(&elf, limits), Rest::From(0));
         assert!(table(&elf, limits) == table(&elf, WHOLE));
+    }
+
+    #[test]
+    fn methods_of_classes_have_their_calls_wherever_the_class_is() {
+        let directory = tempfile::tempdir().unwrap();
+        let (source, program) = (directory.path().join("a.cc"), directory.path().join("a"));
+        // One class in a function, where GCC puts the code into the entry of the class; one not.
+        let text = "struct Base { virtual int run(int) = 0; };
+            volatile int sink;
+            static inline int inner(int x) { sink = x; return x * 3 + sink; }
+            struct Outside : Base { int run(int x) override { return inner(x) + 1; } };
+            Base *local() {
+              struct Local : Base { int run(int x) override { return inner(x) + 2; } };
+              static Local one; return &one;
+            }
+            Base *outside() { static Outside one; return &one; }
+            int main() { return local()->run(1) + outside()->run(2); }\n";
+        std::fs::write(&source, text).unwrap();
+        let mut gcc = Command::new("g++");
+        gcc.args(["-g", "-O2", "-fno-devirtualize", "-o"]).arg(&program).arg(&source);
+        assert!(gcc.status().unwrap().success(), "{gcc:?}");
+        let table = Table::open(table(&open(&program), WHOLE).0.into()).unwrap();
+        for method in ["Local", "Outside"] {
+            let is_it = |name: &str| name.contains(method) && name.contains("3run");
+            let start = table.functions().find(|(_, name)| is_it(name)).unwrap().0;
+            let chains = (0..64).map(|at| table.lookup(start.saturating_add(at)));
+            let has_call = |chain: Frames<'_>| {
+                let names: Vec<_> = chain.map(|frame| frame.readable_name()).collect();
+                names.len() == 2 && names[0] == "inner" && names[1].contains(method)
+            };
+            assert!(chains.map(has_call).any(|has| has), "{method}");
+        }
     }
 }

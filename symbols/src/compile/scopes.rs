@@ -1,6 +1,9 @@
 //! The functions of a compilation unit and what is inlined into them, from its tree of entries.
 
-use gimli::{Abbreviation, AttributeValue, DebuggingInformationEntry as Entry};
+use gimli::{
+    Abbreviation, AttributeSpecification, AttributeValue, DebuggingInformationEntry as Entry,
+    EntriesRaw, UnitOffset,
+};
 use rustc_hash::FxHashMap;
 
 use super::debug::{Debug, DwarfError, PartOf, Place, Slice, Units};
@@ -32,6 +35,15 @@ pub struct Scopes<'a> {
     of_ghc: bool,
 }
 
+/// An entry around others.
+struct Level {
+    depth: isize,
+    /// The scope in force inside.
+    scope: Option<u32>,
+    /// It is a function, or inside one.
+    in_function: bool,
+}
+
 /// References followed for a name, all together; compilers make two or three.
 const MAX_HOPS: usize = 16;
 /// Deepest tree of entries looked at.
@@ -53,21 +65,24 @@ pub fn read<'a>(
     let unit = &*place.unit;
     let mut found = Scopes::default();
     let mut functions: FxHashMap<(PartOf, usize), u32> = FxHashMap::default();
-    // The scope in force at each depth of the tree.
-    let mut stack: Vec<(isize, Option<u32>)> = Vec::new();
+    // The entries around the one at hand.
+    let mut stack: Vec<Level> = Vec::new();
     let mut entries = unit.entries_raw(None)?;
     let mut entry = Entry::null();
+    // Depth of what `entries` began with.
+    let mut base = 0;
     while !entries.is_empty() {
-        let depth = entries.next_depth();
+        let depth = base + entries.next_depth();
         let mut ahead = entries.clone();
         let Some(abbreviation) = ahead.read_abbreviation()? else {
             entries = ahead;
             continue;
         };
-        while stack.last().is_some_and(|&(at, _)| at >= depth) {
+        while stack.last().is_some_and(|level| level.depth >= depth) {
             stack.pop();
         }
-        let parent = stack.last().and_then(|&(_, scope)| scope);
+        let parent = stack.last().and_then(|level| level.scope);
+        let in_function = stack.last().is_some_and(|level| level.in_function);
         let matters = match abbreviation.tag() {
             gimli::DW_TAG_compile_unit => true,
             gimli::DW_TAG_subprogram => has_code(abbreviation),
@@ -79,8 +94,11 @@ pub fn read<'a>(
             entries.read_entry(&mut entry)?;
             self::entry(debug, units, place, &entry, parent, &mut functions, &mut found)?
         } else {
-            // Most entries are variables, types and calls. Their attributes are not parsed.
-            ahead.skip_attributes(abbreviation.attributes())?;
+            let sibling = sibling(&mut ahead, abbreviation)?;
+            if let Some(sibling) = sibling.filter(|_| !in_function) {
+                (entries, base) = (unit.entries_raw(Some(sibling))?, depth);
+                continue;
+            }
             entries = ahead;
             match abbreviation.tag() {
                 gimli::DW_TAG_subprogram => None,
@@ -91,10 +109,47 @@ pub fn read<'a>(
             }
         };
         if abbreviation.has_children() && stack.len() < MAX_DEPTH {
-            stack.push((depth, scope));
+            let is_function = abbreviation.tag() == gimli::DW_TAG_subprogram;
+            stack.push(Level { depth, scope, in_function: in_function || is_function });
         }
     }
     Ok(found)
+}
+
+/// Passes over the attributes of an entry whose abbreviation was read. Gives where the next entry
+/// beside it is, if it is a type whose producer says so.
+///
+/// Most entries are variables, types and calls. Half of those of C++ are inside classes. GCC, which
+/// alone writes where the next one is, puts no code there, but for classes inside functions: a
+/// method that is defined in its class has its code in an entry of the unit or of a namespace.
+fn sibling<'a>(
+    entries: &mut EntriesRaw<'_, Slice<'a>>,
+    abbreviation: &Abbreviation,
+) -> Result<Option<UnitOffset>, DwarfError> {
+    let is_type = matches!(
+        abbreviation.tag(),
+        gimli::DW_TAG_class_type
+            | gimli::DW_TAG_structure_type
+            | gimli::DW_TAG_union_type
+            | gimli::DW_TAG_enumeration_type
+    );
+    let attributes = abbreviation.attributes();
+    let says = |it: &AttributeSpecification| it.name() == gimli::DW_AT_sibling;
+    if !is_type || !abbreviation.has_children() || !attributes.iter().any(says) {
+        entries.skip_attributes(attributes)?;
+        return Ok(None);
+    }
+    let mut sibling = None;
+    for &attribute in attributes {
+        let attribute = entries.read_attribute(attribute)?;
+        if let (gimli::DW_AT_sibling, AttributeValue::UnitRef(offset)) =
+            (attribute.name(), attribute.value())
+        {
+            sibling = Some(offset);
+        }
+    }
+    // Forwards only: a hostile file must not lead in a circle.
+    Ok(sibling.filter(|&sibling| sibling > entries.next_offset()))
 }
 
 /// Whether entries of this form have code. Declarations and abstract instances have none.
