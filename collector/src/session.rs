@@ -188,9 +188,11 @@ impl Session {
         let handover = Arc::new(Handover::new(config.share, Arc::clone(&broker)));
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
-        let (jit, handed, queue) =
-            (Snapshots::new(broker), Arc::clone(&handover), Arc::clone(&outbox));
-        let outgoing = Outgoing { jit, handover: handed, outbox: queue };
+        let outgoing = Outgoing {
+            jit: Snapshots::new(broker),
+            handover: Arc::clone(&handover),
+            outbox: Arc::clone(&outbox),
+        };
         let pipeline = std::thread::Builder::new()
             .name("collect".to_owned())
             .spawn(move || match prepare(&config, outgoing, sources) {

@@ -13,8 +13,8 @@ use stackwire_symbols::table::{Frame, Table};
 
 use crate::profile::{Line, Quality};
 
-/// Answers kept: some 5 MB. They keep the cached tables mapped that their names are in, and take
-/// some 10 MB where names had to be copied.
+/// Answers kept. They keep the cached tables mapped that their names are in. Where names had to be
+/// copied, they take some 10 MB.
 const ANSWERS: NonZeroUsize = NonZeroUsize::new(1 << 14).expect("not zero");
 /// Addresses looked up together: what is found for them stays in the processor's caches.
 const AT_ONCE: usize = 64;

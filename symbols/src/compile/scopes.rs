@@ -119,7 +119,7 @@ pub fn read<'a>(
 /// Passes over the attributes of an entry whose abbreviation was read. Gives where the next entry
 /// beside it is, if it is a type whose producer says so.
 ///
-/// Most entries are variables, types and calls. Half of those of C++ are inside classes. GCC, which
+/// Most entries are variables, types and calls. Many of those of C++ are inside classes. GCC, which
 /// alone writes where the next one is, puts no code there, but for classes inside functions: a
 /// method that is defined in its class has its code in an entry of the unit or of a namespace.
 fn sibling<'a>(
