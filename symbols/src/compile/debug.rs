@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gimli::{
-    AbbreviationsCacheStrategy, AttributeValue, DebugInfoOffset, Dwarf, EndianSlice, RunTimeEndian,
-    Unit, UnitHeader, UnitOffset,
+    AbbreviationsCacheStrategy, AttributeValue, DebugInfoOffset, Dwarf, EndianSlice, Endianity,
+    Reader, RunTimeEndian, Section, Unit, UnitHeader, UnitOffset,
 };
 use rustc_hash::FxHashMap;
 use stackwire_elf::ElfError;
@@ -115,21 +115,59 @@ pub struct Part<'a> {
     pub dwarf: Arc<Dwarf<Slice<'a>>>,
     /// Its units, by offset; empty where no reference leads to them.
     pub headers: Vec<UnitHeader<Slice<'a>>>,
+    /// Units whose header does not parse.
+    pub malformed: Vec<Malformed>,
 }
+
+/// A unit whose header does not parse.
+#[derive(Clone, Copy, Debug)]
+pub struct Malformed {
+    /// Where it begins in its section.
+    pub offset: usize,
+    /// Why not.
+    pub error: gimli::Error,
+}
+
+/// Where this many units do not parse, what follows is not debug information.
+const MAX_MALFORMED: usize = 1000;
 
 impl<'a> Part<'a> {
     /// Lists its units.
     #[must_use]
     pub fn new(mut dwarf: Dwarf<Slice<'a>>) -> Self {
         dwarf.populate_abbreviations_cache(AbbreviationsCacheStrategy::Duplicates);
-        let mut headers = Vec::new();
-        let mut units = dwarf.units();
-        // After one that does not parse, where the next begins is unknown.
-        while let Ok(Some(header)) = units.next() {
-            headers.push(header);
+        let (mut headers, mut malformed) = (Vec::new(), Vec::new());
+        let section = *dwarf.debug_info.reader();
+        let mut offset = 0;
+        // gimli's own iterator ends at the first that does not parse.
+        while offset < section.len() && malformed.len() < MAX_MALFORMED {
+            match dwarf.unit_header(DebugInfoOffset(offset)) {
+                Ok(header) => headers.push(header),
+                Err(error) => malformed.push(Malformed { offset, error }),
+            }
+            match unit_length(&section.slice()[offset..], Reader::endian(&section)) {
+                Some(length) => offset += length,
+                None => break,
+            }
         }
-        Self { dwarf: Arc::new(dwarf), headers }
+        Self { dwarf: Arc::new(dwarf), headers, malformed }
     }
+}
+
+/// Bytes of the unit at the front, if it is whole. The length of what follows stands in front of it,
+/// in four bytes, or behind four of 0xff in eight (DWARF 5, 7.4).
+#[must_use]
+pub fn unit_length(bytes: &[u8], endian: RunTimeEndian) -> Option<usize> {
+    let (short, after) = bytes.split_first_chunk::<4>()?;
+    let (length, after) = match endian.read_u32(short) {
+        0xffff_ffff => {
+            let (long, after) = after.split_first_chunk::<8>()?;
+            (endian.read_u64(long), after)
+        }
+        short => (u64::from(short), after),
+    };
+    let rest = after.get(usize::try_from(length).ok()?..)?;
+    Some(bytes.len() - rest.len())
 }
 
 /// A unit with the sections it is in.

@@ -62,7 +62,7 @@ fn compile_from(
     let begin = |header: &UnitHeader<Slice<'_>>| offset(header).0;
     let headers = &work.debug.main.headers;
     let mut rest = &headers[headers.partition_point(|header| begin(header) < from)..];
-    let mut done = Vec::new();
+    let mut done: Vec<_> = work.malformed(from..usize::MAX).collect();
     while !rest.is_empty() {
         let (batch, after) = rest.split_at(batch(rest));
         rest = after;
@@ -97,9 +97,10 @@ fn batch(headers: &[UnitHeader<Slice<'_>>]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
     use std::process::Command;
 
+    use super::super::debug::unit_length;
     use super::super::symbols;
     use super::*;
     use crate::table::{Frames, Table};
@@ -110,7 +111,11 @@ mod tests {
     /// A program of twelve units with functions and calls inlined into them.
     fn program(flags: &[&str]) -> Elf {
         let directory = tempfile::tempdir().unwrap();
-        let path = |name: String| directory.path().join(name);
+        open(&program_in(directory.path(), flags))
+    }
+
+    fn program_in(directory: &Path, flags: &[&str]) -> PathBuf {
+        let path = |name: String| directory.join(name);
         let sources: Vec<_> = (0..UNITS).map(|unit| path(format!("{unit}.c"))).collect();
         for (unit, source) in sources.iter().enumerate() {
             let calls = if unit + 1 < UNITS { format!("more{}(x)", unit + 1) } else { "x".into() };
@@ -127,7 +132,7 @@ mod tests {
         let mut gcc = Command::new("gcc");
         gcc.args(["-g", "-O2"]).args(flags).arg("-o").arg(&program).args(&sources);
         assert!(gcc.status().unwrap().success(), "{gcc:?}");
-        open(&program)
+        program
     }
 
     fn open(path: &Path) -> Elf {
@@ -174,6 +179,36 @@ mod tests {
             let limits = Limits { min_section: 0, piece, max_unit: 1 << 20 };
             assert!(matches!(rest(&elf, limits), Rest::From(_)), "pieces of {piece}");
             assert!(table(&elf, limits) == whole, "pieces of {piece}");
+        }
+    }
+
+    #[test]
+    fn a_unit_that_does_not_parse_is_counted_and_those_behind_it_are_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let (damaged, compressed) = (directory.path().join("a"), directory.path().join("b"));
+        let program = program_in(directory.path(), &[]);
+        let mut file = std::fs::read(&program).unwrap();
+        let info = open(&program).section(SectionId::DebugInfo.name()).unwrap().unwrap();
+        let at = file.windows(info.len()).position(|bytes| *bytes == *info).unwrap();
+        let first = unit_length(&info, gimli::RunTimeEndian::Little).unwrap();
+        // The version of the second unit.
+        file[at + first + 4] = 99;
+        std::fs::write(&damaged, &file).unwrap();
+        let mut objcopy = Command::new("objcopy");
+        objcopy.arg("--compress-debug-sections=zlib").args([&damaged, &compressed]);
+        assert!(objcopy.status().unwrap().success(), "{objcopy:?}");
+
+        let whole = table(&open(&damaged), WHOLE);
+        let limits = Limits { min_section: 0, piece: 100, max_unit: 1 << 20 };
+        assert!(table(&open(&compressed), limits) == whole);
+        let note = whole.1.first().map_or("", String::as_str);
+        assert!(note.starts_with("1 of 12 units"), "{note}");
+        let table = Table::open(whole.0.into()).unwrap();
+        for unit in (0..UNITS).filter(|&unit| unit != 1) {
+            let name = format!("more{unit}");
+            let start = table.functions().find(|&(_, it)| it == name).unwrap().0;
+            let line = table.lookup(start).next().map(|frame| frame.line);
+            assert!(line.is_some_and(|line| line > 0), "{name}: {line:?}");
         }
     }
 

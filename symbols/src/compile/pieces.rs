@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
-use gimli::{Endianity, RunTimeEndian, SectionId};
+use gimli::{RunTimeEndian, SectionId};
 use stackwire_elf::{Elf, ElfError, Stream};
 
 use super::Files;
-use super::debug::{Budgets, DwarfError};
+use super::debug::{Budgets, DwarfError, unit_length};
 use super::overlay::UnitTable;
 use super::sections::Sections;
 use super::symbols::Symbols;
@@ -159,6 +159,9 @@ fn compile_piece(
         let leads_out = |table: &Result<_, _>| matches!(table, Err(DwarfError::LeadsOut));
         let first = tables.iter().position(leads_out);
         tables.truncate(first.unwrap_or(tables.len()));
+        // Those behind the first that leads out are counted with the rest of the section.
+        let end = first.map_or(usize::MAX, |first| offset(&headers[first]).0);
+        tables.extend(work.malformed(0..end));
         (tables, first.and_then(|first| headers.get(first)).map(|header| offset(header).0))
     };
     // Where panics do not end the program, one must not hold up the pieces behind this one.
@@ -247,22 +250,13 @@ fn make_room(buffer: &mut Vec<u8>, length: usize) {
     }
 }
 
-/// Bytes of the units that are whole: the length of what follows stands in front of each, in four
-/// bytes, or behind four of 0xff in eight (DWARF 5, 7.4).
+/// Bytes of the units at the front that are whole.
 fn whole_units(bytes: &[u8], endian: RunTimeEndian) -> usize {
-    let mut rest = bytes;
-    loop {
-        let whole = bytes.len() - rest.len();
-        let Some((short, after)) = rest.split_first_chunk::<4>() else { return whole };
-        let (length, after) = match (endian.read_u32(short), after.split_first_chunk::<8>()) {
-            (0xffff_ffff, Some((long, after))) => (endian.read_u64(long), after),
-            (0xffff_ffff, None) => return whole,
-            (short, _) => (u64::from(short), after),
-        };
-        let unit = usize::try_from(length).ok().and_then(|length| after.get(length..));
-        let Some(after) = unit else { return whole };
-        rest = after;
+    let mut whole = 0;
+    while let Some(length) = unit_length(&bytes[whole..], endian) {
+        whole += length;
     }
+    whole
 }
 
 #[cfg(test)]

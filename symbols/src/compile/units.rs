@@ -3,6 +3,7 @@
 //!
 //! Called by `dwarf.rs` with all units of a file and by `pieces.rs` with some.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -53,6 +54,16 @@ impl<'a> Work<'a> {
         });
         let debug = Debug { main, sup, code: &sections.code, budgets, is_piece };
         Self { debug, package, sections, units, files, without_split: AtomicUsize::new(0) }
+    }
+
+    /// The units in a part of the section whose header does not parse.
+    pub fn malformed(
+        &self,
+        offsets: Range<usize>,
+    ) -> impl Iterator<Item = Result<UnitTable, DwarfError>> {
+        let malformed = self.debug.main.malformed.iter();
+        let inside = malformed.filter(move |unit| offsets.contains(&unit.offset));
+        inside.map(|unit| Err(unit.error.into()))
     }
 
     /// Compiles some units one after the other. Ends after the first that leads out of the piece.
@@ -176,7 +187,8 @@ impl<'a> Work<'a> {
         let mut dwarf = other.borrow(slice);
         dwarf.make_dwo(&place.dwarf);
         let Some(split) = split_unit(dwarf, &place)? else { return Ok(None) };
-        let main = Part { dwarf: Arc::clone(&place.dwarf), headers: Vec::new() };
+        let dwarf = Arc::clone(&place.dwarf);
+        let main = Part { dwarf, headers: Vec::new(), malformed: Vec::new() };
         let (code, budgets) = (&self.sections.code[..], self.debug.budgets);
         let debug = Debug { main, sup: None, code, budgets, is_piece: false };
         let scopes = scopes::read(&debug, &mut Units::default(), &split)?;
