@@ -124,14 +124,22 @@ impl Writer {
     pub fn finish(mut self) -> Vec<u8> {
         self.places = HashTable::default();
         self.nodes = HashTable::default();
-        let readable = self.readable();
-        let ranges = without_overlaps(std::mem::take(&mut self.ranges));
-        let ranges = self
-            .fallback
-            .into_iter()
-            .fold(ranges, |ranges, level| filled(&ranges, &without_overlaps(level)));
-        let bounds = not_covered(&ranges, without_overlaps(self.bounds));
-        let (base, starts) = starts(&ranges);
+        let ranges = std::mem::take(&mut self.ranges);
+        let (fallback, bounds) =
+            (std::mem::take(&mut self.fallback), std::mem::take(&mut self.bounds));
+        let sweep = || {
+            let ranges = fallback.into_iter().fold(without_overlaps(ranges), |ranges, level| {
+                filled(&ranges, &without_overlaps(level))
+            });
+            (starts(&ranges), not_covered(&ranges, without_overlaps(bounds)))
+        };
+        // A CPU that has made its names begins with the ranges.
+        let (readable, ((base, starts), bounds)) = std::thread::scope(|scope| {
+            let sweep = scope.spawn(sweep);
+            let readable = self.readable();
+            let swept = sweep.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            (readable, swept)
+        });
 
         let span = starts.last().map_or(0, |&(start, _)| start);
         // Eight ranges a bucket on average: a search of three steps in one or two cache lines.
