@@ -34,6 +34,7 @@ lint:
 	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
 	RUSTFLAGS="--cfg fuzzing -D warnings" $(CARGO) check --release --locked --workspace --lib --target-dir target/fuzzing
+	RUSTFLAGS="--cfg fuzzing -D warnings" $(CARGO) check --release --locked --manifest-path fuzz/Cargo.toml --target-dir target/fuzzing
 	tests/aarch64.sh
 	tests/deny.sh
 

@@ -76,5 +76,7 @@ mod system_wide;
 mod unwinding;
 /// Users of one host: forged files, many rules, many mappings.
 mod users;
+/// Where threads wait, and for how long, in a program whose answer is known.
+mod waits;
 
 mod support;

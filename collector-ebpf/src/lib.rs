@@ -23,8 +23,9 @@ mod walk {
 pub use picker::Picker;
 pub use record::{
     COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
-    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, SAMPLE, SampleHeader, Scope,
-    Unwind, UserEnd, WALK,
+    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, MAX_WAITING, PICK, RING_BYTES, RecordKind,
+    SAMPLE, SampleHeader, Scope, Stratum, TOLD_STACKS, Unwind, UserEnd, WAIT_WORDS, WALK, Wait,
+    WaitState, Waiting,
 };
 pub use walk::masked::masked;
 pub use walk::memory::Memory;

@@ -12,6 +12,7 @@ mod maps;
 mod processes;
 #[cfg(target_arch = "bpf")]
 mod sources {
+    pub mod off_cpu;
     pub mod perf_event;
 }
 #[cfg(target_arch = "bpf")]
@@ -22,6 +23,7 @@ mod task;
 mod walk {
     pub mod by_frame_pointers;
     pub mod by_tables;
+    pub mod stacks;
     pub mod tree;
 }
 

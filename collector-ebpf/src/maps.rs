@@ -1,6 +1,10 @@
 //! The maps and the one load-time global. Created once at their final size: nothing is added at run
 //! time.
 
+use core::ffi::c_void;
+
+use aya_ebpf::bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP};
+use aya_ebpf::helpers::generated::bpf_ringbuf_output;
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::Rule;
@@ -10,7 +14,7 @@ use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS,
-    MAX_USER_FRAMES, Picker, RING_BYTES, SampleHeader,
+    MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader, TOLD_STACKS, Waiting,
 };
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
@@ -75,8 +79,26 @@ pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
 #[map]
 pub static STAGES: ProgramArray = ProgramArray::with_max_entries(3, 0);
 
+/// Likewise for `sources/off_cpu.rs`: a map holds programs of one type.
 #[map]
-pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);
+pub static WAIT_STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
+
+/// One for each kind of program that walks stacks: they interrupt each other.
+#[map]
+pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(2, 0);
+/// The slot of programs of perf events.
+pub const SAMPLER: u32 = 0;
+/// The slot of programs at a switch to another thread.
+pub const SWITCHER: u32 = 1;
+/// In `SEARCH`: the slot of answers to the collector.
+pub const ANSWERS: u32 = 2;
+
+/// By thread id. The collector makes it smaller where waits are not recorded.
+#[map]
+pub static WAITING: HashMap<u32, Waiting> = HashMap::with_max_entries(MAX_WAITING, 0);
+/// Numbers of stacks that the collector was told of, each in the place its low bits name.
+#[map]
+pub static TOLD: Array<u64> = Array::with_max_entries(TOLD_STACKS, BPF_F_MMAPABLE);
 
 /// Mapped by the collector, so that it reads them with no capability and no system call.
 #[map]
@@ -136,10 +158,10 @@ pub struct Vma {
     pub key: FileKey,
 }
 
-/// Room to search the kernel's tree of mappings: the sampler's, and that of answers to the
+/// Room to search the kernel's tree of mappings: as in `SCRATCH`, and that of answers to the
 /// collector.
 #[map]
-pub static SEARCH: PerCpuArray<Search> = PerCpuArray::with_max_entries(2, 0);
+pub static SEARCH: PerCpuArray<Search> = PerCpuArray::with_max_entries(3, 0);
 
 #[unsafe(no_mangle)]
 pub static LAYOUT: Layout = Layout {
@@ -185,6 +207,10 @@ static CONFIG: Config = Config {
     collector: 0,
     counted: 0,
     interval_ns: 0,
+    wait_threshold_ns: 0,
+    wait_states: 0,
+    wait_event: 0,
+    reserved: 0,
 };
 
 /// The configuration the collector wrote before load.
@@ -202,12 +228,33 @@ pub fn wake_collector() {
     }
 }
 
-/// Adds one to `counter` of `cpu`. Not atomic: a slot belongs to one CPU and one program.
+/// Copies a record into the ring; false: there was no room.
+///
+/// # Safety
+/// `record` has this many bytes.
+#[inline(always)]
+pub unsafe fn hand_over(record: *mut c_void, bytes: usize) -> bool {
+    // Wake the collector only when a quarter of the ring is full; it looks by itself every tick.
+    let waiting = SAMPLES.query(BPF_RB_AVAIL_DATA as u64);
+    let wakeup =
+        if waiting > u64::from(RING_BYTES / 4) { BPF_RB_FORCE_WAKEUP } else { BPF_RB_NO_WAKEUP };
+    let ring = (&raw const SAMPLES).cast_mut().cast();
+    // SAFETY: as the caller promises.
+    unsafe { bpf_ringbuf_output(ring, record, bytes as u64, u64::from(wakeup)) == 0 }
+}
+
+/// Adds one to `counter` of `cpu`.
 #[inline(always)]
 pub fn count(cpu: u32, counter: Counter) {
+    add(cpu, counter, 1);
+}
+
+/// Adds to `counter` of `cpu`. Not atomic: a slot belongs to one CPU and one program.
+#[inline(always)]
+pub fn add(cpu: u32, counter: Counter, some: u64) {
     let row = if cpu < MAX_CPUS { cpu } else { MAX_CPUS - 1 };
     if let Some(slot) = COUNTERS.get_ptr_mut(row * COUNTERS_PER_CPU + counter as u32) {
         // SAFETY: the pointer came from a successful lookup in an array of u64.
-        unsafe { *slot += 1 };
+        unsafe { *slot += some };
     }
 }

@@ -7,13 +7,14 @@ use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{SampleHeader, UserEnd};
-use stackwire_model::{Address, EndReason, FileOffset, UserAddr};
+use stackwire_model::{Address, EndReason, FileOffset, UserAddr, Wait};
 
 use crate::host::kallsyms::KernelLayout;
 use crate::normalize::{self, Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
 use crate::sources::record::comm_text;
+use crate::waits::{Part, Stacks};
 
 /// A process with samples in this epoch, as it was at the first of them; or one that ended in it.
 #[derive(Clone, Debug, Default)]
@@ -98,6 +99,8 @@ pub struct Sample {
     pub kernel: u32,
     /// Weight.
     pub value: u64,
+    /// The wait it is a part of, if it is of one.
+    pub wait: Option<Wait>,
 }
 
 /// The epoch.
@@ -134,12 +137,13 @@ pub struct Epoch {
 const KERNEL_STACK: u64 = u64::MAX;
 
 impl Epoch {
-    /// Adds a sample.
+    /// Adds a sample, of a wait or of an event of perf's.
     pub fn add(
         &mut self,
         header: &SampleHeader,
         user: &[u64],
         kernel: &[u64],
+        wait: Option<Wait>,
         processes: &mut Processes,
         layout: &KernelLayout,
     ) {
@@ -175,7 +179,21 @@ impl Epoch {
             user,
             kernel,
             value: header.period,
+            wait,
         });
+    }
+
+    /// Adds the parts of a wait.
+    pub fn add_wait(
+        &mut self,
+        parts: &[Part],
+        stacks: &Stacks,
+        processes: &mut Processes,
+        layout: &KernelLayout,
+    ) {
+        for Part { header, wait } in parts {
+            self.add(header, &stacks.user, &stacks.kernel, Some(*wait), processes, layout);
+        }
     }
 
     /// Rough bytes held, to cut epochs before they grow large.
@@ -344,7 +362,7 @@ mod tests {
         let layout = KernelLayout::default();
         for stack in [[0x1001, 0x1100, 0x1200], [0x1002, 0x1100, 0x1200], [0x1001, 0x1100, 0x1200]]
         {
-            epoch.add(&header, &stack, &[], &mut processes, &layout);
+            epoch.add(&header, &stack, &[], None, &mut processes, &layout);
         }
         let samples = &epoch.series[0];
         assert_eq!((samples.len(), epoch.samples()), (3, 3));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    Config, Destination, Event, Limits, Scope, Share, Target, Unwind, VERSION,
+    Config, Destination, Event, Limits, OffCpu, Scope, Share, Target, Unwind, VERSION, WaitState,
 };
 
 /// Sample stacks with eBPF and stream them unsymbolized.
@@ -39,6 +39,22 @@ pub struct Args {
     /// is a series of its own.
     #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
     event: Vec<Event>,
+    /// Record where threads wait: blocked time as the series off-cpu, and time they wait for a CPU
+    /// as the series run-queue. Alone it takes no samples of events.
+    #[arg(long)]
+    offcpu: bool,
+    /// Take samples of events beside what --offcpu records.
+    #[arg(long, requires = "offcpu")]
+    profile: bool,
+    /// Which waits are recorded: for events that signals interrupt (sleep), for disks and locks of
+    /// the kernel (disk), stopped by a signal or debugger (stopped), or able to run and without a
+    /// CPU since another thread was given it (preempted).
+    #[arg(long, value_name = "STATE,…", value_delimiter = ',', default_value = "sleep,disk", requires = "offcpu", value_parser = PossibleValuesParser::new(WaitState::ALL.map(WaitState::name)).try_map(|name| name.parse::<WaitState>()))]
+    offcpu_states: Vec<WaitState>,
+    /// Record all waits of at least this length, as "1ms"; of shorter ones a share that leaves
+    /// totals as they are. 0 records every wait.
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "1ms", requires = "offcpu")]
+    offcpu_threshold: Duration,
     /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     sample_rate: u32,
@@ -108,7 +124,9 @@ impl Args {
             None => Scope::Processes { pids: self.pid, follow: self.follow },
         };
         let mut config = Config::new(scope);
-        config.events = self.event;
+        config.events = if self.offcpu && !self.profile { Vec::new() } else { self.event };
+        let off_cpu = OffCpu { states: self.offcpu_states, threshold: self.offcpu_threshold };
+        config.off_cpu = self.offcpu.then_some(off_cpu);
         config.frequency = self.sample_rate;
         config.kernel_stacks = self.kernel_stacks;
         config.unwind = self.unwind;

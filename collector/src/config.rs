@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::MAX_EVENTS;
-use stackwire_model::{Event, Share, Unwind};
+use stackwire_model::{Event, OffCpu, Share, Unwind};
 use stackwire_rights::capabilities::as_user;
 
 use crate::outbox::Limits;
@@ -30,6 +30,9 @@ pub enum Scope {
     Cgroup(PathBuf),
 }
 
+/// Above it, most waits would not be taken one by one.
+const MAX_THRESHOLD: Duration = Duration::from_secs(1);
+
 /// Where a capture goes.
 #[derive(Clone, Debug)]
 pub enum Destination {
@@ -46,6 +49,8 @@ pub struct Config {
     pub scope: Scope,
     /// What makes the kernel take samples: a series each.
     pub events: Vec<Event>,
+    /// Where threads wait: two series, of blocked and of runnable time.
+    pub off_cpu: Option<OffCpu>,
     /// Samples of each a second and CPU.
     pub frequency: u32,
     /// Record kernel stacks.
@@ -103,6 +108,14 @@ pub enum ConfigError {
     /// Too many events, or none.
     #[error("{0} events at once: 1 to {MAX_EVENTS} can be sampled")]
     Events(usize),
+    /// No way to wait.
+    #[error("no state of waiting threads to record; there are sleep, disk, stopped and preempted")]
+    NoWaitState,
+    /// A threshold no one would want.
+    #[error(
+        "an off-CPU threshold of {0:?} is too long: 1s is the longest, 1ms a good one, and 0 takes every wait"
+    )]
+    Threshold(Duration),
     /// An event twice.
     #[error("the event {0} is there twice")]
     EventTwice(String),
@@ -128,12 +141,20 @@ pub enum ConfigError {
 }
 
 impl Config {
+    /// All series, as `Hello` lists them: those of events, then blocked and runnable time.
+    #[must_use]
+    pub fn series(&self) -> Vec<Event> {
+        let waits = self.off_cpu.iter().flat_map(|_| [Event::off_cpu(), Event::run_queue()]);
+        self.events.iter().cloned().chain(waits).collect()
+    }
+
     /// A configuration with the defaults of the command line.
     #[must_use]
     pub fn new(scope: Scope) -> Self {
         Self {
             scope,
             events: vec![Event::cpu_clock()],
+            off_cpu: None,
             frequency: 99,
             kernel_stacks: true,
             unwind: Unwind::default(),
@@ -156,8 +177,16 @@ impl Config {
         if let Some(limit) = max_sample_rate().filter(|&limit| self.frequency > limit) {
             return Err(ConfigError::RateTooHigh { asked: self.frequency, limit });
         }
-        if self.events.is_empty() || self.events.len() > MAX_EVENTS {
+        if self.events.is_empty() && self.off_cpu.is_none() || self.events.len() > MAX_EVENTS {
             return Err(ConfigError::Events(self.events.len()));
+        }
+        if let Some(off_cpu) = &self.off_cpu {
+            if off_cpu.states.is_empty() {
+                return Err(ConfigError::NoWaitState);
+            }
+            if off_cpu.threshold > MAX_THRESHOLD {
+                return Err(ConfigError::Threshold(off_cpu.threshold));
+            }
         }
         for (index, event) in self.events.iter().enumerate() {
             if self.events[..index].contains(event) {

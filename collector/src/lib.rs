@@ -39,6 +39,7 @@ mod session;
 mod sink;
 mod sources;
 mod unwind;
+mod waits;
 mod wire;
 
 pub use config::{Config, ConfigError, Destination, Scope};
@@ -47,7 +48,7 @@ pub use pipeline::Summary;
 pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{SinkError, Target};
-pub use stackwire_model::{Event, LostReason, Share, Unwind};
+pub use stackwire_model::{Event, LostReason, OffCpu, Share, Unwind, WaitState};
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
 pub use unwind::Stats as TableStats;
 

@@ -27,6 +27,8 @@ fn main() -> ExitCode {
                     | ConfigError::RateTooHigh { .. }
                     | ConfigError::Events(_)
                     | ConfigError::EventTwice(_)
+                    | ConfigError::NoWaitState
+                    | ConfigError::Threshold(_)
                     | ConfigError::NoDuration,
                 ) => ExitCode::from(2),
                 _ => ExitCode::FAILURE,

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stackwire_collector_ebpf::Counter;
+use stackwire_collector_ebpf::{Counter, RecordKind};
 use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
@@ -20,9 +20,10 @@ use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
 use crate::process::{Processes, maps};
-use crate::sampler::{Batch, Sampler};
+use crate::sampler::{Batch, RawSample, Sampler};
 use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
+use crate::waits::Waits;
 use crate::wire::{self, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
@@ -65,6 +66,8 @@ pub struct Pipeline {
     jit: Snapshots,
     handover: Arc<Handover>,
     outbox: Arc<Outbox>,
+    /// `None`: nobody asked where threads wait.
+    waits: Option<Waits>,
     batch: Batch,
     epoch: Epoch,
     epoch_start: u64,
@@ -74,6 +77,8 @@ pub struct Pipeline {
     throttled: u64,
     lost_events: u64,
     refused_cpus: u64,
+    /// Parts of waits that were not over.
+    going_on: u64,
     /// Totals at the start of this epoch, to tell what this epoch lost.
     before: HashMap<LostReason, u64>,
     tables_before: Stats,
@@ -99,6 +104,8 @@ pub struct Parts {
     pub references: References,
     /// Where epochs and files go.
     pub outgoing: Outgoing,
+    /// `None`: nobody asked where threads wait.
+    pub waits: Option<Waits>,
     /// When sampling started.
     pub started: Instant,
     /// The same, monotonic nanoseconds.
@@ -124,7 +131,7 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, handover, outbox } = parts.outgoing;
-        let Parts { started, epoch_start, epoch_length, .. } = parts;
+        let Parts { waits, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
@@ -137,6 +144,7 @@ impl Pipeline {
             jit,
             handover,
             outbox,
+            waits,
             batch: Batch::default(),
             epoch: Epoch::default(),
             epoch_start,
@@ -146,6 +154,7 @@ impl Pipeline {
             throttled: 0,
             lost_events: 0,
             refused_cpus: 0,
+            going_on: 0,
             before: HashMap::new(),
             tables_before: Stats::default(),
             dropped: 0,
@@ -190,6 +199,7 @@ impl Pipeline {
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
+        self.add_waiting();
         self.finish()
     }
 
@@ -212,8 +222,7 @@ impl Pipeline {
                 self.apply(events);
                 events += 1;
             }
-            let (user, kernel) = (self.batch.user(&sample), self.batch.kernel(&sample));
-            self.epoch.add(&sample.header, user, kernel, &mut self.processes, &self.layout);
+            self.add(&sample);
             samples += 1;
         }
         while self.batch.events.get(events).is_some_and(|event| event.time_ns <= until) {
@@ -223,6 +232,37 @@ impl Pipeline {
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
             unwind.update(&mut self.processes, &self.batch.events, hurry);
+        }
+    }
+
+    fn add(&mut self, sample: &RawSample) {
+        let header = &sample.header;
+        let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
+        let (processes, layout) = (&mut self.processes, &self.layout);
+        if header.kind == RecordKind::Sample as u8 {
+            self.epoch.add(header, user, kernel, None, processes, layout);
+            return;
+        }
+        let Some(waits) = &mut self.waits else { return };
+        if header.kind == RecordKind::Stack as u8 {
+            waits.learn(header, user, layout.without_tracing(kernel));
+        } else if let Some((parts, stacks)) = waits.over(header, user) {
+            self.epoch.add_wait(&parts, stacks, processes, layout);
+        }
+    }
+
+    /// Adds the waits that are not over.
+    fn add_waiting(&mut self) {
+        let Some(waits) = &mut self.waits else { return };
+        let now_ns = now_ns();
+        for (tid, mut waiting) in self.sampler.waiting() {
+            if waiting.start_boottime_ns == 0 {
+                let process = self.processes.get(waiting.pid);
+                waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
+            }
+            let (parts, stacks) = waits.going_on(tid, &waiting, now_ns);
+            self.epoch.add_wait(&parts, stacks, &mut self.processes, &self.layout);
+            self.going_on += parts.len() as u64;
         }
     }
 
@@ -325,6 +365,10 @@ impl Pipeline {
         self.epoch_number += 1;
         self.epoch_start = now;
         self.processes.end_epoch();
+        if let Some(waits) = &mut self.waits {
+            let sampler = &self.sampler;
+            waits.end_epoch(|place, number| sampler.forget(place, number), || sampler.waiting());
+        }
         if let Some(unwind) = &mut self.unwind {
             unwind.end_epoch(&self.processes);
         }
@@ -345,7 +389,8 @@ impl Pipeline {
     fn finish(mut self) -> Summary {
         self.cut();
         let lost = self.totals();
-        let taken = self.sampler.counter(Counter::Taken);
+        let waits = self.sampler.counter(Counter::WaitsTaken) + self.going_on;
+        let taken = self.sampler.counter(Counter::Taken) + waits;
         self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
         Summary {
             taken,
@@ -369,6 +414,10 @@ impl Pipeline {
             (LostReason::Throttled, self.throttled),
             (LostReason::TargetsFull, self.sampler.counter(Counter::TargetsFull)),
             (LostReason::CpuRefused, self.refused_cpus),
+            (LostReason::WaitsRingFull, self.sampler.counter(Counter::WaitsLost)),
+            (LostReason::WaitsRingFullNs, self.sampler.counter(Counter::WaitsLostNs)),
+            (LostReason::ThreadsFull, self.sampler.counter(Counter::ThreadsFull)),
+            (LostReason::WaitStacks, self.waits.as_ref().map_or(0, Waits::without_stacks)),
         ]
     }
 }

@@ -339,12 +339,22 @@ fn samples(epoch: &Epoch, start_ns: u64) -> Vec<v1::Samples> {
             wire.value.push(sample.value);
             before = sample.time_ns;
         }
-        if wire.value.windows(2).all(|pair| pair[0] == pair[1]) {
-            wire.value.truncate(1);
+        for wait in samples.iter().filter_map(|sample| sample.wait) {
+            wire.wait_state.push(v1::WaitState::from(wait.state).into());
+            wire.wait_open.push(v1::WaitOpen::from(wait).into());
         }
+        one_if_equal(&mut wire.value);
+        one_if_equal(&mut wire.wait_state);
+        one_if_equal(&mut wire.wait_open);
         wire
     };
     series.map(columns).collect()
+}
+
+fn one_if_equal<T: PartialEq>(column: &mut Vec<T>) {
+    if column.windows(2).all(|pair| pair[0] == pair[1]) {
+        column.truncate(1);
+    }
 }
 
 fn lost(counts: &[(LostReason, u64)]) -> Vec<v1::Lost> {

@@ -2,6 +2,8 @@
 
 #![no_main]
 
+use stackwire_model::FileOffset;
+
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     // The checksum is not what is looked for.
     let mut bytes = bytes.to_vec();
@@ -12,7 +14,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(table) = stackwire_unwind::Table::parse(&bytes) {
         assert_eq!(table.to_bytes(), bytes);
         for offset in (0..u64::from(table.pages.len() as u32) << 16).step_by(0x1235) {
-            let _ = table.rule((u64::from(table.base) << 16) + offset);
+            let _ = table.rule(FileOffset((u64::from(table.base) << 16) + offset));
         }
     }
 });

@@ -62,6 +62,12 @@ pub struct Event {
 }
 
 const PERF_TYPE_SOFTWARE: u32 = 1;
+const PERF_COUNT_SW_DUMMY: u64 = 9;
+
+const OFF_CPU: &str = "off-cpu";
+const RUN_QUEUE: &str = "run-queue";
+/// What `perf record --off-cpu` calls it: `OFFCPU_EVENT` of tools/perf/util/off_cpu.h.
+const PERF_OFF_CPU: &str = "offcpu-time";
 
 /// Name, kind and unit of the weight, `perf_event_attr`'s type and config.
 ///
@@ -89,6 +95,27 @@ impl Event {
         Self::known(0)
     }
 
+    /// Time a thread waits until it can run again: not one of perf's.
+    #[must_use]
+    pub fn off_cpu() -> Self {
+        let weight = ValueKind::new("off_cpu", "nanoseconds");
+        Self { name: OFF_CPU.to_owned(), weight, perf: None }
+    }
+
+    /// Time a thread waits for a CPU: not one of perf's.
+    #[must_use]
+    pub fn run_queue() -> Self {
+        let weight = ValueKind::new("run_queue", "nanoseconds");
+        Self { name: RUN_QUEUE.to_owned(), weight, perf: None }
+    }
+
+    /// Never happens: opened for the records of processes that come with it.
+    #[must_use]
+    pub fn dummy() -> Self {
+        let perf = Some(PerfType { kind: PERF_TYPE_SOFTWARE, config: PERF_COUNT_SW_DUMMY });
+        Self { name: "dummy".to_owned(), weight: ValueKind::new("dummy", "count"), perf }
+    }
+
     /// An event that is known by its name alone. Clocks weigh in nanoseconds and cycles in cycles;
     /// all other events are counted.
     #[must_use]
@@ -97,10 +124,24 @@ impl Event {
             return known;
         }
         let weight = match name {
+            OFF_CPU | PERF_OFF_CPU => return Self::off_cpu(),
+            RUN_QUEUE => return Self::run_queue(),
             clock if clock == "cpu" || clock.ends_with("-clock") => ValueKind::cpu(),
             name => ValueKind::new(name, "count"),
         };
         Self { name: name.to_owned(), weight, perf: None }
+    }
+
+    /// What perf calls it.
+    #[must_use]
+    pub fn perf_name(&self) -> &str {
+        if self.name == OFF_CPU { PERF_OFF_CPU } else { &self.name }
+    }
+
+    /// Whether it is time that threads wait: blocked or for a CPU.
+    #[must_use]
+    pub fn is_wait(&self) -> bool {
+        self.perf.is_none() && [OFF_CPU, RUN_QUEUE].contains(&self.name.as_str())
     }
 
     /// Whether it is a clock, whose samples come after equal times. All others count.
@@ -142,6 +183,10 @@ mod tests {
             assert_eq!(name.parse::<Event>().unwrap(), Event::by_name(name));
         }
         assert_eq!(Event::by_name("cpu-clock"), Event::cpu_clock());
+        for wait in [Event::off_cpu(), Event::run_queue()] {
+            assert!(wait.is_wait() && !wait.is_clock() && !wait.is_counted_singly());
+            assert_eq!(Event::by_name(wait.perf_name()), wait);
+        }
         assert_eq!(Event::by_name("task-clock").weight, ValueKind::cpu());
         let faults = Event::by_name("minor-faults");
         assert_eq!(faults.weight.to_string(), "minor-faults/count");

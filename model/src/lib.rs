@@ -11,6 +11,7 @@ mod machine;
 pub mod profile;
 mod reason;
 mod sampling;
+mod wait;
 
 pub use address::{Address, CodeAddress, FileOffset, KernelAddr, KernelOffset, UserAddr, VirtAddr};
 pub use build_id::{BadBuildId, BuildId};
@@ -19,4 +20,5 @@ pub use executable::{Device, ExecutableKey, FileId};
 pub use machine::Machine;
 pub use profile::Profile;
 pub use reason::{EndReason, LostReason};
-pub use sampling::{Share, Unwind};
+pub use sampling::{Share, UnknownName, Unwind};
+pub use wait::{OffCpu, Wait, WaitState};

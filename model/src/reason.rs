@@ -91,6 +91,14 @@ pub enum LostReason {
     TargetsFull,
     /// CPUs that came online and could not be sampled.
     CpuRefused,
+    /// Waits the ring buffer had no room for.
+    WaitsRingFull,
+    /// Nanoseconds of those.
+    WaitsRingFullNs,
+    /// Waits of more threads than are watched at once.
+    ThreadsFull,
+    /// Waits whose stacks did not come.
+    WaitStacks,
     /// A reason a newer collector knows.
     Other,
 }
@@ -101,7 +109,11 @@ impl LostReason {
     pub fn counts_samples(self) -> bool {
         matches!(
             self,
-            Self::RingFull | Self::NoScratch | Self::EpochDropped | Self::MalformedRecord
+            Self::RingFull
+                | Self::NoScratch
+                | Self::EpochDropped
+                | Self::MalformedRecord
+                | Self::WaitsRingFull
         )
     }
 
@@ -117,6 +129,10 @@ impl LostReason {
             Self::Throttled => "times the kernel throttled sampling",
             Self::TargetsFull => "children that could not be followed",
             Self::CpuRefused => "CPUs that came online and could not be sampled",
+            Self::WaitsRingFull => "waits: ring buffer full",
+            Self::WaitsRingFullNs => "nanoseconds of waits: ring buffer full",
+            Self::ThreadsFull => "waits of more threads than are watched at once",
+            Self::WaitStacks => "waits without their stacks: ring buffer full",
             Self::Other => "for a reason this version does not know",
         }
     }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 #[error("there is no {0:?}")]
 pub struct UnknownName(String);
 
-fn by_name<T: Copy, const N: usize>(
+pub(crate) fn by_name<T: Copy, const N: usize>(
     all: [T; N],
     name_of: fn(T) -> &'static str,
     name: &str,

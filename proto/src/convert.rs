@@ -2,6 +2,7 @@
 
 use stackwire_model::{
     BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, PerfType, ValueKind,
+    Wait, WaitState,
 };
 
 use crate::v1;
@@ -146,6 +147,10 @@ impl From<LostReason> for v1::LostReason {
             LostReason::Throttled => Self::Throttled,
             LostReason::TargetsFull => Self::TargetsFull,
             LostReason::CpuRefused => Self::CpuRefused,
+            LostReason::WaitsRingFull => Self::WaitsRingFull,
+            LostReason::WaitsRingFullNs => Self::WaitsRingFullNs,
+            LostReason::ThreadsFull => Self::ThreadsFull,
+            LostReason::WaitStacks => Self::WaitStacks,
             LostReason::Other => Self::Unspecified,
         }
     }
@@ -163,8 +168,64 @@ impl From<v1::LostReason> for LostReason {
             v1::LostReason::Throttled => Self::Throttled,
             v1::LostReason::TargetsFull => Self::TargetsFull,
             v1::LostReason::CpuRefused => Self::CpuRefused,
+            v1::LostReason::WaitsRingFull => Self::WaitsRingFull,
+            v1::LostReason::WaitsRingFullNs => Self::WaitsRingFullNs,
+            v1::LostReason::ThreadsFull => Self::ThreadsFull,
+            v1::LostReason::WaitStacks => Self::WaitStacks,
             v1::LostReason::Unspecified => Self::Other,
         }
+    }
+}
+
+impl From<WaitState> for v1::WaitState {
+    fn from(state: WaitState) -> Self {
+        match state {
+            WaitState::Sleep => Self::Sleep,
+            WaitState::Disk => Self::Disk,
+            WaitState::Stopped => Self::Stopped,
+            WaitState::Preempted => Self::Preempted,
+        }
+    }
+}
+
+/// One this version does not know is none.
+impl From<v1::WaitState> for Option<WaitState> {
+    fn from(state: v1::WaitState) -> Self {
+        match state {
+            v1::WaitState::Sleep => Some(WaitState::Sleep),
+            v1::WaitState::Disk => Some(WaitState::Disk),
+            v1::WaitState::Stopped => Some(WaitState::Stopped),
+            v1::WaitState::Preempted => Some(WaitState::Preempted),
+            v1::WaitState::Unspecified => None,
+        }
+    }
+}
+
+/// Which part of a wait a capture saw.
+impl From<Wait> for v1::WaitOpen {
+    fn from(wait: Wait) -> Self {
+        match (wait.began_before, wait.goes_on) {
+            (false, false) => Self::Unspecified,
+            (true, false) => Self::BeganBefore,
+            (false, true) => Self::GoesOn,
+            (true, true) => Self::Both,
+        }
+    }
+}
+
+impl v1::Samples {
+    /// The wait a sample is of, if it is of one.
+    #[must_use]
+    pub fn wait(&self, index: usize) -> Option<Wait> {
+        let at = |column: &[i32]| column.get(index).or(column.first()).copied().unwrap_or(0);
+        let state = v1::WaitState::try_from(at(&self.wait_state)).ok()?;
+        let open = v1::WaitOpen::try_from(at(&self.wait_open)).unwrap_or_default();
+        let both = open == v1::WaitOpen::Both;
+        Some(Wait {
+            state: Option::from(state)?,
+            began_before: both || open == v1::WaitOpen::BeganBefore,
+            goes_on: both || open == v1::WaitOpen::GoesOn,
+        })
     }
 }
 

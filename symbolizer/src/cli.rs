@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::{Event, Share, Unwind, VERSION};
+use stackwire::{Event, Share, Unwind, VERSION, WaitState};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -50,6 +50,12 @@ pub struct Record {
     /// Sample CPU time, which is what is sampled unless told otherwise.
     #[arg(long)]
     pub profile: bool,
+    /// Record where threads wait: blocked time as the event off-cpu, and time they wait for a CPU
+    /// as run-queue. With --profile, sample CPU time as well.
+    #[arg(long)]
+    pub offcpu: bool,
+    #[command(flatten)]
+    pub waits: Waits,
     /// Sample this process with all its threads (repeatable, or as "12,34").
     #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: Vec<u32>,
@@ -107,6 +113,23 @@ pub struct Record {
     /// A command to run and sample, with its children, until it ends.
     #[arg(last = true, value_name = "COMMAND")]
     pub command: Vec<std::ffi::OsString>,
+}
+
+/// Which waits of threads are recorded.
+#[derive(Clone, Debug, ClapArgs)]
+pub struct Waits {
+    /// Which waits are recorded: for events that signals interrupt (sleep), for disks and locks of
+    /// the kernel (disk), stopped by a signal or a debugger (stopped), or able to run and without a
+    /// CPU since another thread was given it (preempted).
+    #[arg(long, value_name = "STATE,…", value_delimiter = ',', default_value = "sleep,disk", requires = "offcpu", value_parser = PossibleValuesParser::new(WaitState::ALL.map(WaitState::name)).try_map(|name| name.parse::<WaitState>()))]
+    pub offcpu_states: Vec<WaitState>,
+    /// Record all waits of at least this length, as "1ms"; of shorter ones a share that leaves
+    /// totals as they are. 0 records every wait.
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "1ms", requires = "offcpu")]
+    pub offcpu_threshold: Duration,
+    /// Where the pprof of waits goes; without it, COMM-YYYYMMDDHHMM-off-cpu.pb.gz.
+    #[arg(long, value_name = "FILE", requires = "offcpu")]
+    pub offcpu_output: Option<PathBuf>,
 }
 
 /// How flame graphs are drawn.
@@ -362,6 +385,9 @@ pub struct Resolve {
     /// Where the pprof goes; without it, beside the first capture with the ending .pb.gz.
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Write a pprof of where threads waited, and leave it out of the other one.
+    #[arg(long, value_name = "FILE")]
+    pub offcpu_output: Option<PathBuf>,
     #[command(flatten)]
     pub slice: Slice,
     #[command(flatten)]

@@ -54,7 +54,7 @@ pub use stackwire_cache as cache;
 pub use stackwire_elf::Scratch;
 pub use stackwire_formats as formats;
 pub use stackwire_model::profile::Names;
-pub use stackwire_model::{Event, Profile, Share, Unwind, VirtAddr, profile};
+pub use stackwire_model::{Event, OffCpu, Profile, Share, Unwind, VirtAddr, WaitState, profile};
 
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");

@@ -99,6 +99,21 @@ pub(crate) fn work() -> &'static Path {
     })
 }
 
+/// `waits`.
+pub(crate) fn waits() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("waits");
+        run(Command::new("gcc")
+            .args(C)
+            .arg(source("waits.c"))
+            .arg("-o")
+            .arg(&out)
+            .arg("-lpthread"));
+        out
+    })
+}
+
 /// `odd`.
 pub(crate) fn odd() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

@@ -1,31 +1,25 @@
 //! The sampling program: registers in, one record in the ring out.
 
 use aya_ebpf::EbpfContext;
-use aya_ebpf::bindings::{
-    BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP, bpf_perf_event_value, pt_regs,
-};
-use aya_ebpf::helpers::bpf_probe_read_kernel;
+use aya_ebpf::bindings::bpf_perf_event_value;
 use aya_ebpf::helpers::generated::{
     bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf, bpf_get_prandom_u32,
-    bpf_get_smp_processor_id, bpf_get_stack, bpf_ktime_get_ns, bpf_perf_prog_read_value,
-    bpf_ringbuf_output, bpf_task_pt_regs,
+    bpf_get_smp_processor_id, bpf_ktime_get_ns, bpf_perf_prog_read_value,
 };
 use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, PICK, RING_BYTES,
-    SAMPLE, SampleHeader, Unwind, UserEnd, WALK,
+    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE, SampleHeader, UserEnd,
+    WALK,
 };
 
 use crate::maps::{
-    PICKERS, SAMPLES, SCRATCH, STAGES, Scratch, WALKING, config, count, wake_collector,
+    PICKERS, SAMPLER, SCRATCH, STAGES, Scratch, WALKING, config, count, hand_over, wake_collector,
 };
-use crate::processes::generation;
 use crate::targets::wanted;
 use crate::task::Task;
-use crate::walk::by_frame_pointers::Registers;
-use crate::walk::{by_frame_pointers, by_tables};
+use crate::walk::{by_frame_pointers, by_tables, stacks};
 
 /// A program for each event: no helper tells which event a program runs for
 /// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
@@ -53,7 +47,7 @@ sampling_programs! {
 
 #[inline(always)]
 fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
-    if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
+    if let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) {
         // SAFETY: as in `sample`; the context of a perf_event program is valid for the length of
         // the program.
         unsafe {
@@ -83,7 +77,7 @@ pub fn pick(ctx: PerfEventContext) -> u32 {
     let (task, cpu, now_ns) =
         unsafe { (bpf_get_current_task_btf(), bpf_get_smp_processor_id(), bpf_ktime_get_ns()) };
     let ours = pid != 0 && wanted(pid, Task(task as u64).process_start());
-    let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return 0 };
+    let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
     // SAFETY: as in `sample`.
     let header = unsafe { &mut (*scratch).header };
     let row = if cpu < MAX_CPUS { cpu } else { MAX_CPUS - 1 };
@@ -121,7 +115,7 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
         return 0;
     }
     count(cpu, Counter::Taken);
-    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+    let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else {
         count(cpu, Counter::NoScratch);
         return 0;
     };
@@ -139,26 +133,13 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     scratch.header.cpu = cpu;
     // SAFETY: the buffer is 16 bytes of the scratch record.
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
-    scratch.walk.depth = 0;
-    scratch.walk.end = UserEnd::NoUserStack as u64;
-    // Before anything is looked up in tables.
-    scratch.tables.generation = generation();
-
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };
     if saved::is_of_user_mode(interrupted) {
-        walk_from(scratch, Task(task as u64), pid, interrupted);
-    } else if !Task(task as u64).is_kernel_thread() && Task(task as u64).memory().is_some() {
-        // The interrupted registers are the kernel's; the user's were saved when it was entered.
-        // SAFETY: `task` is the current task, as the helper demands.
-        let saved = unsafe { bpf_task_pt_regs(task) } as *const pt_regs;
-        // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
-        if let Ok(saved) = unsafe { bpf_probe_read_kernel(saved) }
-            && saved::is_of_user_mode(&saved)
-            && is_where_it_will_return(&saved)
-        {
-            walk_from(scratch, Task(task as u64), pid, &saved);
-        }
+        stacks::begin_from(scratch, Task(task as u64), pid, interrupted);
+    } else {
+        // The interrupted registers are the kernel's.
+        stacks::begin(scratch, task, pid);
     }
     // SAFETY: the map holds programs of this type only. Returns only when the call failed, which
     // the collector rules out by filling the map before it attaches this program.
@@ -176,12 +157,12 @@ pub fn walk_frame_pointers(ctx: PerfEventContext) -> u32 {
 /// Likewise, by tables: the collector puts one of the two into `STAGES`.
 #[perf_event]
 pub fn walk_tables(ctx: PerfEventContext) -> u32 {
-    walk_on(&ctx, by_tables::step)
+    walk_on(&ctx, |scratch| by_tables::step(scratch, SAMPLER))
 }
 
 #[inline(always)]
 fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
-    let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return 0 };
+    let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
     // SAFETY: as in `sample`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
     step(scratch);
@@ -193,29 +174,6 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     }
     finish(ctx, scratch);
     0
-}
-
-/// Whether the saved user registers say where the task will go on.
-///
-/// Those of an io_uring worker do not. It never was in user mode: they are a copy of its creator's,
-/// without ip and sp. Those of a task inside execve do not, either: they belong to the program it
-/// is leaving.
-#[inline(always)]
-fn is_where_it_will_return(saved: &pt_regs) -> bool {
-    saved::ip(saved) != 0 && !saved::is_exec(saved)
-}
-
-#[inline(always)]
-fn walk_from(scratch: &mut Scratch, task: Task, pid: u32, regs: &pt_regs) {
-    if config().unwind == Unwind::FramePointers as u32 || saved::is_compat(regs) {
-        let start = Registers { ip: saved::ip(regs), sp: saved::sp(regs), fp: saved::fp(regs) };
-        by_frame_pointers::begin(scratch, start);
-    } else {
-        by_tables::begin(scratch, pid, regs, task.thread_pointer());
-    }
-    if saved::is_compat(regs) {
-        scratch.walk.end = UserEnd::Compat as u64;
-    }
 }
 
 /// Adds the kernel stack and hands the record over.
@@ -231,7 +189,7 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     let (kernel_frames, kernel_end) = if in_user_mode || config().kernel_stacks == 0 {
         (0, KernelEnd::None)
     } else {
-        kernel_stack(ctx, scratch, user_frames)
+        stacks::of_kernel(ctx.as_ptr(), scratch, user_frames)
     };
     scratch.header.user_frames = user_frames as u16;
     scratch.header.kernel_frames = kernel_frames as u16;
@@ -241,41 +199,9 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     if user_end == UserEnd::NoMappingsYet as u64 {
         wake_collector();
     }
-    // Wake the collector only when a quarter of the ring is full; it looks by itself every tick.
-    let waiting = SAMPLES.query(BPF_RB_AVAIL_DATA as u64);
-    let wakeup =
-        if waiting > u64::from(RING_BYTES / 4) { BPF_RB_FORCE_WAKEUP } else { BPF_RB_NO_WAKEUP };
     let bytes = size_of::<SampleHeader>() + (user_frames + kernel_frames) * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.
-    let refused = unsafe {
-        bpf_ringbuf_output(
-            (&raw const SAMPLES).cast_mut().cast(),
-            (scratch as *mut Scratch).cast(),
-            bytes as u64,
-            u64::from(wakeup),
-        )
-    };
-    if refused != 0 {
+    if !unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) } {
         count(cpu, Counter::RingFull);
     }
-}
-
-/// Appends the kernel stack behind `user_frames` frames.
-#[inline(always)]
-fn kernel_stack(
-    ctx: &PerfEventContext,
-    scratch: &mut Scratch,
-    user_frames: usize,
-) -> (usize, KernelEnd) {
-    const BYTES: u32 = (MAX_KERNEL_FRAMES * 8) as u32;
-    // SAFETY: `user_frames` is at most MAX_USER_FRAMES and the array has MAX_KERNEL_FRAMES more.
-    let written = unsafe {
-        let tail = scratch.frames.as_mut_ptr().add(user_frames);
-        bpf_get_stack(ctx.as_ptr(), tail.cast(), BYTES, 0)
-    };
-    if written < 0 {
-        return (0, KernelEnd::Failed);
-    }
-    let frames = (written as usize / 8).min(MAX_KERNEL_FRAMES);
-    (frames, if frames == MAX_KERNEL_FRAMES { KernelEnd::DepthLimit } else { KernelEnd::Complete })
 }

@@ -72,14 +72,14 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     }
 }
 
-/// Walks on for at most [`STEP`] frames.
+/// Walks on for at most [`STEP`] frames, in a slot of `SCRATCH`.
 #[inline(always)]
-pub fn step(scratch: &mut Scratch) {
+pub fn step(scratch: &mut Scratch, slot: u32) {
     for _ in 0..STEP {
         if scratch.walk.end != WALKING {
             break;
         }
-        let end = walk_frame();
+        let end = walk_frame(slot);
         if end != GO_ON {
             scratch.walk.end = end;
         }
@@ -98,14 +98,14 @@ pub fn step(scratch: &mut Scratch) {
 /// such a function, so it looks for the buffer itself.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn walk_frame() -> u64 {
-    let Some(scratch) = SCRATCH.get_ptr_mut(0) else { return UserEnd::DepthLimit as u64 };
-    // SAFETY: as in `sources/perf_event.rs`, in whose programs this runs.
-    frame(unsafe { &mut *scratch })
+pub extern "C" fn walk_frame(slot: u32) -> u64 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(slot) else { return UserEnd::DepthLimit as u64 };
+    // SAFETY: as in `sources/`, in whose programs this runs.
+    frame(unsafe { &mut *scratch }, slot)
 }
 
 #[inline(always)]
-fn frame(scratch: &mut Scratch) -> u64 {
+fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     let depth = scratch.walk.depth;
     if depth >= MAX_USER_FRAMES as u64 {
         return UserEnd::DepthLimit as u64;
@@ -114,7 +114,7 @@ fn frame(scratch: &mut Scratch) -> u64 {
     let inside = ip >= scratch.tables.mapping.start && ip < scratch.tables.mapping.end;
     if !inside && !find_mapping(&mut scratch.tables, ip) {
         let runs = scratch.tables.cursor.exact != 0;
-        match tree::find_in_tree(ip) {
+        match tree::find_in_tree(ip, slot) {
             tree::FOUND => {}
             tree::UNKNOWN => return UserEnd::NoMappingsYet as u64,
             // What runs is code: its mapping has not been told.

@@ -15,7 +15,7 @@ use stackwire_collector_ebpf::vma::{
     first_file, has_nodes, is_leaf, node_of, size,
 };
 
-use crate::maps::{KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH, Search, Vma};
+use crate::maps::{ANSWERS, KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH, Search, Vma};
 use crate::task::Task;
 
 /// `VM_EXEC` of include/linux/mm.h.
@@ -46,12 +46,13 @@ pub fn is_there() -> bool {
 /// function, as `walk_frame`.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn find_in_tree(address: u64) -> u64 {
-    let (Some(scratch), Some(search)) = (SCRATCH.get_ptr_mut(0), SEARCH.get_ptr_mut(0)) else {
+pub extern "C" fn find_in_tree(address: u64, slot: u32) -> u64 {
+    let (Some(scratch), Some(search)) = (SCRATCH.get_ptr_mut(slot), SEARCH.get_ptr_mut(slot))
+    else {
         return NOTHING;
     };
-    // SAFETY: the pointers came from successful lookups; both are this CPU's, and the sampler's
-    // alone.
+    // SAFETY: the pointers came from successful lookups; both are this CPU's, and of one
+    // program alone.
     let (mapping, search) = unsafe { (&mut (*scratch).tables.mapping, &mut *search) };
     let Some(file) = find(search, address) else { return NOTHING };
     let Vma { start, end, page, flags, key } = &mut search.found;
@@ -85,7 +86,8 @@ pub extern "C" fn find_in_tree(address: u64) -> u64 {
 /// Answers what a thread of the collector asks.
 #[inline(always)]
 pub fn answer(thread: u32) {
-    let (Some(question), Some(search)) = (QUESTION.get_ptr_mut(0), SEARCH.get_ptr_mut(1)) else {
+    let (Some(question), Some(search)) = (QUESTION.get_ptr_mut(0), SEARCH.get_ptr_mut(ANSWERS))
+    else {
         return;
     };
     // SAFETY: the pointers came from successful lookups; volatile because the collector writes the

@@ -5,6 +5,7 @@
 //! Read once at start-up, while `CAP_SYSLOG` is held. The names are for the symbolizer.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 
 use stackwire_model::{KernelAddr, KernelOffset};
 use stackwire_proto::kallsyms::{Symbol, symbols as symbols_of};
@@ -33,13 +34,39 @@ pub struct KernelLayout {
     /// Name and base, the kernel itself first with an empty name.
     modules: Vec<(String, KernelAddr)>,
     runs: Vec<Run>,
+    /// The function that switches from one thread to another.
+    scheduler: Option<Range<KernelAddr>>,
 }
+
+/// Where threads leave their CPU; a compiler may append something to the name.
+const SCHEDULER: &str = "__schedule";
+/// Module of BPF programs.
+const PROGRAMS: &str = "bpf";
+/// Frames that a tracepoint puts in front of the function it is in.
+const MAX_TRACING: usize = 16;
 
 impl KernelLayout {
     /// Nothing is known: kallsyms could not be read.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
+    }
+
+    /// The stack of a thread that leaves its CPU, leaf first, without the frames of the program
+    /// that took it and of the tracepoint that called that.
+    #[must_use]
+    pub fn without_tracing<'a>(&self, stack: &'a [u64]) -> &'a [u64] {
+        let address = |&frame: &u64| KernelAddr(frame.wrapping_sub(1));
+        let inside = |frame: &u64| {
+            self.scheduler.as_ref().is_some_and(|scheduler| scheduler.contains(&address(frame)))
+        };
+        let first = stack.iter().take(MAX_TRACING).position(inside).unwrap_or_else(|| {
+            let is_program = |frame: &&u64| {
+                self.locate(address(frame)).is_some_and(|(name, _)| name == PROGRAMS)
+            };
+            stack.iter().take_while(is_program).count()
+        });
+        &stack[first..]
     }
 
     /// Name of the module (empty for the kernel itself) and offset from its base.
@@ -86,6 +113,19 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     };
     symbols.retain(|&(address, _, module)| module != KERNEL || address >= kernel_base);
 
+    let is_scheduler = |name: &str| {
+        let rest = name.strip_prefix(SCHEDULER);
+        rest.is_some_and(|rest| {
+            rest.is_empty() || rest.starts_with(".constprop") || rest.starts_with(".isra")
+        })
+    };
+    let at = symbols.iter().position(|&(_, name, module)| module == KERNEL && is_scheduler(name));
+    let scheduler = at.and_then(|at| {
+        let start = symbols[at].0;
+        let next = symbols[at..].iter().find(|&&(address, ..)| address > start);
+        next.map(|&(end, ..)| start..end)
+    });
+
     let mut bases: Vec<Option<KernelAddr>> = vec![None; names.len()];
     bases[KERNEL] = Some(kernel_base);
     // The kernel's own text is one run; modules and BPF programs may have others between their
@@ -125,7 +165,7 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     let modules = names.iter().zip(bases);
     let modules =
         modules.map(|(name, base)| ((*name).to_owned(), base.unwrap_or_default())).collect();
-    (KernelLayout { modules, runs }, snapshot)
+    (KernelLayout { modules, runs, scheduler }, snapshot)
 }
 
 /// Takes a snapshot apart: the lines of BPF programs, and those before and behind them.
@@ -170,6 +210,20 @@ nonsense
         assert_eq!(locate(0xffff_ffff_c040_0010), at("bpf", 0x10));
         assert_eq!(locate(0x1000), None);
         assert_eq!(locate(u64::MAX), None);
+    }
+
+    #[test]
+    fn a_switch_begins_in_the_scheduler() {
+        let scheduler = "ffffffff81000200 t __schedule\nffffffff81000300 T schedule\n";
+        let program = 0xffff_ffff_c040_0010;
+        let stack = [program, 0xffff_ffff_8100_0110, 0xffff_ffff_8100_0280, 0xffff_ffff_8100_0310];
+        let (layout, _) =
+            parse(&TEXT.replace("ffffffff81000800", &format!("{scheduler}ffffffff81000800")));
+        assert_eq!(layout.without_tracing(&stack), &stack[2..]);
+        // Where it has another name, frames of programs alone are dropped.
+        let (layout, _) = parse(TEXT);
+        assert_eq!(layout.without_tracing(&stack), &stack[1..]);
+        assert_eq!(KernelLayout::default().without_tracing(&stack), stack);
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod life;
 pub mod maps;
 pub mod text;
 pub mod user;
+pub mod waiting;
 mod wanted;
 
 use std::collections::{HashMap, HashSet};

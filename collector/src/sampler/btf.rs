@@ -14,6 +14,9 @@ pub enum BtfError {
     /// No such struct.
     #[error("kernel BTF has no struct {0}")]
     NoStruct(String),
+    /// No such function type.
+    #[error("kernel BTF has no function type {0}")]
+    NoFunction(String),
     /// No such member.
     #[error("kernel BTF has no member {member} in struct {name}")]
     NoMember {
@@ -25,9 +28,11 @@ pub enum BtfError {
 }
 
 const MAGIC: u16 = 0xeb9f;
+const KIND_POINTER: u32 = 2;
 const KIND_STRUCT: u32 = 4;
 const KIND_UNION: u32 = 5;
 const KIND_TYPEDEF: u32 = 8;
+const KIND_FUNCTION_TYPE: u32 = 13;
 
 /// The types of a kernel.
 pub struct Btf<'a> {
@@ -102,6 +107,27 @@ impl<'a> Btf<'a> {
             *slot = Some(bits).filter(|bits| bits % 8 == 0).ok_or_else(missing)? / 8;
         }
         Ok(offsets)
+    }
+
+    /// How many parameters the function has that the other name `name` is a pointer to.
+    ///
+    /// # Errors
+    /// See [`BtfError`].
+    pub fn parameters(&self, name: &str) -> Result<usize, BtfError> {
+        let missing = || BtfError::NoFunction(name.to_owned());
+        let is_it = |&&at: &&usize| {
+            at > 0
+                && self.kind(at).is_ok_and(|(kind, _)| kind == KIND_TYPEDEF)
+                && self.word(at).is_ok_and(|found| self.is_name(found, name))
+        };
+        let mut at = *self.places.iter().find(is_it).ok_or_else(missing)?;
+        for expected in [KIND_POINTER, KIND_FUNCTION_TYPE] {
+            at = *self.places.get(self.word(at + 8)? as usize).ok_or_else(missing)?;
+            if at == 0 || self.kind(at)?.0 != expected {
+                return Err(missing());
+            }
+        }
+        Ok(self.kind(at)?.1)
     }
 
     fn word(&self, at: usize) -> Result<u32, BtfError> {

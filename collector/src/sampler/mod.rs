@@ -16,11 +16,12 @@ use std::time::{Duration, Instant};
 
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stackwire_collector_ebpf::{Counter, RING_BYTES, SampleHeader};
+use stackwire_collector_ebpf::{Counter, RING_BYTES, SampleHeader, Waiting};
 use stackwire_model::Event;
+use zerocopy::FromBytes;
 
-use self::object::Object;
 pub use self::object::{BTF_PATH, Filter, LoadError};
+use self::object::{Object, Waiters};
 use crate::host::cpu_list;
 use crate::sources::pace::Pace;
 use crate::sources::perf_event::{PerfEvent, Sampled};
@@ -121,6 +122,8 @@ impl Batch {
 /// The running kernel side.
 pub struct Sampler {
     object: Object,
+    /// `None`: nobody asked where threads wait.
+    waiters: Option<Waiters>,
     ring: RingBuf<MapData>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
@@ -157,16 +160,29 @@ impl Sampler {
     pub fn start(filter: &Filter, kinds: &[Event], frequency: u32) -> Result<Self, SamplerError> {
         let mut object = Object::load(filter)?;
         let (ring, wakeups) = (object.take_samples()?, object.take_wakeups()?);
-        let (events, paces) = (BTreeMap::new(), BTreeMap::new());
-        let refused = BTreeSet::new();
-        let (kinds, buffer, spent) = (kinds.to_vec(), Vec::new(), a_second_ago());
-        let mut sampler =
-            Self { object, ring, wakeups, events, paces, kinds, frequency, refused, buffer, spent };
+        let waits = filter.config.wait_states != 0;
+        let waiters = waits.then(|| object.take_waiting()).transpose()?;
+        let mut sampler = Self {
+            object,
+            waiters,
+            ring,
+            wakeups,
+            events: BTreeMap::new(),
+            paces: BTreeMap::new(),
+            kinds: kinds.to_vec(),
+            frequency,
+            refused: BTreeSet::new(),
+            buffer: Vec::new(),
+            spent: a_second_ago(),
+        };
         for cpu in online_cpus()? {
             sampler.attach(cpu)?;
         }
         for &cpu in sampler.events.keys() {
             sampler.enable(cpu)?;
+        }
+        if waits {
+            sampler.object.watch()?;
         }
         Ok(sampler)
     }
@@ -306,6 +322,31 @@ impl Sampler {
             // Fails only for events of a CPU that went offline, which take no samples.
             let _ = event.disable();
         }
+        self.object.stop_watching();
+    }
+
+    /// Has the kernel side tell of stacks again, by their number and the place it is noted in.
+    pub fn forget(&self, place: u32, number: u64) {
+        self.object.forget(place, number);
+    }
+
+    /// Notes threads that wait already, each with its id; not those that have been seen to wait or
+    /// to run since.
+    pub fn note_waiting(&mut self, threads: &[(u32, Waiting)]) {
+        let Some(waiters) = &mut self.waiters else { return };
+        for (tid, waiting) in threads {
+            // BPF_NOEXIST: the kernel side knows better.
+            let _ = waiters.insert(tid, zerocopy::transmute_ref!(waiting), 1);
+        }
+    }
+
+    /// Threads that wait, each with its id; from kernel 5.19 on it takes no capability.
+    #[must_use]
+    pub fn waiting(&self) -> Vec<(u32, Waiting)> {
+        let all = self.waiters.iter().flat_map(|waiters| waiters.iter()).flatten();
+        let read =
+            all.filter_map(|(tid, bytes)| Some((tid, Waiting::read_from_bytes(&bytes).ok()?)));
+        read.filter(|(_, waiting)| waiting.since_ns != 0).collect()
     }
 
     /// A counter of the kernel side, summed over CPUs.
@@ -316,6 +357,13 @@ impl Sampler {
 
     fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
         let mut events: Vec<PerfEvent> = Vec::with_capacity(self.kinds.len());
+        if self.kinds.is_empty() {
+            // For its ring, that tells of processes and mappings.
+            let dummy = Event::dummy();
+            let error = |error| self.open_error(cpu, &dummy, error);
+            let perf = dummy.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
+            events.push(PerfEvent::open(cpu, perf, Sampled::EachOf(1), None).map_err(error)?);
+        }
         let mut paces = Vec::new();
         for (number, kind) in self.kinds.iter().enumerate() {
             let error = |error| self.open_error(cpu, kind, error);
@@ -337,7 +385,9 @@ impl Sampler {
     }
 
     fn enable(&self, cpu: u32) -> Result<(), SamplerError> {
-        for (event, kind) in self.events.get(&cpu).into_iter().flatten().zip(&self.kinds) {
+        let dummy = [Event::dummy()];
+        let kinds = if self.kinds.is_empty() { &dummy[..] } else { &self.kinds };
+        for (event, kind) in self.events.get(&cpu).into_iter().flatten().zip(kinds) {
             event.enable().map_err(|error| self.open_error(cpu, kind, error))?;
         }
         Ok(())

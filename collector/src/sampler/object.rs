@@ -4,19 +4,22 @@
 //! sources. Attaches nothing to perf events: `sampler/mod.rs` does.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
 
 use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
+use aya::programs::raw_trace_point::RawTracePointLinkId;
 use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use stackwire_collector_ebpf::{
-    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, PICK, Picker, SAMPLE, Unwind, WALK,
+    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, PICK, Picker, SAMPLE, TOLD_STACKS,
+    Unwind, WALK, Waiting,
 };
 use zerocopy::IntoBytes;
 
 use super::btf::BtfError;
 use super::mapped::Mapped;
-use super::offsets::offsets;
+use super::offsets::{has_previous_state, offsets};
 use crate::arch;
 use crate::unwind::Descriptors;
 
@@ -42,6 +45,11 @@ pub enum LoadError {
     /// BTF without what is needed.
     #[error(transparent)]
     Btf(#[from] BtfError),
+    /// A kernel whose tracepoint does not say why a thread leaves the CPU.
+    #[error(
+        "this kernel cannot tell why threads wait: its tracepoint sched_switch has no previous state; --offcpu needs kernel 5.18 or newer"
+    )]
+    NoPreviousState,
     /// No capability.
     #[error(
         "cannot load eBPF programs: permission denied; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
@@ -68,13 +76,26 @@ pub struct Filter {
     pub events: usize,
 }
 
+/// Threads that have waited, by their ids.
+pub type Waiters = HashMap<MapData, u32, [u8; size_of::<Waiting>()]>;
+
 /// The loaded object.
 pub struct Object {
     ebpf: Ebpf,
     counters: Mapped,
     pickers: Mapped,
-    /// The kernel empties it with the last descriptor.
-    _stages: ProgramArray<MapData>,
+    /// `None`: waits are not recorded.
+    told: Option<Mapped>,
+    /// The kernel empties them with the last descriptor.
+    _stages: Vec<ProgramArray<MapData>>,
+    /// Programs that watch where threads wait, while they do.
+    watching: Vec<Watching>,
+}
+
+/// A program that is attached, by its name.
+struct Watching {
+    name: &'static str,
+    link: RawTracePointLinkId,
 }
 
 impl Object {
@@ -86,16 +107,25 @@ impl Object {
         let object = arch::OBJECT.ok_or(LoadError::NoObject)?;
         let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
         let (config, layout) = offsets(filter.config, &btf)?;
+        if config.wait_states != 0 && !has_previous_state(&btf)? {
+            return Err(LoadError::NoPreviousState);
+        }
         drop(btf);
-        let mut ebpf = loader()
-            .override_global("CONFIG", config.as_bytes(), true)
-            .override_global("LAYOUT", layout.as_bytes(), true)
-            .load(object)
-            .map_err(load_error)?;
+        let waits = config.wait_states != 0;
+        let mut loader = loader();
+        loader.override_global("CONFIG", config.as_bytes(), true).override_global(
+            "LAYOUT",
+            layout.as_bytes(),
+            true,
+        );
+        if !waits {
+            loader.map_max_entries("WAITING", 1).map_max_entries("TOLD", 1);
+        }
+        let mut ebpf = loader.load(object).map_err(load_error)?;
 
-        let walk = match config.unwind {
-            FRAME_POINTERS => "walk_frame_pointers",
-            _ => "walk_tables",
+        let (walk, walk_waiting) = match config.unwind {
+            FRAME_POINTERS => ("walk_frame_pointers", "walk_waiting_frame_pointers"),
+            _ => ("walk_tables", "walk_waiting_tables"),
         };
         let sampling: Vec<String> = (0..filter.events).map(sampling_name).collect();
         let mut others: Vec<&str> = sampling.iter().map(String::as_str).collect();
@@ -109,13 +139,23 @@ impl Object {
         if filter.follow {
             others.push("follow_fork");
         }
+        if waits {
+            others.extend(WATCHERS.map(|(name, _)| name));
+            others.push(walk_waiting);
+        }
         verify(&mut ebpf, walk, &others)?;
-        let stages = ebpf.take_map("STAGES").ok_or_else(|| missing("STAGES"))?;
-        let mut stages: ProgramArray<MapData> = stages.try_into().map_err(load_error)?;
+        let mut stages = take_stages(&mut ebpf, "STAGES")?;
         let pick = (config.counted != 0).then_some((PICK, "pick"));
         for (place, name) in [(SAMPLE, "sample"), (WALK, walk)].into_iter().chain(pick) {
             let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
             stages.set(place, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
+        }
+        let mut all_stages = vec![stages];
+        if waits {
+            let mut stages = take_stages(&mut ebpf, "WAIT_STAGES")?;
+            let program: &mut RawTracePoint = program(&mut ebpf, walk_waiting)?;
+            stages.set(0, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
+            all_stages.push(stages);
         }
         if config.unwind != FRAME_POINTERS {
             attach(&mut ebpf, "note_exec", "task_rename")?;
@@ -127,12 +167,15 @@ impl Object {
         let mapped = |name: &str, bytes: usize| {
             let found = ebpf.map(name).ok_or_else(|| missing(name))?;
             let aya::maps::Map::Array(data) = found else { return Err(missing(name)) };
-            Mapped::read_only(data.fd().as_fd(), bytes)
-                .map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
+            let fd = data.fd().as_fd();
+            // The one map of these that the collector writes to.
+            let map = if name == "TOLD" { Mapped::read_write } else { Mapped::read_only };
+            map(fd, bytes).map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
         };
         let counters = mapped("COUNTERS", MAX_CPUS as usize * COUNTERS_PER_CPU as usize * 8)?;
         let pickers = mapped("PICKERS", MAX_CPUS as usize * MAX_EVENTS * size_of::<Picker>())?;
-        Ok(Self { ebpf, counters, pickers, _stages: stages })
+        let told = waits.then(|| mapped("TOLD", TOLD_STACKS as usize * 8)).transpose()?;
+        Ok(Self { ebpf, counters, pickers, told, _stages: all_stages, watching: Vec::new() })
     }
 
     /// Lets samples of these processes through.
@@ -151,6 +194,46 @@ impl Object {
             }
         }
         Ok(())
+    }
+
+    /// Begins to watch where threads wait.
+    ///
+    /// # Errors
+    /// See [`LoadError`].
+    pub fn watch(&mut self) -> Result<(), LoadError> {
+        for (name, tracepoint) in WATCHERS {
+            let program: &mut RawTracePoint = program(&mut self.ebpf, name)?;
+            let link = program.attach(tracepoint).map_err(load_error)?;
+            self.watching.push(Watching { name, link });
+        }
+        Ok(())
+    }
+
+    /// Stops it.
+    pub fn stop_watching(&mut self) {
+        for Watching { name, link } in self.watching.drain(..) {
+            let program: Result<&mut RawTracePoint, _> = program(&mut self.ebpf, name);
+            // One that is not attached watches nothing.
+            let _ = program.map(|program| program.detach(link));
+        }
+    }
+
+    /// Has the kernel side tell of a stack again, by its number and the place it is noted in.
+    pub fn forget(&self, place: u32, number: u64) {
+        if let Some(told) = &self.told {
+            let noted = told.atomic(place as usize * 8);
+            // Another's by now, if it fails.
+            let _ = noted.compare_exchange(number, 0, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+
+    /// Threads that have waited, by their ids, once.
+    ///
+    /// # Errors
+    /// When the map was taken before.
+    pub fn take_waiting(&mut self) -> Result<Waiters, LoadError> {
+        let map = self.ebpf.take_map("WAITING").ok_or_else(|| missing("WAITING"))?;
+        map.try_into().map_err(load_error)
     }
 
     /// The maps of unwind tables, once.
@@ -215,7 +298,7 @@ impl Object {
     pub fn overflows(&self, cpu: u32, event: usize) -> u64 {
         let slot = cpu.min(MAX_CPUS - 1) as usize * MAX_EVENTS + event;
         let word = slot * size_of::<Picker>() + Picker::OVERFLOWS * size_of::<u64>();
-        self.pickers.atomic(word).load(std::sync::atomic::Ordering::Relaxed)
+        self.pickers.atomic(word).load(Ordering::Relaxed)
     }
 
     /// Sum of a counter over all CPUs. Takes no system call and no capability.
@@ -224,10 +307,17 @@ impl Object {
         (0..MAX_CPUS)
             .map(|cpu| {
                 let slot = cpu * COUNTERS_PER_CPU + counter as u32;
-                self.counters.atomic(slot as usize * 8).load(std::sync::atomic::Ordering::Relaxed)
+                self.counters.atomic(slot as usize * 8).load(Ordering::Relaxed)
             })
             .sum()
     }
+}
+
+/// Programs that watch where threads wait, and at what.
+const WATCHERS: [(&str, &str); 2] = [("switch", "sched_switch"), ("wakeup", "sched_wakeup")];
+
+fn take_stages(ebpf: &mut Ebpf, name: &str) -> Result<ProgramArray<MapData>, LoadError> {
+    ebpf.take_map(name).ok_or_else(|| missing(name))?.try_into().map_err(load_error)
 }
 
 /// What the program that samples an event is called.

@@ -30,6 +30,15 @@ pub fn offsets(config: Config, bytes: &[u8]) -> Result<(Config, Layout), BtfErro
     Ok((config, layout(&btf).unwrap_or_default()))
 }
 
+/// Whether the tracepoint `sched_switch` says what the previous thread's state is: its programs get
+/// a pointer, then `preempt`, `prev`, `next` and, since 5.18, `prev_state`.
+///
+/// # Errors
+/// See [`BtfError`].
+pub fn has_previous_state(btf: &[u8]) -> Result<bool, BtfError> {
+    Ok(Btf::new(btf)?.parameters("btf_trace_sched_switch")? >= 5)
+}
+
 fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
     // Nodes as they are known, or none at all.
     let known = btf.offsets("maple_range_64", ["pivot", "slot"])? == [8, 128]

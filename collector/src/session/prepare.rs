@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use stackwire_collector_ebpf as abi;
-use stackwire_model::{Share, Unwind as Walk};
+use stackwire_model::{Share, Unwind as Walk, WaitState};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
@@ -18,9 +18,10 @@ use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
-use crate::process::{Processes, family};
+use crate::process::{Processes, family, waiting};
 use crate::sampler::{Filter, Sampler};
 use crate::unwind::{Sources, Unwind};
+use crate::waits::Waits;
 use crate::wire::{self, Head, References, Sampling};
 
 /// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
@@ -53,7 +54,8 @@ pub(super) fn prepare(
             Some(unwind.map_err(error)?)
         }
     };
-    if let Some(mut admitted) = wanted {
+    let mut admitted = wanted.unwrap_or_default();
+    if !admitted.is_empty() {
         sampler.admit(&admitted)?;
         // Find the children that were born before the admission; after it, the kernel side takes
         // children along by itself. Each look finds the children born between the look before it
@@ -70,6 +72,16 @@ pub(super) fn prepare(
         }
     }
     let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
+    if let Some(off_cpu) = &config.off_cpu {
+        let pids = match &config.scope {
+            Scope::All => waiting::processes(),
+            Scope::Processes { .. } => admitted,
+            Scope::Cgroup(path) => as_user(|| waiting::processes_of(path))?,
+        };
+        let states: Vec<_> = off_cpu.states.iter().map(|&state| kernel_state(state)).collect();
+        let threshold_ns = filter.config.wait_threshold_ns;
+        sampler.note_waiting(&waiting::threads(&pids, &states, threshold_ns, clocks.0));
+    }
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
     let mut names = KernelNames::default();
@@ -115,6 +127,7 @@ pub(super) fn prepare(
         identity,
         references,
         outgoing,
+        waits: config.off_cpu.as_ref().map(|_| Waits::new(config.events.len() as u8)),
         started,
         epoch_start: clocks.0,
         epoch_length: config.epoch,
@@ -124,7 +137,7 @@ pub(super) fn prepare(
 
 fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), SessionError> {
     let mut sampling = Sampling {
-        events: config.events.clone(),
+        events: config.series(),
         frequency: config.frequency,
         kernel_stacks: config.kernel_stacks,
         ..Sampling::default()
@@ -133,6 +146,12 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
     let counted = config.events.iter().enumerate().filter(|(_, event)| event.is_counted_singly());
     filter.config.counted = counted.fold(0, |bits, (index, _)| bits | 1 << index);
     filter.config.interval_ns = 1_000_000_000 / config.frequency.max(1);
+    if let Some(off_cpu) = &config.off_cpu {
+        let bit = |state: &WaitState| 1 << kernel_state(*state) as u32;
+        filter.config.wait_states = off_cpu.states.iter().fold(0, |bits, state| bits | bit(state));
+        filter.config.wait_threshold_ns = off_cpu.threshold.as_nanos() as u32;
+        filter.config.wait_event = config.events.len() as u32;
+    }
     filter.config.kernel_stacks = config.kernel_stacks.into();
     let walk = match config.unwind {
         Walk::Auto => abi::Unwind::Auto,
@@ -160,6 +179,15 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         }
     }
     Ok((filter, wanted, sampling))
+}
+
+fn kernel_state(state: WaitState) -> abi::WaitState {
+    match state {
+        WaitState::Sleep => abi::WaitState::Sleep,
+        WaitState::Disk => abi::WaitState::Disk,
+        WaitState::Stopped => abi::WaitState::Stopped,
+        WaitState::Preempted => abi::WaitState::Preempted,
+    }
 }
 
 /// Id of a cgroup (the inode of its directory) and its depth below the root of the hierarchy.

@@ -6,4 +6,4 @@ mod read;
 mod write;
 
 pub use self::read::read;
-pub use self::write::{Options, write};
+pub use self::write::{Options, Part, write};

@@ -26,6 +26,30 @@ pub struct Options {
     pub tags: Vec<String>,
     /// Without names: addresses and build-ids alone.
     pub unsymbolized: bool,
+    /// Which series.
+    pub part: Part,
+}
+
+/// Which series of a profile are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Part {
+    /// All.
+    #[default]
+    All,
+    /// Time that threads wait.
+    Waits,
+    /// All but that.
+    Sampled,
+}
+
+impl Part {
+    fn has(self, series: &Series) -> bool {
+        match self {
+            Self::All => true,
+            Self::Waits => series.event.is_wait(),
+            Self::Sampled => !series.event.is_wait(),
+        }
+    }
 }
 
 /// Writes the profile.
@@ -42,13 +66,17 @@ pub fn write(profile: Named<'_>, options: &Options, out: impl Write) -> io::Resu
 }
 
 fn build(profile: Named<'_>, options: &Options) -> proto::Profile {
-    let mut writer = Writer::new(profile, options.unsymbolized);
+    let mut writer = Writer::new(profile, options);
     let kinds = writer.columns.kinds.clone();
     let sample_type = kinds.iter().map(|kind| writer.value_type(kind)).collect();
+    let of_part = |id: SeriesId| options.part.has(profile.series_of(id));
     let samples = profile.samples.iter().enumerate();
+    let samples = samples.filter(|(_, sample)| of_part(sample.key.series));
     let samples = samples.map(|(index, sample)| writer.sample(index, sample)).collect();
-    let shown = profile.series_of(profile.shown());
-    let default = writer.columns.shown(profile.shown(), shown);
+    let first = profile.sampled_series().find(|&id| of_part(id));
+    let first = first.unwrap_or_else(|| profile.shown());
+    let shown = profile.series_of(first);
+    let default = writer.columns.shown(first, shown);
     let default_sample_type = writer.value_type(&default).r#type;
     let (period_type, period) = match &shown.types {
         Some(types) => (types.period_type.clone(), types.period),
@@ -163,9 +191,14 @@ struct Columns {
 }
 
 impl Columns {
-    fn of(profile: &Profile) -> Self {
+    fn of(profile: &Profile, part: Part) -> Self {
         let mut columns = Self::default();
         for series in &profile.series {
+            if !part.has(series) {
+                // None of its own; no sample of it is written.
+                columns.first.push(columns.kinds.len());
+                continue;
+            }
             // As perf_to_profile calls them, where there are several.
             let samples = match columns.kinds.as_slice() {
                 [] => ValueKind::samples(),
@@ -194,20 +227,20 @@ impl Columns {
 }
 
 impl<'a> Writer<'a> {
-    fn new(profile: Named<'a>, unsymbolized: bool) -> Self {
+    fn new(profile: Named<'a>, options: &Options) -> Self {
         let mut strings = Strings::default();
         strings.index("");
         let mappings = Mappings::plan(&profile, &mut strings);
         Self {
             profile,
-            unsymbolized,
+            unsymbolized: options.unsymbolized,
             strings,
             mappings,
             locations: Vec::new(),
             location_ids: FxHashMap::default(),
             functions: Vec::new(),
             function_ids: HashMap::new(),
-            columns: Columns::of(&profile),
+            columns: Columns::of(&profile, options.part),
         }
     }
 

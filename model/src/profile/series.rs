@@ -53,6 +53,10 @@ impl Series {
         match (&self.types, unit.as_str()) {
             (None, _) if self.event.name.is_empty() => format!("{total} samples"),
             (None, _) if self.weighs_evenly() => format!("{total} samples of {}", self.event.name),
+            (None, "nanoseconds") => {
+                let seconds = total as f64 / 1e9;
+                format!("{seconds:.3} s in {samples} samples of {}", self.event.name)
+            }
             (None, "count") => format!("{total} {kind} in {samples} samples"),
             (None, unit) => format!("{total} {unit} in {samples} samples of {}", self.event.name),
             (Some(_), "count") => format!("{total} {kind}"),

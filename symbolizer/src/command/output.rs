@@ -60,7 +60,10 @@ impl Output {
 /// All outputs of a profile.
 #[derive(Debug)]
 pub struct Outputs {
-    pprof: Output,
+    /// Of what is sampled; none where waits alone are recorded.
+    pprof: Option<Output>,
+    /// Of where threads wait.
+    offcpu: Option<Output>,
     flamegraph: Option<Output>,
     flames: cli::Flames,
     folded: Option<Output>,
@@ -71,14 +74,28 @@ pub struct Outputs {
     jitted: bool,
 }
 
+/// Where pprofs go.
+#[derive(Clone, Debug, Default)]
+pub struct Pprofs {
+    /// That of what is sampled, and of all series where there is none of waits.
+    pub sampled: Option<PathBuf>,
+    /// That of where threads wait.
+    pub waits: Option<PathBuf>,
+}
+
 impl Outputs {
     /// Makes sure that all can be written.
-    pub fn prepare(pprof: &Path, outputs: &cli::Outputs, placer: &Placer) -> anyhow::Result<Self> {
+    pub fn prepare(
+        pprofs: &Pprofs,
+        outputs: &cli::Outputs,
+        placer: &Placer,
+    ) -> anyhow::Result<Self> {
         let optional = |path: &Option<PathBuf>| {
             path.as_deref().map(|path| Output::prepare(path, placer)).transpose()
         };
         Ok(Self {
-            pprof: Output::prepare(pprof, placer)?,
+            pprof: optional(&pprofs.sampled)?,
+            offcpu: optional(&pprofs.waits)?,
             flamegraph: optional(&outputs.flamegraph)?,
             flames: outputs.flames,
             folded: optional(&outputs.folded)?,
@@ -96,13 +113,25 @@ impl Outputs {
         by: Option<&str>,
         kept: Option<String>,
     ) -> anyhow::Result<()> {
-        let options = pprof::Options { tags: self.tags, unsymbolized: self.unsymbolized };
-        let mut written = summary(profile, self.unsymbolized, &self.pprof.path);
+        let pprofs = [
+            (self.pprof, self.offcpu.as_ref().map(|_| pprof::Part::Sampled)),
+            (self.offcpu, Some(pprof::Part::Waits)),
+        ];
+        let pprofs: Vec<_> = pprofs
+            .into_iter()
+            .filter_map(|(output, part)| Some((output?, part.unwrap_or_default())))
+            .collect();
+        let paths: Vec<&Path> = pprofs.iter().map(|(output, _)| output.path.as_path()).collect();
+        let mut written = summary(profile, self.unsymbolized, &paths);
         if let Some(kept) = kept {
             written.push('\n');
             written.push_str(&kept);
         }
-        self.pprof.finish(|out| pprof::write(profile, &options, out))?;
+        for (output, part) in pprofs {
+            let tags = self.tags.clone();
+            let options = pprof::Options { tags, unsymbolized: self.unsymbolized, part };
+            output.finish(|out| pprof::write(profile, &options, out))?;
+        }
         if let Some(flamegraph) = self.flamegraph {
             let title = title(&profile);
             written.push_str(&format!("\nflame graph: {}", flamegraph.path.display()));
@@ -174,7 +203,7 @@ fn is_plain(path: &Path) -> bool {
 
 /// One line a run: how much there is, how well it is named, how whole the stacks are, and how much
 /// is missing.
-fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
+fn summary(profile: Named<'_>, unsymbolized: bool, paths: &[&Path]) -> String {
     let amount = match profile.series.as_slice() {
         [only] if only.weighs_evenly() => format!("{} samples", profile.sample_count()),
         _ => profile.amount(),
@@ -190,7 +219,9 @@ fn summary(profile: Named<'_>, unsymbolized: bool, path: &Path) -> String {
         _ => format!(", {:.1} % of stacks whole", whole.percent()),
     };
     let lost = profile.lost_samples();
-    let mut line = format!("{amount}, {lost} lost, {named}{whole}: {}", path.display());
+    let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+    let paths = paths.join(", ");
+    let mut line = format!("{amount}, {lost} lost, {named}{whole}: {paths}");
     for note in &profile.notes {
         line.push_str("\nnote: ");
         line.push_str(note);

@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Kept, Names, Profile, Session, SessionError, Sources};
+use stackwire::{Builder, Kept, Names, OffCpu, Profile, Session, SessionError, Sources};
 
 use super::Failure;
-use super::output::{Outputs, check_distinct};
+use super::output::{Outputs, Pprofs, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
-use crate::cli::Record;
+use crate::cli::{self, Record};
 use crate::say::say;
 
 /// Without `--duration`, as perf-agent has it.
@@ -25,17 +25,12 @@ const DEFAULT_DURATION: Duration = Duration::from_secs(10);
 pub fn run(arguments: Record) -> Result<(), Failure> {
     check(&arguments)?;
     let comm = comm(&arguments);
-    let (pprof, beside) = match &arguments.profile_output {
-        Some(path) => (path.clone(), beside(path)),
-        None => {
-            let (pprof, capture) = auto_names(comm.as_deref());
-            (pprof, Some(capture))
-        }
-    };
+    let (pprofs, beside) = names(&arguments, comm.as_deref());
     let beside = beside.filter(|_| !arguments.no_capture && arguments.capture.is_none());
     let capture = arguments.capture.as_ref().or(beside.as_ref());
     let paths = [
-        Some(&pprof),
+        pprofs.sampled.as_ref(),
+        pprofs.waits.as_ref(),
         capture,
         arguments.outputs.flamegraph.as_ref(),
         arguments.outputs.folded.as_ref(),
@@ -44,7 +39,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
     check_distinct(&paths)?;
     let placer = Placer::start()?;
-    let outputs = Outputs::prepare(&pprof, &arguments.outputs, &placer)?;
+    let outputs = Outputs::prepare(&pprofs, &arguments.outputs, &placer)?;
     let mut kept = capture.map(|path| Kept::at(path)).transpose()?;
     let promise = kept.as_ref().zip(capture).map(|(it, path)| placer.promise(it.first(), path));
     let promise = promise.transpose().context("cannot write the capture")?;
@@ -127,9 +122,12 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
         let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
         let took = took.as_secs_f64();
         let clocks = profile.series.iter().all(|series| series.event.is_clock());
+        let waits = profile.series.iter().all(|series| series.event.is_wait());
         let names: Vec<_> = profile.series.iter().map(|it| it.event.name.as_str()).collect();
         let did = if clocks {
             "used no CPU".to_owned()
+        } else if waits {
+            "did not wait".to_owned()
         } else {
             format!("had no {}", names.join(" and no "))
         };
@@ -180,7 +178,6 @@ fn start(
     placer: &Placer,
 ) -> Result<(Session, Sources), Failure> {
     let mut builder: Builder = Session::builder()
-        .profile()
         .buildid_dir(arguments.outputs.perf_buildid_dir.clone())
         .timeline(arguments.outputs.perf_data_output.is_some())
         .sample_rate(arguments.sample_rate)
@@ -189,6 +186,14 @@ fn start(
         .unwind(arguments.unwind)
         .share_executables(arguments.share_executables)
         .follow(arguments.follow || command.is_some());
+    if samples(arguments) {
+        builder = builder.profile();
+    }
+    if arguments.offcpu {
+        let cli::Waits { offcpu_states, offcpu_threshold, .. } = &arguments.waits;
+        let (states, threshold) = (offcpu_states.clone(), *offcpu_threshold);
+        builder = builder.off_cpu(OffCpu { states, threshold });
+    }
     for &pid in arguments.pid.iter().chain(&command) {
         builder = builder.pid(pid);
     }
@@ -359,9 +364,27 @@ fn beside(pprof: &Path) -> Option<PathBuf> {
     Some(path)
 }
 
-/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz` and `….stackwire`, without a name when not one process is
-/// sampled; the second within a minute ends in `-2`.
-fn auto_names(comm: Option<&str>) -> (PathBuf, PathBuf) {
+/// Whether samples are taken of events, and not waits alone.
+fn samples(arguments: &Record) -> bool {
+    arguments.profile || !arguments.offcpu
+}
+
+/// Where pprofs go, and where the capture goes unless told.
+fn names(arguments: &Record, comm: Option<&str>) -> (Pprofs, Option<PathBuf>) {
+    let samples = samples(arguments);
+    let sampled = arguments.profile_output.clone().filter(|_| samples);
+    let waits = arguments.waits.offcpu_output.clone();
+    let beside_told = sampled.as_ref().or(waits.as_ref()).map(|path| beside(path));
+    let (auto, capture) = auto_names(comm, samples, arguments.offcpu);
+    let told = Pprofs { sampled, waits };
+    let pprofs =
+        Pprofs { sampled: told.sampled.or(auto.sampled), waits: told.waits.or(auto.waits) };
+    (pprofs, beside_told.unwrap_or(Some(capture)))
+}
+
+/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, `….-off-cpu.pb.gz` and `….stackwire`, without a name when not
+/// one process is sampled; the second within a minute ends in `-2`.
+fn auto_names(comm: Option<&str>, sampled: bool, waits: bool) -> (Pprofs, PathBuf) {
     let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
     // A thread may call itself anything, `../../etc/x` included.
     let safe = |c: char| if c.is_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
@@ -370,16 +393,24 @@ fn auto_names(comm: Option<&str>) -> (PathBuf, PathBuf) {
         if comm.is_empty() || comm.starts_with('-') { format!("_{comm}") } else { comm.to_owned() }
     });
     let name = match comm {
-        Some(comm) => format!("{}-{now}-on-cpu", comm.chars().map(safe).collect::<String>()),
-        None => format!("{now}-on-cpu"),
+        Some(comm) => format!("{}-{now}", comm.chars().map(safe).collect::<String>()),
+        None => now,
     };
-    let names = |name: &str| [format!("{name}.pb.gz"), format!("{name}.stackwire")];
-    let mut paths = names(&name);
-    let mut number = 2;
-    while paths.iter().any(|path| Path::new(path).symlink_metadata().is_ok()) {
-        paths = names(&format!("{name}-{number}"));
+    let on_cpu = sampled.then_some("on-cpu");
+    let off_cpu = waits.then_some("off-cpu");
+    let mut number = 1;
+    loop {
+        let path = |part: &str, end: &str| match number {
+            1 => PathBuf::from(format!("{name}-{part}.{end}")),
+            number => PathBuf::from(format!("{name}-{part}-{number}.{end}")),
+        };
+        let pprof = |part: Option<&str>| part.map(|part| path(part, "pb.gz"));
+        let pprofs = Pprofs { sampled: pprof(on_cpu), waits: pprof(off_cpu) };
+        let capture = path(on_cpu.or(off_cpu).unwrap_or_default(), "stackwire");
+        let all = [Some(&capture), pprofs.sampled.as_ref(), pprofs.waits.as_ref()];
+        if !all.into_iter().flatten().any(|path| path.symlink_metadata().is_ok()) {
+            return (pprofs, capture);
+        }
         number += 1;
     }
-    let [pprof, capture] = paths.map(PathBuf::from);
-    (pprof, capture)
 }

@@ -14,7 +14,7 @@ use stackwire::{Artifacts, Inputs, Sources, lay_out, resolve};
 use stackwire_rights::capabilities;
 
 use super::Failure;
-use super::output::{Output, Outputs, check_distinct, title};
+use super::output::{Output, Outputs, Pprofs, check_distinct, title};
 use super::place::Placer;
 use crate::cli::{Report, Resolve, Slice, Sort};
 
@@ -22,10 +22,12 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
     let pprof = arguments.output.clone().unwrap_or_else(|| first.with_extension("pb.gz"));
     let wanted = &arguments.outputs;
-    let others = [&wanted.flamegraph, &wanted.folded, &wanted.perf_data_output];
+    let waits = &arguments.offcpu_output;
+    let others = [waits, &wanted.flamegraph, &wanted.folded, &wanted.perf_data_output];
     check_inputs(&arguments.captures, [&pprof].into_iter().chain(others.into_iter().flatten()))?;
     let placer = Placer::start()?;
-    let outputs = Outputs::prepare(&pprof, &arguments.outputs, &placer)?;
+    let pprofs = Pprofs { sampled: Some(pprof), waits: waits.clone() };
+    let outputs = Outputs::prepare(&pprofs, &arguments.outputs, &placer)?;
     let timeline = wanted.perf_data_output.is_some();
     let captures = Captures::open(&arguments.captures, &arguments.slice, timeline)?;
     placer.confine()?;

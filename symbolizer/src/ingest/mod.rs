@@ -8,12 +8,13 @@
 mod stacks;
 mod tables;
 
-use stackwire_model::{Event, FileOffset, UserAddr};
+use stackwire_model::{Event, FileOffset, UserAddr, Wait};
 use stackwire_proto::v1;
 
 use self::stacks::Stacks;
 use self::tables::Reader;
 
+use crate::profile::labels::{Label, LabelValue};
 use crate::profile::{
     Builder, Executable, ExecutableId, Mapping, Origin, SampleKey, SeriesId, Thread, ThreadId,
     UnwindTables, labels,
@@ -74,7 +75,13 @@ impl Context {
     pub fn begin(&mut self, into: &mut Builder, number: usize, origin: Origin) {
         into.capture(number, origin, self.wall(0));
         let events = self.events.iter().take(MAX_EVENTS);
-        let events = events.map(|event| (event.clone(), self.frequency)).collect();
+        let events = events
+            .map(|event| {
+                // Waits are not sampled by a clock.
+                let frequency = if event.perf.is_some() { self.frequency } else { 0 };
+                (event.clone(), frequency)
+            })
+            .collect();
         // Without series its epochs are refused, each with a note.
         self.series = into.series(events).unwrap_or_default();
     }
@@ -250,11 +257,16 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     }
     let mut stacks = Stacks::new(reader, nodes, executables.clone())?;
     let mut keys = Vec::new();
+    // Label sets by what they say.
+    let mut waits = std::collections::HashMap::new();
     for samples in &epoch.samples {
         let count = samples.time_delta.len();
         let columns = [&samples.thread, &samples.cpu, &samples.user_stack, &samples.kernel_stack];
         if columns.iter().any(|column| column.len() != count)
             || !(samples.value.len() == count || samples.value.len() == 1)
+            || [&samples.wait_state, &samples.wait_open]
+                .iter()
+                .any(|column| column.len() > 1 && column.len() != count)
         {
             return Err(reader.ragged("samples"));
         }
@@ -270,7 +282,17 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
                 thread,
                 user: stacks.stack(samples.user_stack[index], of, into)?,
                 kernel: stacks.stack(samples.kernel_stack[index], of, into)?,
-                labels: 0,
+                labels: match samples.wait(index) {
+                    Some(wait) => match waits.get(&wait) {
+                        Some(&known) => known,
+                        None => {
+                            let new = into.labels(of_wait(wait)).map_err(|e| reader.invalid(e))?;
+                            waits.insert(wait, new);
+                            new
+                        }
+                    },
+                    None => 0,
+                },
             });
         }
     }
@@ -298,6 +320,23 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     });
     into.span(context.wall(epoch.start_ns), context.wall(epoch.end_ns));
     Ok(Met { executables, mapped })
+}
+
+/// How the thread waited, and which part of the wait is outside the capture.
+fn of_wait(wait: Wait) -> Vec<Label> {
+    let label = |key: &str, value: &str| Label {
+        key: key.to_owned(),
+        value: LabelValue::Text(value.to_owned()),
+    };
+    let open = match (wait.began_before, wait.goes_on) {
+        (false, false) => None,
+        (true, false) => Some("start"),
+        (false, true) => Some("end"),
+        (true, true) => Some("start,end"),
+    };
+    let mut labels = vec![label("state", wait.state.name())];
+    labels.extend(open.map(|open| label("open", open)));
+    labels
 }
 
 /// What is lost after the last epoch, or in epochs that are not there: totals at the end less what
@@ -345,6 +384,7 @@ mod tests {
                 kernel_stack: vec![0, 0],
                 value: vec![10],
                 event: 0,
+                ..Default::default()
             }],
             start_ns: 1000,
             end_ns: 5000,
@@ -443,6 +483,7 @@ mod tests {
                 kernel_stack: vec![0; count],
                 value: vec![1],
                 event: 0,
+                ..Default::default()
             }];
             let mut builder = Builder::new();
             let events = vec![Event::cpu_clock()];

@@ -92,7 +92,7 @@ fn write_profile(
     let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;
     pprof::write(
         names.of(&profile),
-        &pprof::Options { tags: config.tags.clone(), unsymbolized: false },
+        &pprof::Options { tags: config.tags.clone(), ..pprof::Options::default() },
         io::BufWriter::new(&out),
     )?;
     out.persist(&written)?;

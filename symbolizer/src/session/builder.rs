@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stackwire_cache::Cache;
-use stackwire_model::{Event, Share, Unwind};
+use stackwire_model::{Event, OffCpu, Share, Unwind};
 
 use super::SessionError;
 
@@ -27,6 +27,7 @@ pub struct Builder {
     pub(super) profile: bool,
     pub(super) frequency: u32,
     pub(super) events: Vec<Event>,
+    pub(super) off_cpu: Option<OffCpu>,
     pub(super) kernel_stacks: bool,
     pub(super) unwind: Unwind,
     pub(super) duration: Option<Duration>,
@@ -46,6 +47,7 @@ impl Builder {
             profile: false,
             frequency: 99,
             events: vec![Event::cpu_clock()],
+            off_cpu: None,
             kernel_stacks: true,
             unwind: Unwind::default(),
             duration: None,
@@ -86,6 +88,13 @@ impl Builder {
     #[must_use]
     pub fn profile(mut self) -> Self {
         self.profile = true;
+        self
+    }
+
+    /// Records where threads wait: blocked time, and time they wait for a CPU.
+    #[must_use]
+    pub fn off_cpu(mut self, which: OffCpu) -> Self {
+        self.off_cpu = Some(which);
         self
     }
 
@@ -185,6 +194,16 @@ impl Builder {
         }
         if let Some(duration) = self.duration {
             command.arg(format!("--duration={}ns", duration.as_nanos()));
+        }
+        if let Some(off_cpu) = &self.off_cpu {
+            let states: Vec<&str> = off_cpu.states.iter().map(|state| state.name()).collect();
+            command
+                .arg("--offcpu")
+                .arg(format!("--offcpu-states={}", states.join(",")))
+                .arg(format!("--offcpu-threshold={}ns", off_cpu.threshold.as_nanos()));
+            if self.profile {
+                command.arg("--profile");
+            }
         }
         let events: Vec<&str> = self.events.iter().map(|event| event.name.as_str()).collect();
         command

@@ -31,7 +31,7 @@ use crate::resolve::{Sources, lay_out, resolve};
 #[non_exhaustive]
 pub enum SessionError {
     /// Nothing to do.
-    #[error("nothing to sample: call profile() on the builder")]
+    #[error("nothing to sample: call profile() or off_cpu() on the builder")]
     NothingToDo,
     /// No collector.
     #[error(
@@ -125,7 +125,7 @@ impl Builder {
     /// # Errors
     /// See [`SessionError`].
     pub fn spawn(self, kept: Option<Kept>) -> Result<Spawned, SessionError> {
-        if !self.profile {
+        if !self.profile && self.off_cpu.is_none() {
             return Err(SessionError::NothingToDo);
         }
         let collector = match &self.collector {

@@ -154,8 +154,8 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Bytes of the unit at the front, if it is whole. The length of what follows stands in front of it,
-/// in four bytes, or behind four of 0xff in eight (DWARF 5, 7.4).
+/// Bytes of the unit at the front, if it is whole. The length of what follows stands in front of
+/// it, in four bytes, or behind four of 0xff in eight (DWARF 5, 7.4).
 #[must_use]
 pub fn unit_length(bytes: &[u8], endian: RunTimeEndian) -> Option<usize> {
     let (short, after) = bytes.split_first_chunk::<4>()?;

@@ -156,7 +156,7 @@ fn section(head: &Head<'_>, feature: Feature, out: &mut Vec<u8>) {
             for (series, id) in head.events() {
                 out.extend(attributes(series, origin.kernel_stacks));
                 out.extend(1u32.to_le_bytes());
-                string(out, known(&series.event.name, "samples"));
+                string(out, known(series.event.perf_name(), "samples"));
                 words(out, [id]);
             }
         }
@@ -182,10 +182,14 @@ fn attributes(series: &Series, kernel_stacks: bool) -> Vec<u8> {
     const FLAGS: u64 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 13 | 1 << 18 | 1 << 23 | 1 << 24 | 1 << 25;
     const EXCLUDE_KERNEL: u64 = 1 << 5;
     const CLOCK_MONOTONIC: u64 = 1;
-    // PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK: readers know its unit.
-    let clock = PerfType { kind: 1, config: 0 };
-    let PerfType { kind, config } = series.event.perf.unwrap_or(clock);
-    let flags = FLAGS | if kernel_stacks { 0 } else { EXCLUDE_KERNEL };
+    const FREQUENCY: u64 = 1 << 10;
+    // PERF_TYPE_SOFTWARE. PERF_COUNT_SW_CPU_CLOCK: readers know its unit. PERF_COUNT_SW_BPF_OUTPUT
+    // for waits: as `perf record --off-cpu` has it.
+    let wait = series.event.is_wait();
+    let other = PerfType { kind: 1, config: if wait { 10 } else { 0 } };
+    let PerfType { kind, config } = series.event.perf.unwrap_or(other);
+    let flags = if wait { FLAGS & !FREQUENCY } else { FLAGS };
+    let flags = flags | if kernel_stacks { 0 } else { EXCLUDE_KERNEL };
     let mut out = Vec::with_capacity(ATTR);
     let kind = u64::from(kind) | (ATTR as u64) << 32;
     words(&mut out, [kind, config, series.frequency.into(), SAMPLE_TYPE]);

@@ -1,0 +1,91 @@
+//! The stacks of the current task: what to begin the walk of its user stack with, and its kernel
+//! stack.
+//!
+//! The walk itself is in `by_tables.rs` and `by_frame_pointers.rs`. Called by `sources/`.
+
+use core::ffi::c_void;
+
+use aya_ebpf::bindings::{pt_regs, task_struct};
+use aya_ebpf::helpers::bpf_probe_read_kernel;
+use aya_ebpf::helpers::generated::{bpf_get_stack, bpf_task_pt_regs};
+use stackwire_collector_ebpf::arch::saved;
+use stackwire_collector_ebpf::{KernelEnd, MAX_KERNEL_FRAMES, Unwind, UserEnd};
+
+use super::by_frame_pointers::Registers;
+use super::{by_frame_pointers, by_tables};
+use crate::maps::{Scratch, config};
+use crate::processes::generation;
+use crate::task::Task;
+
+/// Makes ready for the walk of a user stack from the registers that were saved when the kernel was
+/// entered. `task` is the current one.
+#[inline(always)]
+pub fn begin(scratch: &mut Scratch, task: *mut task_struct, pid: u32) {
+    make_ready(scratch);
+    let current = Task(task as u64);
+    if current.is_kernel_thread() || current.memory().is_none() {
+        return;
+    }
+    // SAFETY: `task` is the current task, as the helper demands.
+    let saved = unsafe { bpf_task_pt_regs(task) } as *const pt_regs;
+    // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
+    if let Ok(saved) = unsafe { bpf_probe_read_kernel(saved) }
+        && saved::is_of_user_mode(&saved)
+        && is_where_it_will_return(&saved)
+    {
+        begin_from(scratch, current, pid, &saved);
+    }
+}
+
+/// Makes ready for the walk of a user stack, from these registers.
+#[inline(always)]
+pub fn begin_from(scratch: &mut Scratch, task: Task, pid: u32, regs: &pt_regs) {
+    make_ready(scratch);
+    if config().unwind == Unwind::FramePointers as u32 || saved::is_compat(regs) {
+        let start = Registers { ip: saved::ip(regs), sp: saved::sp(regs), fp: saved::fp(regs) };
+        by_frame_pointers::begin(scratch, start);
+    } else {
+        by_tables::begin(scratch, pid, regs, task.thread_pointer());
+    }
+    if saved::is_compat(regs) {
+        scratch.walk.end = UserEnd::Compat as u64;
+    }
+}
+
+#[inline(always)]
+fn make_ready(scratch: &mut Scratch) {
+    scratch.walk.depth = 0;
+    scratch.walk.end = UserEnd::NoUserStack as u64;
+    // Before anything is looked up in tables.
+    scratch.tables.generation = generation();
+}
+
+/// Whether the saved user registers say where the task will go on.
+///
+/// Those of an io_uring worker do not. It never was in user mode: they are a copy of its creator's,
+/// without ip and sp. Those of a task inside execve do not, either: they belong to the program it
+/// is leaving.
+#[inline(always)]
+fn is_where_it_will_return(saved: &pt_regs) -> bool {
+    saved::ip(saved) != 0 && !saved::is_exec(saved)
+}
+
+/// Appends the kernel stack behind `user_frames` frames.
+#[inline(always)]
+pub fn of_kernel(
+    ctx: *mut c_void,
+    scratch: &mut Scratch,
+    user_frames: usize,
+) -> (usize, KernelEnd) {
+    const BYTES: u32 = (MAX_KERNEL_FRAMES * 8) as u32;
+    // SAFETY: `user_frames` is at most MAX_USER_FRAMES and the array has MAX_KERNEL_FRAMES more.
+    let written = unsafe {
+        let tail = scratch.frames.as_mut_ptr().add(user_frames);
+        bpf_get_stack(ctx, tail.cast(), BYTES, 0)
+    };
+    if written < 0 {
+        return (0, KernelEnd::Failed);
+    }
+    let frames = (written as usize / 8).min(MAX_KERNEL_FRAMES);
+    (frames, if frames == MAX_KERNEL_FRAMES { KernelEnd::DepthLimit } else { KernelEnd::Complete })
+}
