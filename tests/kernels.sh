@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds programs there, one that runs on and one that lives some
-# milliseconds; counts the page faults of a third: in QEMU, without KVM, from an initial RAM disk. The capture comes out over a second serial line.
+# milliseconds; counts the page faults of a third, and times the waits of a fourth: in QEMU, without KVM, from an initial RAM disk. The capture comes out over a second serial line.
 # usage: tests/kernels.sh DIR    DIR: where the binaries are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -42,6 +42,7 @@ program=$work/unwind_static
 gcc -O2 -g -static -o "$program" "$here/fixtures/unwind.c"
 gcc -O2 -g -static -DFRAME=40 -o "$work/brief" "$here/fixtures/brief.c" -lm
 gcc -O1 -g -static -fno-omit-frame-pointer -o "$work/faults" "$here/fixtures/faults.c"
+gcc -O1 -g -static -o "$work/waits" "$here/fixtures/waits.c" -lpthread
 root=$(mktemp -d "$work/root.XXXXXX")
 trap 'rm -rf "$root"' EXIT
 mkdir -p "$root"/{bin,proc,sys,tmp,dev}
@@ -49,7 +50,7 @@ cp "$(command -v busybox)" "$root/bin/busybox"
 cp "$out/stackwire-collector" "$root/bin/"
 strip --strip-debug "$root/bin/stackwire-collector"
 cp "$program" "$root/bin/unwind"
-cp "$work/brief" "$work/faults" "$root/bin/"
+cp "$work/brief" "$work/faults" "$work/waits" "$root/bin/"
 cat >"$root/init" <<E2
 #!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
@@ -59,8 +60,9 @@ cat >"$root/init" <<E2
 while :; do /bin/brief 30; done &
 /bin/busybox sleep 1
 { /bin/busybox sleep 4; echo "pages \$(/bin/faults 5)"; } &
-/bin/stackwire-collector -a --event cpu-clock,page-faults --sample-rate 199 --duration 12s --share-executables always \\
-  --output /tmp/x.stackwire
+{ /bin/busybox sleep 5; /bin/waits 4; } &
+/bin/stackwire-collector -a --profile --event cpu-clock,page-faults --offcpu --sample-rate 199 --duration 14s \\
+  --share-executables always --output /tmp/x.stackwire
 echo "exit code \$?"
 /bin/busybox stty -F /dev/ttyS1 raw
 /bin/busybox cat /tmp/x.stackwire >/dev/ttyS1
@@ -96,6 +98,24 @@ faults() { # SERIES LOG
     { echo "kernel $1: page faults are not those there were" >&2; exit 1; }
 }
 
+# Threads that wait, by their own clock and by ours. By where they are in the kernel: the program is new, and its first
+# stacks end in user mode.
+waits() { # SERIES LOG
+  local place function said waited
+  for place in in_epoll:do_epoll_wait in_pipe:pipe_read; do
+    function=${place#*:} place=${place%:*}
+    said=$(sed -n "s/^$place \([0-9]*\) .*/\1/p" "$2")
+    waited=$(for event in off-cpu run-queue; do
+      "$out/stackwire" report --event $event --where comm=waits --focus "$function" "$work/$1.stackwire"
+    done | sed -n 's/^\([0-9.]*\) s in .* of \(off-cpu\|run-queue\) over .*/\1/p' | paste -sd+)
+    echo "kernel $1: $place: ${waited:-no} s, ${said:-no} ns by its own clock"
+    awk -v said="${said:-0}" -v waited="$(echo "${waited:-0}" | tr + ' ')" \
+      'BEGIN { n = split(waited, parts, " "); off = -said; for (i = 1; i <= n; i++) off += parts[i] * 1e9
+               exit !(said > 3e9 && off < said / 20 && off > -said / 20) }' ||
+      { echo "kernel $1: waits are not as long as they were" >&2; exit 1; }
+  done
+}
+
 for series in 6.1 6.12; do
   image=$(kernel "$series") || skip "no Debian kernel $series to be had"
   log=$work/$series.log
@@ -106,4 +126,5 @@ for series in 6.1 6.12; do
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
   for program in unwind brief; do judge "$series" "$program"; done
   faults "$series" "$log"
+  waits "$series" "$log"
 done
