@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::pprof::{Pprof, Sample};
-use crate::support::{Ran, Running, alone, binary, build, privileged, recorded, stackwire};
+use crate::support::{Ran, Running, alone, binary, build, privileged, recorded, run, stackwire};
 
 const FUNCTIONS: [&str; 7] =
     ["in_sleep", "in_futex", "in_pipe", "in_epoll", "in_short_sleeps", "on_other_cpus", "spin"];
@@ -117,13 +117,15 @@ fn threads_that_are_preempted_are_not_off_cpu_unless_asked_for() {
 }
 
 #[test]
-fn a_capture_with_waits_resolves_to_the_same_bytes() {
+fn waits_are_in_every_output_and_resolve_to_the_same_bytes() {
     if !privileged() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
-    record(directory.path(), &["--offcpu", "--profile", "--profile-output=on.pb.gz"]);
+    let on_cpu = "--profile-output=on.pb.gz";
+    let others = ["--flamegraph=out.svg", "--perf-data-output=out.data"];
+    record(directory.path(), &["--offcpu", "--profile", on_cpu, others[0], others[1]]);
     let outputs = ["--output=again-on.pb.gz", "--offcpu-output=again-off.pb.gz"];
     let mut command = Command::new(binary("stackwire"));
     command.current_dir(directory.path()).args(["resolve", "out.stackwire"]).args(outputs);
@@ -132,6 +134,19 @@ fn a_capture_with_waits_resolves_to_the_same_bytes() {
         assert!(std::fs::read(at(one)).unwrap() == std::fs::read(at(other)).unwrap(), "{one}");
     }
     assert_eq!(Pprof::read(&at("on.pb.gz")).kinds, ["samples/count", "cpu/nanoseconds"]);
+    // Both in one picture, in two colours.
+    let svg = std::fs::read_to_string(at("out.svg")).unwrap();
+    let drawn =
+        |name: &str| svg.split("<g>").find(|line| line.contains(&format!("<title>{name} (")));
+    for (name, waits) in [("spin", false), ("in_sleep", false), ("hrtimer_nanosleep", true)] {
+        let line = drawn(name).unwrap_or_else(|| panic!("no {name} in the flame graph"));
+        assert_eq!(line.contains("rgb(96,144,224)"), waits, "{line}");
+    }
+    // As perf calls them.
+    let (events, _) = run(Command::new("perf").args(["evlist", "-i"]).arg(at("out.data")));
+    assert_eq!(events.lines().collect::<Vec<_>>(), ["cpu-clock", "offcpu-time", "run-queue"]);
+    let (script, _) = run(Command::new("perf").arg("script").arg("-i").arg(at("out.data")));
+    assert!(script.contains("offcpu-time:") && script.contains("hrtimer_nanosleep"));
     assert_eq!(Pprof::read(&at("off.pb.gz")).kinds, KINDS);
 }
 

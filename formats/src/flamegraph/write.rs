@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::io::{self, Write};
 
+use inferno::flamegraph::color::{Color, MultiPalette, Palette, PaletteMap};
 use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
-use stackwire_model::profile::Named;
+use stackwire_model::profile::{Named, Series};
 
 use super::tooltip::Tooltips;
 use crate::plain;
@@ -23,31 +24,58 @@ pub struct Flames<'a> {
     pub inlined: bool,
 }
 
-/// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue, made at run
-/// time green, C++ and Rust yellow, other native code red.
+/// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue-green, made at
+/// run time green, C++ and Rust yellow, other native code red; what a thread waits in is blue.
+///
+/// Of several series it draws the first that has samples. A clock and waits are drawn together:
+/// their sum is the time that passed for all threads.
 ///
 /// # Errors
 /// Those of the writer.
 pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io::Result<()> {
     let marks = folded::Marks { all: true, inlined: flames.inlined };
-    let lines: Vec<String> = folded::lines(profile, flames.by, marks)
-        .into_iter()
-        .map(|(stack, count)| format!("{stack} {count}"))
-        .collect();
+    let shown = profile.series_of(profile.shown());
+    let drawn_too = |series: &Series| shown.event.is_clock() && series.event.is_wait();
+    let all_time = shown.event.is_wait() || profile.series.iter().any(drawn_too);
+    let stacks = if all_time {
+        let samples = profile.samples.iter().filter(|sample| {
+            let series = profile.series_of(sample.key.series);
+            sample.key.series == profile.shown() || drawn_too(series)
+        });
+        let samples = samples.map(|sample| (sample, sample.value));
+        folded::lines_of(profile, samples, flames.by, marks)
+    } else {
+        folded::lines(profile, flames.by, marks)
+    };
     let mut options = options(flames.title);
     if flames.icicle {
         options.direction = Direction::Inverted;
     }
-    let series = profile.series_of(profile.shown());
-    if series.types.is_some() {
-        options.count_name = series.shown_kind().unit.clone();
-    } else if !series.weighs_evenly() {
-        options.count_name = series.shown_kind().kind.clone();
+    if all_time {
+        // Whole numbers, and few digits.
+        options.count_name = "µs".to_owned();
+        options.factor = 1e-3;
+    } else if shown.types.is_some() {
+        options.count_name = shown.shown_kind().unit.clone();
+    } else if !shown.weighs_evenly() {
+        options.count_name = shown.shown_kind().kind.clone();
     }
-    options.colors =
-        inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
+    options.colors = Palette::Multi(MultiPalette::Java);
+    let mut waits = PaletteMap::default();
+    let frames = stacks.keys().flat_map(|stack| stack.split(';'));
+    for frame in frames.filter(|frame| frame.ends_with(folded::WAIT_MARK)) {
+        waits.insert(frame, BLUE);
+    }
+    if waits.iter().next().is_some() {
+        options.palette_map = Some(&mut waits);
+    }
+    let lines: Vec<String> =
+        stacks.into_iter().map(|(stack, count)| format!("{stack} {count}")).collect();
     out.write_all(Tooltips::of(profile).add_to(&drawn(&mut options, &lines)?).as_bytes())
 }
+
+/// Of what threads wait in.
+const BLUE: Color = Color { r: 96, g: 144, b: 224 };
 
 /// Draws what has changed: red what takes more of the time than before, blue what takes less, grey
 /// what may be as it was.

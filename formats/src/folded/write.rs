@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use rustc_hash::FxHashMap;
-use stackwire_model::profile::{Executable, LocationId, Named};
+use stackwire_model::profile::{Executable, LocationId, Named, Sample};
 
 use crate::plain;
 
@@ -32,33 +32,59 @@ pub(crate) struct Marks {
     pub inlined: bool,
 }
 
+const KERNEL_MARK: &str = "_[k]";
+/// After functions a thread waits in, as wakeuptime.py has it.
+pub(crate) const WAIT_MARK: &str = "_[w]";
+
 impl Marks {
     /// Folded stacks as most tools write them.
     pub const KERNEL: Self = Self { all: false, inlined: true };
 }
 
-/// Stacks with what their samples count for, in order of their text.
+/// Stacks with what their samples count for, in order of their text: of the first series that has
+/// samples.
 pub(crate) fn lines(profile: Named<'_>, by: Option<&str>, marks: Marks) -> BTreeMap<String, u64> {
+    let samples = profile.samples_of(profile.shown());
+    lines_of(profile, samples.map(|sample| (sample, profile.share_of(sample))), by, marks)
+}
+
+/// Of these samples, each with what it counts for. With all marks, `_[w]` is after the kernel
+/// functions a thread waits in, or after the innermost function where there is none.
+pub(crate) fn lines_of<'a>(
+    profile: Named<'a>,
+    samples: impl Iterator<Item = (&'a Sample, u64)>,
+    by: Option<&str>,
+    marks: Marks,
+) -> BTreeMap<String, u64> {
     // Threads of one name share stacks: each is put into words once.
     let mut counts = FxHashMap::default();
-    for sample in profile.samples_of(profile.shown()) {
+    for (sample, weight) in samples {
         let thread = &profile.threads[sample.key.thread.index()];
         let first = match by {
             None => Cow::Borrowed(profile.processes[thread.process.index()].comm.as_str()),
             Some(key) => profile.label(sample.key, key).unwrap_or("?".into()),
         };
-        let stack = (first, sample.key.kernel, sample.key.user);
-        counts.entry(stack).or_insert((sample.key, 0)).1 += profile.share_of(sample);
+        let waits = marks.all && profile.series_of(sample.key.series).event.is_wait();
+        let stack = (first, sample.key.kernel, sample.key.user, waits);
+        counts.entry(stack).or_insert((sample.key, 0)).1 += weight;
     }
     let frames: Vec<String> = (0..profile.locations.len() as u32)
         .map(|index| frames(profile, LocationId(index), marks))
         .collect();
     let (mut folded, mut stack) = (BTreeMap::new(), Vec::new());
-    for ((first, ..), (key, count)) in counts {
+    for ((first, .., waits), (key, count)) in counts {
         let mut line = clean(&first);
         stack.extend(profile.frames(key));
         for location in stack.drain(..).rev() {
-            line.push_str(&frames[location.index()]);
+            let frames = &frames[location.index()];
+            if waits {
+                line.push_str(&frames.replace(KERNEL_MARK, WAIT_MARK));
+            } else {
+                line.push_str(frames);
+            }
+        }
+        if waits && !line.ends_with(WAIT_MARK) {
+            line.push_str(WAIT_MARK);
         }
         // A profile without names of processes begins with functions.
         let line = line.strip_prefix(';').map(str::to_owned).unwrap_or(line);
@@ -74,7 +100,7 @@ fn frames(profile: Named<'_>, location: LocationId, marks: Marks) -> String {
     let shown = functions.take_while(|(depth, _)| *depth == 0 || marks.inlined);
     let marked = shown.map(|(depth, line)| {
         let mark = match executable {
-            kernel if kernel.is_kernel() => "_[k]",
+            kernel if kernel.is_kernel() => KERNEL_MARK,
             _ if marks.all && depth > 0 => "_[i]",
             Executable::Anonymous if marks.all => "_[j]",
             _ => "",

@@ -235,5 +235,8 @@ pub fn title(profile: &Profile) -> String {
         [process] => format!("{} ({})", process.comm, process.pid),
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
-    format!("{what}: {}", profile.amount_of(profile.shown()))
+    // Waits are drawn together with CPU time.
+    let waits = profile.series.iter().any(|series| series.event.is_wait());
+    let amount = if waits { profile.amount() } else { profile.amount_of(profile.shown()) };
+    format!("{what}: {amount}")
 }
