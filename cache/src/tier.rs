@@ -1,8 +1,8 @@
 //! Tiers: places behind the store that are asked for what the store does not have.
 //!
 //! This file does locks, deadlines and remembered answers once for all tiers: a tier only brings
-//! bytes. The debuginfod servers are a tier (the symbolizer's `debuginfod.rs`). Nothing here knows
-//! their protocol.
+//! bytes. The debuginfod servers are a tier (the symbolizer's `resolve/debuginfod/`). Nothing here
+//! knows their protocol.
 
 use std::time::{Duration, Instant};
 

@@ -59,6 +59,8 @@ pub struct Event {
     pub weight: ValueKind,
     /// As the kernel knows it, where it does.
     pub perf: Option<PerfType>,
+    /// It is time that threads wait, blocked or for a CPU.
+    pub is_wait: bool,
 }
 
 const PERF_TYPE_SOFTWARE: u32 = 1;
@@ -99,21 +101,22 @@ impl Event {
     #[must_use]
     pub fn off_cpu() -> Self {
         let weight = ValueKind::new("off_cpu", "nanoseconds");
-        Self { name: OFF_CPU.to_owned(), weight, perf: None }
+        Self { name: OFF_CPU.to_owned(), weight, perf: None, is_wait: true }
     }
 
     /// Time a thread waits for a CPU: not one of perf's.
     #[must_use]
     pub fn run_queue() -> Self {
         let weight = ValueKind::new("run_queue", "nanoseconds");
-        Self { name: RUN_QUEUE.to_owned(), weight, perf: None }
+        Self { name: RUN_QUEUE.to_owned(), weight, perf: None, is_wait: true }
     }
 
     /// Never happens: opened for the records of processes that come with it.
     #[must_use]
     pub fn dummy() -> Self {
         let perf = Some(PerfType { kind: PERF_TYPE_SOFTWARE, config: PERF_COUNT_SW_DUMMY });
-        Self { name: "dummy".to_owned(), weight: ValueKind::new("dummy", "count"), perf }
+        let weight = ValueKind::new("dummy", "count");
+        Self { name: "dummy".to_owned(), weight, perf, is_wait: false }
     }
 
     /// An event that is known by its name alone. Clocks weigh in nanoseconds and cycles in cycles;
@@ -129,19 +132,13 @@ impl Event {
             clock if clock == "cpu" || clock.ends_with("-clock") => ValueKind::cpu(),
             name => ValueKind::new(name, "count"),
         };
-        Self { name: name.to_owned(), weight, perf: None }
+        Self { name: name.to_owned(), weight, perf: None, is_wait: false }
     }
 
     /// What perf calls it.
     #[must_use]
     pub fn perf_name(&self) -> &str {
         if self.name == OFF_CPU { PERF_OFF_CPU } else { &self.name }
-    }
-
-    /// Whether it is time that threads wait: blocked or for a CPU.
-    #[must_use]
-    pub fn is_wait(&self) -> bool {
-        self.perf.is_none() && [OFF_CPU, RUN_QUEUE].contains(&self.name.as_str())
     }
 
     /// Whether it is a clock, whose samples come after equal times. All others count.
@@ -161,7 +158,7 @@ impl Event {
     fn known(index: usize) -> Self {
         let (name, kind, unit, of, config) = KNOWN[index];
         let perf = Some(PerfType { kind: of, config });
-        Self { name: name.to_owned(), weight: ValueKind::new(kind, unit), perf }
+        Self { name: name.to_owned(), weight: ValueKind::new(kind, unit), perf, is_wait: false }
     }
 }
 
@@ -184,7 +181,7 @@ mod tests {
         }
         assert_eq!(Event::by_name("cpu-clock"), Event::cpu_clock());
         for wait in [Event::off_cpu(), Event::run_queue()] {
-            assert!(wait.is_wait() && !wait.is_clock() && !wait.is_counted_singly());
+            assert!(wait.is_wait && !wait.is_clock() && !wait.is_counted_singly());
             assert_eq!(Event::by_name(wait.perf_name()), wait);
         }
         assert_eq!(Event::by_name("task-clock").weight, ValueKind::cpu());

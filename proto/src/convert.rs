@@ -73,7 +73,7 @@ impl From<&Event> for v1::Event {
     fn from(event: &Event) -> Self {
         let perf = event.perf.map(|perf| v1::PerfType { r#type: perf.kind, config: perf.config });
         let ValueKind { kind, unit } = event.weight.clone();
-        Self { name: event.name.clone(), kind, unit, perf }
+        Self { name: event.name.clone(), kind, unit, perf, wait: event.is_wait }
     }
 }
 
@@ -81,7 +81,7 @@ impl From<&v1::Event> for Event {
     fn from(event: &v1::Event) -> Self {
         let perf = event.perf.map(|perf| PerfType { kind: perf.r#type, config: perf.config });
         let weight = ValueKind { kind: event.kind.clone(), unit: event.unit.clone() };
-        Self { name: event.name.clone(), weight, perf }
+        Self { name: event.name.clone(), weight, perf, is_wait: event.wait }
     }
 }
 

@@ -35,8 +35,8 @@ pub struct Flames<'a> {
 pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io::Result<()> {
     let marks = folded::Marks { all: true, inlined: flames.inlined };
     let shown = profile.series_of(profile.shown());
-    let drawn_too = |series: &Series| shown.event.is_clock() && series.event.is_wait();
-    let all_time = shown.event.is_wait() || profile.series.iter().any(drawn_too);
+    let drawn_too = |series: &Series| shown.event.is_clock() && series.event.is_wait;
+    let all_time = shown.event.is_wait || profile.series.iter().any(drawn_too);
     let stacks = if all_time {
         let samples = profile.samples.iter().filter(|sample| {
             let series = profile.series_of(sample.key.series);

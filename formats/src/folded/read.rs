@@ -21,7 +21,7 @@ const MAX_LINE: u64 = 4 << 20;
 pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), ReadError> {
     into.capture(number, Origin::default(), 0);
     // What is counted nobody says; most often it is time.
-    let event = Event { name: String::new(), weight: ValueKind::cpu(), perf: None };
+    let event = Event { weight: ValueKind::cpu(), ..Event::default() };
     let series = into.series(vec![(event, 0)])?[0];
     let mut input = BufReader::new(input);
     let mut threads: FxHashMap<String, ThreadId> = FxHashMap::default();

@@ -64,7 +64,7 @@ pub(crate) fn lines_of<'a>(
             None => Cow::Borrowed(profile.processes[thread.process.index()].comm.as_str()),
             Some(key) => profile.label(sample.key, key).unwrap_or("?".into()),
         };
-        let waits = marks.all && profile.series_of(sample.key.series).event.is_wait();
+        let waits = marks.all && profile.series_of(sample.key.series).event.is_wait;
         let stack = (first, sample.key.kernel, sample.key.user, waits);
         counts.entry(stack).or_insert((sample.key, 0)).1 += weight;
     }

@@ -46,8 +46,8 @@ impl Part {
     fn has(self, series: &Series) -> bool {
         match self {
             Self::All => true,
-            Self::Waits => series.event.is_wait(),
-            Self::Sampled => !series.event.is_wait(),
+            Self::Waits => series.event.is_wait,
+            Self::Sampled => !series.event.is_wait,
         }
     }
 }

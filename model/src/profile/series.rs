@@ -87,6 +87,7 @@ impl Profile {
                 name: String::new(),
                 weight: ValueKind { kind: String::new(), unit: String::new() },
                 perf: None,
+                is_wait: false,
             },
             frequency: 0,
             types: None,

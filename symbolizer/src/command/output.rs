@@ -236,7 +236,7 @@ pub fn title(profile: &Profile) -> String {
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
     // Waits are drawn together with CPU time.
-    let waits = profile.series.iter().any(|series| series.event.is_wait());
+    let waits = profile.series.iter().any(|series| series.event.is_wait);
     let amount = if waits { profile.amount() } else { profile.amount_of(profile.shown()) };
     format!("{what}: {amount}")
 }

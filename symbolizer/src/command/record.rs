@@ -122,7 +122,7 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
         let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
         let took = took.as_secs_f64();
         let clocks = profile.series.iter().all(|series| series.event.is_clock());
-        let waits = profile.series.iter().all(|series| series.event.is_wait());
+        let waits = profile.series.iter().all(|series| series.event.is_wait);
         let names: Vec<_> = profile.series.iter().map(|it| it.event.name.as_str()).collect();
         let did = if clocks {
             "used no CPU".to_owned()

@@ -1,6 +1,6 @@
 //! The resolve ladder: for each executable, the first source that knows it gives the names.
 //!
-//! Facts in, names out: the profile does not change. Reads files and artifacts; `debuginfod.rs`
+//! Facts in, names out: the profile does not change. Reads files and artifacts; `debuginfod/`
 //! alone asks the network. Whatever fails ends in `Missing` with the reason, never in an error: a
 //! profile without some names is still a profile.
 

@@ -185,7 +185,7 @@ fn attributes(series: &Series, kernel_stacks: bool) -> Vec<u8> {
     const FREQUENCY: u64 = 1 << 10;
     // PERF_TYPE_SOFTWARE. PERF_COUNT_SW_CPU_CLOCK: readers know its unit. PERF_COUNT_SW_BPF_OUTPUT
     // for waits: as `perf record --off-cpu` has it.
-    let wait = series.event.is_wait();
+    let wait = series.event.is_wait;
     let other = PerfType { kind: 1, config: if wait { 10 } else { 0 } };
     let PerfType { kind, config } = series.event.perf.unwrap_or(other);
     let flags = if wait { FLAGS & !FREQUENCY } else { FLAGS };
