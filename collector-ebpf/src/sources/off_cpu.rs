@@ -109,9 +109,14 @@ fn runs(task: Task, now_ns: u64) {
     let cpu = unsafe { bpf_get_smp_processor_id() };
     let parts = u64::from(blocked_ns != 0) + u64::from(runnable_ns != 0);
     add(cpu, Counter::WaitsTaken, parts);
+    // The collector, which noted threads that waited already, does not know it.
+    let start_boottime_ns = match waiting.start_boottime_ns {
+        0 => task.process_start(),
+        known => known,
+    };
     let header = SampleHeader {
         time_ns: now_ns,
-        start_boottime_ns: waiting.start_boottime_ns,
+        start_boottime_ns,
         cgroup_id: waiting.cgroup_id,
         period: whole,
         pid: waiting.pid,

@@ -173,7 +173,10 @@ impl Processes {
         process.start_ns = start_ns;
         process.touched = true;
         process.sampled = true;
-        self.cgroups.at_sample(pid, cgroup_id, &mut process.cgroup);
+        // Of a thread that has waited since before the capture it is not known.
+        if cgroup_id != 0 {
+            self.cgroups.at_sample(pid, cgroup_id, &mut process.cgroup);
+        }
         process
     }
 

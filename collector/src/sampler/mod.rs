@@ -325,6 +325,16 @@ impl Sampler {
         self.object.stop_watching();
     }
 
+    /// Takes a note back: the thread ran when it was made.
+    pub fn note_running(&mut self, tid: u32, since_ns: u64) {
+        let Some(waiters) = &mut self.waiters else { return };
+        let noted = waiters.get(&tid, 0).ok();
+        let noted = noted.and_then(|bytes| Waiting::read_from_bytes(&bytes).ok());
+        if noted.is_some_and(|noted| noted.since_ns == since_ns && noted.stack == 0) {
+            let _ = waiters.remove(&tid);
+        }
+    }
+
     /// Has the kernel side tell of stacks again, by their number and the place it is noted in.
     pub fn forget(&self, place: u32, number: u64) {
         self.object.forget(place, number);

@@ -1,6 +1,7 @@
 //! The start of a capture: everything that needs a capability, then the drop of those not needed
 //! any more. Run on the collecting thread, by `session.rs`.
 
+use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Instant;
@@ -80,7 +81,14 @@ pub(super) fn prepare(
         };
         let states: Vec<_> = off_cpu.states.iter().map(|&state| kernel_state(state)).collect();
         let threshold_ns = filter.config.wait_threshold_ns;
-        sampler.note_waiting(&waiting::threads(&pids, &states, threshold_ns, clocks.0));
+        let find = || waiting::threads(&pids, &states, threshold_ns, clocks.0);
+        let noted = find();
+        sampler.note_waiting(&noted);
+        // One that was woken between the look and the note may run until the capture ends.
+        let still: HashSet<u32> = find().into_iter().map(|(tid, _)| tid).collect();
+        for (tid, _) in noted.iter().filter(|(tid, _)| !still.contains(tid)) {
+            sampler.note_running(*tid, clocks.0);
+        }
     }
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
