@@ -96,7 +96,8 @@ pub const ANSWERS: u32 = 2;
 /// By thread id. The collector makes it smaller where waits are not recorded.
 #[map]
 pub static WAITING: HashMap<u32, Waiting> = HashMap::with_max_entries(MAX_WAITING, 0);
-/// Numbers of stacks that the collector was told of, each in the place its low bits name.
+/// Numbers of stacks that the collector was told of, each in the place that its bits from
+/// the ninth on name.
 #[map]
 pub static TOLD: Array<u64> = Array::with_max_entries(TOLD_STACKS, BPF_F_MMAPABLE);
 

@@ -146,8 +146,8 @@ pub struct Waiting {
 ///
 /// They are laid one behind the other and cut into strata as long as the threshold. A wait is taken
 /// for each stratum whose random point it covers. So of each stratum one wait is taken, and the sum
-/// of what is taken is never far from the sum of all. With a draw for each wait, as for one
-/// of 150 µs in 3 s with a threshold of 1 ms, it would be 2 % off half of the time.
+/// of what is taken is at most a threshold or two from the sum of all. With a draw for each wait,
+/// the sum of 3 s of short waits would have a standard deviation of 2 % at a threshold of 1 ms.
 #[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, IntoBytes, KnownLayout))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
