@@ -43,6 +43,7 @@ bench: build
 	tests/setup.sh
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-watched -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-switches -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-unwind -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-workloads -- $(OUT)
 	tests/corpus.sh target/corpus

@@ -369,20 +369,20 @@ fn no_permission() {
         return;
     }
     let directory = crate::privileges::public_binaries(false);
-    let ran = Ran::of(
-        Command::new("setpriv")
-            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
-            .arg(directory.path().join("stackwire"))
-            .args([
-                "record",
-                "--profile",
-                "--all",
-                "--duration=1s",
-                "--profile-output=/tmp/never.pb.gz",
-            ])
-            .stdout(Stdio::null()),
-    );
-    ran.failed(1, "give the collector CAP_BPF and CAP_PERFMON");
+    for (what, output) in [
+        ("--profile", "--profile-output=/tmp/never.pb.gz"),
+        ("--offcpu", "--offcpu-output=/tmp/never.pb.gz"),
+        ("--pmu", "--pmu-output=/tmp/never.pb.gz"),
+    ] {
+        let ran = Ran::of(
+            Command::new("setpriv")
+                .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+                .arg(directory.path().join("stackwire"))
+                .args(["record", "--all", "--duration=1s", what, output])
+                .stdout(Stdio::null()),
+        );
+        ran.failed(1, "give the collector CAP_BPF and CAP_PERFMON");
+    }
     let capture = Path::new("/tmp/stackwire-never.stackwire");
     let ran = Ran::of(
         Command::new("setpriv")
@@ -402,12 +402,47 @@ fn no_btf() {
     {
         return;
     }
-    let hidden =
-        "mount -t tmpfs none /sys/kernel/btf && exec \"$0\" --all --duration=1s --output=/dev/null";
-    let ran = Ran::of(
-        Command::new("unshare").args(["-m", "sh", "-c", hidden]).arg(binary("stackwire-collector")),
-    );
-    ran.failed(1, "this kernel has no /sys/kernel/btf/vmlinux");
+    for what in ["--profile", "--offcpu", "--pmu"] {
+        let mut shell = Command::new("unshare");
+        shell.args(["-m", "sh", "-c", "mount -t tmpfs none /sys/kernel/btf && exec \"$@\"", "sh"]);
+        shell.arg(binary("stackwire-collector"));
+        Ran::of(shell.args(["--all", "--duration=1s", "--output=/dev/null", what]))
+            .failed(1, "this kernel has no /sys/kernel/btf/vmlinux");
+    }
+}
+
+/// As kernels before 5.18 are: the tracepoint has fewer arguments. Here those of `sched_waking`.
+#[test]
+fn no_previous_state() {
+    if !crate::support::can("root, to show another BTF", rustix::process::geteuid().is_root()) {
+        return;
+    }
+    let mut btf = std::fs::read("/sys/kernel/btf/vmlinux").unwrap();
+    let mut swapped = 0;
+    let (switch, waking) = (b"\0btf_trace_sched_switch\0", b"\0btf_trace_sched_waking\0");
+    for at in 0..btf.len() - switch.len() {
+        let found = &mut btf[at..at + switch.len()];
+        if found == switch || found == waking {
+            let other = if found == switch { waking } else { switch };
+            found.copy_from_slice(other);
+            swapped += 1;
+        }
+    }
+    assert_eq!(swapped, 2);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("btf");
+    std::fs::write(&path, btf).unwrap();
+    for (what, fails) in [("--profile", false), ("--offcpu", true), ("--pmu", true)] {
+        let mut shell = Command::new("unshare");
+        let show = "mount --bind \"$0\" /sys/kernel/btf/vmlinux && exec \"$@\"";
+        shell.args(["-m", "sh", "-c", show]).arg(&path).arg(binary("stackwire-collector"));
+        let ran = Ran::of(shell.args(["--all", "--duration=1s", "--output=/dev/null", what]));
+        if fails {
+            ran.failed(1, "waits and scheduling are recorded from kernel 5.18 on");
+        } else {
+            ran.succeeded();
+        }
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+#[expect(dead_code, reason = "tests need more of it")]
 #[path = "support/nginx.rs"]
 mod nginx;
 #[expect(dead_code, reason = "tests need more of it")]

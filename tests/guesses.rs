@@ -178,3 +178,28 @@ fn children_of_a_command_are_known_as_early_as_with_all() {
     // milliseconds.
     assert!(share >= 98.0, "{report}");
 }
+
+/// A stack that was walked before is known by the words of it, but for code that may be another by
+/// now.
+#[test]
+fn code_that_is_described_again_has_its_own_callers() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::new(binary("stackwire"));
+    command.current_dir(directory.path()).args(["record", "--offcpu", "--offcpu-threshold=0"]);
+    command.args(["--no-capture", "--offcpu-output=off.pb.gz", "--"]);
+    Ran::of(command.arg(build::attack("described_again")).arg("1500")).succeeded();
+    let profile = Pprof::read(&directory.path().join("off.pb.gz"));
+    for (thread, caller, other) in [("in_a", "call_a", "call_b"), ("in_b", "call_b", "call_a")] {
+        let through = |function: &str| -> u64 {
+            let own = profile.samples.iter().filter(|sample| sample.labels["thread"] == thread);
+            let own = own.filter(|sample| profile.functions(sample).contains(&function));
+            own.map(|sample| sample.values[0]).sum()
+        };
+        // Its thread was called by the name of before for a moment, and its table made.
+        let (right, wrong) = (through(caller), through(other));
+        assert!(right > 1500 && wrong < 100, "{thread}: {right} right, {wrong} wrong");
+    }
+}

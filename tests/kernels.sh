@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds programs there, one that runs on and one that lives some
-# milliseconds; counts the page faults of a third, and times the waits of a fourth: in QEMU, without KVM, from an initial RAM disk. The capture comes out over a second serial line.
+# milliseconds; counts the page faults of a third, times the waits of a fourth and the slices of a fifth: in QEMU, without KVM, from an initial RAM disk. The capture comes out over a second serial line.
 # usage: tests/kernels.sh DIR    DIR: where the binaries are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -14,7 +14,7 @@ skip() {
   exit 0
 }
 
-declare -A packages=([qemu-system-x86_64]=qemu-system-x86 [busybox]=busybox-static [cpio]=cpio)
+declare -A packages=([qemu-system-x86_64]=qemu-system-x86 [busybox]=busybox-static [cpio]=cpio [jq]=jq)
 missing=()
 for command in "${!packages[@]}"; do command -v "$command" >/dev/null || missing+=("${packages[$command]}"); done
 if [ ${#missing[@]} -gt 0 ]; then
@@ -42,6 +42,7 @@ program=$work/unwind_static
 gcc -O2 -g -static -o "$program" "$here/fixtures/unwind.c"
 gcc -O2 -g -static -DFRAME=40 -o "$work/brief" "$here/fixtures/brief.c" -lm
 gcc -O1 -g -static -fno-omit-frame-pointer -o "$work/faults" "$here/fixtures/faults.c"
+gcc -O1 -g -static -o "$work/sched" "$here/fixtures/sched.c" -lpthread
 gcc -O1 -g -static -o "$work/waits" "$here/fixtures/waits.c" -lpthread
 root=$(mktemp -d "$work/root.XXXXXX")
 trap 'rm -rf "$root"' EXIT
@@ -50,7 +51,7 @@ cp "$(command -v busybox)" "$root/bin/busybox"
 cp "$out/stackwire-collector" "$root/bin/"
 strip --strip-debug "$root/bin/stackwire-collector"
 cp "$program" "$root/bin/unwind"
-cp "$work/brief" "$work/faults" "$work/waits" "$root/bin/"
+cp "$work/brief" "$work/faults" "$work/waits" "$work/sched" "$root/bin/"
 cat >"$root/init" <<E2
 #!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
@@ -61,11 +62,17 @@ while :; do /bin/brief 30; done &
 /bin/busybox sleep 1
 { /bin/busybox sleep 4; echo "pages \$(/bin/faults 5)"; } &
 { /bin/busybox sleep 5; /bin/waits 4; } &
-/bin/stackwire-collector -a --profile --event cpu-clock,page-faults --offcpu --sample-rate 199 --duration 14s \\
+{ /bin/busybox sleep 10; echo "sched \$(/bin/sched 3)"; } &
+/bin/stackwire-collector -a --profile --event cpu-clock,page-faults --offcpu --pmu --sample-rate 199 --duration 16s \\
   --share-executables always --output /tmp/x.stackwire
 echo "exit code \$?"
-/bin/busybox stty -F /dev/ttyS1 raw
-/bin/busybox cat /tmp/x.stackwire >/dev/ttyS1
+/bin/waits 6 >/dev/null &
+/bin/stackwire-collector -a --offcpu --offcpu-wakers --duration 5s --output /tmp/wakers.stackwire
+echo "exit code \$?"
+for port in S1:x S2:wakers; do
+  /bin/busybox stty -F /dev/tty\${port%:*} raw
+  /bin/busybox cat /tmp/\${port#*:}.stackwire >/dev/tty\${port%:*}
+done
 /bin/busybox poweroff -f
 E2
 chmod +x "$root/init"
@@ -73,8 +80,8 @@ chmod +x "$root/init"
 
 judge() { # SERIES PROGRAM
   local text=$work/$1-$2.txt release whole
-  # Compiling takes two seconds here, three on a busy machine: of the samples after it.
-  "$out/stackwire" report --event cpu-clock --where "comm=$2" --time=6.. "$work/$1.stackwire" >"$text"
+  # Compiling takes up to seven seconds here: of the samples after it.
+  "$out/stackwire" report --event cpu-clock --where "comm=$2" --time=8.. "$work/$1.stackwire" >"$text"
   release=$(sed -n '1s/.* on [^ ]* (\([^ ]*\) .*/\1/p' "$text")
   whole=$(awk '/^  stacks   share/ { on = 1; next } /^$/ { on = 0 }
     on && /%/ { all += $1; if (/thread.s root$/) whole = $1 }
@@ -116,15 +123,42 @@ waits() { # SERIES LOG
   done
 }
 
+# A thread of the program writes into the pipe, and a timer ends what waits for events.
+wakers() { # SERIES
+  local place function waited
+  for place in pipe_read:waits do_epoll_wait:interrupt; do
+    function=${place%:*} place=${place#*:}
+    waited=$("$out/stackwire" report --series off-cpu --where comm=waits --focus "$function" --by waker "$work/$1-wakers.stackwire" |
+      sed -n "s/^ *\([0-9.]*\) %  *[0-9.]*  $place\$/\1/p")
+    echo "kernel $1: $function: $place ended ${waited:-0} % of the waits"
+    awk -v waited="${waited:-0}" 'BEGIN { exit !(waited > 90) }' ||
+      { echo "kernel $1: another ended them" >&2; exit 1; }
+  done
+}
+
+# Switches and time on a CPU, by the kernel's own sums and by ours.
+scheduled() { # SERIES LOG
+  local said found
+  said=$(sed -n 's/^sched \([0-9]*\) [0-9]* [0-9]* \([0-9]*\) .*/\1 \2/p' "$2")
+  found=$("$out/stackwire" report --pmu --pmu-format json "$work/$1.stackwire" |
+    jq -r '.processes[] | select(.comm == "sched") | "\(.switches.voluntary) \(.slices.sum_ns)"' | head -1)
+  echo "kernel $1: sched: ${found:-no} switches and ns, ${said:-no} by its own count"
+  awk -v said="$said" -v found="$found" 'BEGIN { split(said, s, " "); split(found, f, " ")
+    for (i = 1; i <= 2; i++) if (!(s[i] > 100 && f[i] > 0.9 * s[i] && f[i] < 1.1 * s[i])) exit 1 }' ||
+    { echo "kernel $1: switches are not those there were" >&2; exit 1; }
+}
+
 for series in 6.1 6.12; do
   image=$(kernel "$series") || skip "no Debian kernel $series to be had"
   log=$work/$series.log
   # Both CPUs on one thread: on two, QEMU runs into instructions the kernel is just replacing ("Oops: int3").
   timeout 600 qemu-system-x86_64 -accel tcg,thread=single -m 768 -smp 2 -display none -monitor none -no-reboot -nic none \
-    -serial "file:$log" -serial "file:$work/$series.stackwire" -kernel "$image" -initrd "$work/initrd.gz" \
+    -serial "file:$log" -serial "file:$work/$series.stackwire" -serial "file:$work/$series-wakers.stackwire" -kernel "$image" -initrd "$work/initrd.gz" \
     -append "console=ttyS0 quiet panic=-1" </dev/null || true
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
   for program in unwind brief; do judge "$series" "$program"; done
   faults "$series" "$log"
   waits "$series" "$log"
+  wakers "$series"
+  scheduled "$series" "$log"
 done

@@ -10,6 +10,8 @@
 mod agreement;
 /// What cannot work says so: processes, options, outputs, captures, perf-maps, permissions.
 mod bad_input;
+/// Waits of servers beside offcputime.
+mod beside;
 /// The checkout: eBPF object and sources, help, version, doctor.
 mod checkout;
 /// Servers of debug files, good and bad, and the cache.
@@ -64,6 +66,8 @@ mod privileges;
 mod programs;
 /// What `report` shows, and how it is asked for.
 mod reports;
+/// How threads are scheduled, beside what the kernel counts and runqlat.
+mod scheduling;
 /// Several events at once, and captures of before there were several.
 mod series;
 /// Servers: many collectors, windows, kills in the middle.

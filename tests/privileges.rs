@@ -220,6 +220,13 @@ fn a_running_collector_holds_at_most_perfmon() {
     }
     let mut child = Command::new(binary("stackwire-collector"))
         .args(["--all", "--output=/dev/null", "--verbose"])
+        .args([
+            "--profile",
+            "--offcpu",
+            "--offcpu-wakers",
+            "--pmu",
+            "--event=cpu-clock,page-faults",
+        ])
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();

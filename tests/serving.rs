@@ -64,6 +64,48 @@ fn several_collectors_at_once_with_windows() {
 }
 
 #[test]
+fn a_window_has_all_that_was_recorded() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=2s"]);
+    let collector = Command::new(binary("stackwire-collector"))
+        .args(["--all", "--profile", "--offcpu", "--pmu", "--epoch=500ms", "--duration=5s"])
+        .arg(format!("--to=http://{}", server.address))
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    assert!(collector.success());
+    // Nor is one lost that has no samples.
+    let without_samples = Command::new(binary("stackwire-collector"))
+        .args(["--all", "--pmu", "--epoch=500ms", "--duration=1s"])
+        .arg(format!("--to=http://{}", server.address))
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    assert!(without_samples.success());
+    server.terminate();
+    let written = profiles(directory.path());
+    let of = |part: &str| {
+        let is_it = |path: &&std::path::PathBuf| path.to_str().unwrap().ends_with(part);
+        written.iter().filter(is_it).collect::<Vec<_>>()
+    };
+    let (on_cpu, off_cpu) = (of("-on-cpu.pb.gz"), of("-off-cpu.pb.gz"));
+    assert!(on_cpu.len() >= 2 && on_cpu.len() == off_cpu.len(), "{written:?}");
+    for (on_cpu, off_cpu) in on_cpu.into_iter().zip(off_cpu) {
+        assert_eq!(Pprof::read(on_cpu).kinds, ["samples/count", "cpu/nanoseconds"]);
+        assert!(Pprof::read(off_cpu).kinds.contains(&"off_cpu/nanoseconds".to_owned()));
+        let pmu = off_cpu.to_str().unwrap().replace("off-cpu.pb.gz", "pmu.json");
+        let pmu: serde_json::Value = serde_json::from_slice(&std::fs::read(pmu).unwrap()).unwrap();
+        assert!(pmu["total"]["slices"]["count"].as_u64().unwrap() > 0);
+    }
+    let all = std::fs::read_dir(directory.path()).unwrap().flatten();
+    let all = all.filter(|it| it.path().to_str().unwrap().ends_with("-pmu.json")).count();
+    assert!(all > of("-off-cpu.pb.gz").len(), "{all}");
+}
+
+#[test]
 fn a_server_that_is_killed_loses_nothing_and_counts_nothing_twice() {
     if !privileged() {
         return;

@@ -7,6 +7,7 @@ use std::process::Command;
 use crate::support::go::releases;
 use crate::support::interpreters::pythons;
 use crate::support::lying::{eh_frame, new_build_id, replace_eh_frame, section, write_at};
+use crate::support::mounted::Mounted;
 use crate::support::postgres::Postgres;
 use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire};
 
@@ -368,41 +369,6 @@ fn programs_that_become_each_other_never_share_a_stack() {
     }
 }
 
-/// A directory as `bindfs` shows it elsewhere, as long as it is not stopped.
-struct Mounted {
-    server: std::process::Child,
-    at: PathBuf,
-}
-
-impl Mounted {
-    fn new(directory: &Path, at: &Path) -> Self {
-        let server = Command::new("bindfs").arg("-f").args([directory, at]).spawn().unwrap();
-        let mounted =
-            || std::fs::read_to_string("/proc/mounts").unwrap().contains(at.to_str().unwrap());
-        let is_there = (0..100).any(|_| {
-            std::thread::sleep(std::time::Duration::from_millis(50));
-            mounted()
-        });
-        assert!(is_there, "bindfs does not mount");
-        Self { server, at: at.to_owned() }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.server.id().to_string();
-        assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        self.signal("CONT");
-        // Lazily: what still runs from it must not keep it.
-        let _ = Command::new("umount").arg("-l").arg(&self.at).status();
-        let _ = self.server.kill();
-        let _ = self.server.wait();
-    }
-}
-
 /// Copies of a program whose call frame information lies, or whose file is not what it was: each
 /// costs its own frames alone, and the report says why.
 #[test]
@@ -467,13 +433,12 @@ fn executables_that_lie_cost_their_own_frames_alone() {
     }
     // A file system that stops answering once the program runs.
     let (below, mounted) = (directory.path().join("below"), directory.path().join("mounted"));
-    let fuse =
-        crate::support::can("bindfs on /dev/fuse", Path::new("/dev/fuse").exists()).then(|| {
-            std::fs::create_dir(&below).unwrap();
-            std::fs::create_dir(&mounted).unwrap();
-            patch(&copy("below/silent"), 0, b"\x7f");
-            Mounted::new(&below, &mounted)
-        });
+    let fuse = Mounted::can().then(|| {
+        std::fs::create_dir(&below).unwrap();
+        std::fs::create_dir(&mounted).unwrap();
+        patch(&copy("below/silent"), 0, b"\x7f");
+        Mounted::new(&below, &mounted, &[])
+    });
     if fuse.is_some() {
         programs.push((mounted.join("silent"), false));
     }

@@ -10,8 +10,10 @@
 pub mod arch;
 mod picker;
 mod record;
+pub mod sched_stats;
 /// What walking by tables takes: the tables, a rule, the step, the kernel's tree of mappings.
 mod walk {
+    pub mod frame;
     pub mod masked;
     pub mod memory;
     pub mod rule;
@@ -24,10 +26,10 @@ pub use picker::Picker;
 pub use record::{
     COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
     MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, MAX_WAITING, PICK, RING_BYTES, RecordKind,
-    SAMPLE, SampleHeader, Scope, Stratum, TOLD_STACKS, Unwind, UserEnd, WAIT_WORDS, WALK, Wait,
-    WaitState, Waiting,
+    SAMPLE, SampleHeader, Scope, Stratum, TOLD_STACKS, Unwind, UserEnd, WAIT_WORDS, WALK,
+    WOKEN_WORDS, Wait, WaitState, Waiting, Waker, Woken, waits_behind,
 };
 pub use walk::masked::masked;
 pub use walk::memory::Memory;
 pub use walk::rule::{NO_RULE, Rule, cfa, fp, ra};
-pub use walk::{tables, unwind, vma};
+pub use walk::{frame, tables, unwind, vma};

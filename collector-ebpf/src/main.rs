@@ -4,8 +4,10 @@
 //! On the host this is an empty program, so that `cargo build --workspace` works; `make ebpf`
 //! builds the real one. Loaded and attached by `collector/src/sampler/`.
 
-#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+#![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
+#[cfg(target_arch = "bpf")]
+mod atomic;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
@@ -14,15 +16,20 @@ mod processes;
 mod sources {
     pub mod off_cpu;
     pub mod perf_event;
+    pub mod scheduler;
+    pub mod wakers;
 }
 #[cfg(target_arch = "bpf")]
 mod targets;
 #[cfg(target_arch = "bpf")]
 mod task;
 #[cfg(target_arch = "bpf")]
+mod told;
+#[cfg(target_arch = "bpf")]
 mod walk {
     pub mod by_frame_pointers;
     pub mod by_tables;
+    pub mod remembered;
     pub mod stacks;
     pub mod tree;
 }

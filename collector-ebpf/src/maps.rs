@@ -8,13 +8,12 @@ use aya_ebpf::helpers::generated::bpf_ringbuf_output;
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::Rule;
-use stackwire_collector_ebpf::arch::SignalFrame;
+use stackwire_collector_ebpf::frame::TableWalk;
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
-use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS,
-    MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader, TOLD_STACKS, Waiting,
+    MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader, TOLD_STACKS, Waiting, Waker,
 };
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
@@ -26,20 +25,54 @@ pub struct Scratch {
     pub walk: Walk,
     /// Likewise, for a walk by tables.
     pub tables: TableWalk,
+    /// Likewise: what it read, and what it is known by.
+    pub reads: Reads,
+    pub key: u64,
+    /// Likewise: which thread is being woken, and which wait of it ends.
+    pub woken: Ends,
 }
 
-/// A walk by unwind tables, half done.
+/// Words of a process's memory that a walk by tables came by.
 #[repr(C)]
-pub struct TableWalk {
-    pub cursor: Cursor,
-    /// The mapping of the frame before: often that of the next.
-    pub mapping: Mapping,
-    /// Of the process: first mapping, number of mappings.
+pub struct Reads {
+    /// How many; more than [`MAX_READS`]: too many, or the walk depends on more than them.
+    pub count: u64,
+    pub at: [u64; MAX_READS],
+    pub found: [u64; MAX_READS],
+}
+
+/// A walk of two words a frame is at most half as deep.
+pub const MAX_READS: usize = 32;
+
+/// A stack that was walked on this CPU. While memory has the same words, the same walk gives it.
+#[repr(C)]
+pub struct Remembered {
+    /// Of the process and the registers it begins with.
+    pub key: u64,
+    /// First mapping and number of mappings of the process.
     pub first: u32,
-    pub count: u32,
-    /// Of the tables, when the walk began.
+    pub mappings: u32,
+    /// Of the tables.
     pub generation: u64,
-    pub signal: SignalFrame,
+    /// Of the stack.
+    pub number: u64,
+    pub reads: Reads,
+}
+
+/// A power of two: 70 KiB on each CPU.
+pub const REMEMBERED_STACKS: u32 = 128;
+
+/// By the key. The collector makes it smaller where waits are not recorded.
+#[map]
+pub static REMEMBERED: PerCpuArray<Remembered> =
+    PerCpuArray::with_max_entries(REMEMBERED_STACKS, 0);
+
+/// A wait that is about to end.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Ends {
+    pub since_ns: u64,
+    pub tid: u32,
 }
 
 /// A walk of a user stack, half done.
@@ -83,19 +116,28 @@ pub static STAGES: ProgramArray = ProgramArray::with_max_entries(3, 0);
 #[map]
 pub static WAIT_STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
 
-/// One for each kind of program that walks stacks: they interrupt each other.
+/// Likewise for `sources/wakers.rs`.
 #[map]
-pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(2, 0);
+pub static WAKER_STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
+
+/// One for each kind of program that takes stacks: they interrupt each other.
+#[map]
+pub static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(4, 0);
 /// The slot of programs of perf events.
 pub const SAMPLER: u32 = 0;
 /// The slot of programs at a switch to another thread.
 pub const SWITCHER: u32 = 1;
-/// In `SEARCH`: the slot of answers to the collector.
+/// The slot of answers to the collector.
 pub const ANSWERS: u32 = 2;
+/// The slot of programs at a wake-up.
+pub const WAKER: u32 = 3;
 
 /// By thread id. The collector makes it smaller where waits are not recorded.
 #[map]
 pub static WAITING: HashMap<u32, Waiting> = HashMap::with_max_entries(MAX_WAITING, 0);
+/// Who woke a thread last, by its id. The collector makes it smaller where that is not recorded.
+#[map]
+pub static WAKERS: HashMap<u32, Waker> = HashMap::with_max_entries(MAX_WAITING, 0);
 /// Numbers of stacks that the collector was told of, each in the place that its bits from
 /// the ninth on name.
 #[map]
@@ -147,6 +189,8 @@ pub struct Search {
     pub node: Node,
     pub at: u64,
     pub found: Vma,
+    /// What was found, as the tables have it.
+    pub mapping: Mapping,
 }
 
 /// A mapping, as the kernel has it.
@@ -162,7 +206,7 @@ pub struct Vma {
 /// Room to search the kernel's tree of mappings: as in `SCRATCH`, and that of answers to the
 /// collector.
 #[map]
-pub static SEARCH: PerCpuArray<Search> = PerCpuArray::with_max_entries(3, 0);
+pub static SEARCH: PerCpuArray<Search> = PerCpuArray::with_max_entries(4, 0);
 
 #[unsafe(no_mangle)]
 pub static LAYOUT: Layout = Layout {
@@ -211,6 +255,12 @@ static CONFIG: Config = Config {
     wait_threshold_ns: 0,
     wait_states: 0,
     wait_event: 0,
+    add_up: 0,
+    counters: 0,
+    wakers: 0,
+    task_policy: 0,
+    task_runtime: 0,
+    task_runtime_before: 0,
     reserved: 0,
 };
 

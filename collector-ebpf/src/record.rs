@@ -72,14 +72,19 @@ pub struct SampleHeader {
 pub enum RecordKind {
     /// A sample of an event, with its stacks.
     Sample = 0,
-    /// The stacks a thread waits with. `period` is their number, a hash: later waits refer to it.
+    /// A stack that threads wait with: a user stack, or a kernel stack, which is of no process.
+    /// `period` is its number, a hash: waits refer to it.
     Stack = 1,
-    /// A wait that is over. Its words are those of a [`Wait`], in place of frames.
+    /// A wait that is over. Its words are those of a [`Wait`], in place of frames, or of a
+    /// [`Woken`].
     Wait = 2,
 }
 
 /// Words of a [`RecordKind::Wait`], which its header counts as user frames.
-pub const WAIT_WORDS: usize = 3;
+pub const WAIT_WORDS: usize = 5;
+
+/// Likewise, where it is known who ended it.
+pub const WOKEN_WORDS: usize = WAIT_WORDS + 7;
 
 /// A wait that is over, as the ring has it.
 #[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]
@@ -88,12 +93,48 @@ pub const WAIT_WORDS: usize = 3;
 pub struct Wait {
     /// `time_ns` is when it ended, `period` how many nanoseconds it took.
     pub header: SampleHeader,
-    /// The number of the stacks it waited with; 0: nobody saw it begin.
-    pub stack: u64,
+    /// The number of the user stack it waited with; 0: nobody saw it begin.
+    pub user_stack: u64,
+    /// The number of the kernel stack.
+    pub kernel_stack: u64,
     /// Nanoseconds until it could run again, weighted, see [`Config::wait_threshold_ns`].
     pub blocked_ns: u64,
     /// Nanoseconds from then until it ran, likewise.
     pub runnable_ns: u64,
+    /// How many waits it stands for.
+    pub count: u64,
+}
+
+/// Who woke a thread, and from where.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, IntoBytes, KnownLayout))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Waker {
+    /// Which wait it ended: its [`Waiting::since_ns`].
+    pub of: u64,
+    /// The number of its user stack; 0: it was not walked.
+    pub user_stack: u64,
+    /// The number of its kernel stack; 0: it was not taken.
+    pub kernel_stack: u64,
+    /// As in [`SampleHeader`]; 0: the capture is not of this process.
+    pub start_boottime_ns: u64,
+    /// As in [`SampleHeader`].
+    pub pid: u32,
+    /// As in [`SampleHeader`]; 0: the CPU was idle when an interrupt came.
+    pub tid: u32,
+    /// As in [`SampleHeader`].
+    pub comm: [u8; 16],
+}
+
+/// A wait that is over, and who ended it.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Woken {
+    /// The wait.
+    pub wait: Wait,
+    /// Who ended it.
+    pub waker: Waker,
 }
 
 /// How a thread waits.
@@ -125,8 +166,12 @@ pub struct Waiting {
     pub since_ns: u64,
     /// Since when it could run, likewise; 0: it cannot yet.
     pub woken_ns: u64,
-    /// The number of the stacks it waits with; 0: nobody saw it begin.
-    pub stack: u64,
+    /// The number of the user stack it waits with; 0: nobody saw it begin.
+    pub user_stack: u64,
+    /// The number of the kernel stack, once it was looked at.
+    pub kernel_stack: u64,
+    /// Of which wait that is: its `since_ns`.
+    pub kernel_stack_of: u64,
     /// As in [`SampleHeader`].
     pub start_boottime_ns: u64,
     /// As in [`SampleHeader`].
@@ -166,6 +211,16 @@ impl Stratum {
         Self { past_ns: 0, point_ns: point(threshold_ns, random) }
     }
 
+    /// Whether a wait that takes this long, or less than a sixteenth of the threshold longer, may
+    /// be taken.
+    #[inline(always)]
+    #[must_use]
+    pub fn may_take(&self, wait_ns: u64, threshold_ns: u32) -> bool {
+        let past = u64::from(self.past_ns) + wait_ns + u64::from(threshold_ns / 16);
+        let covers = self.point_ns >= self.past_ns && u64::from(self.point_ns) < past;
+        covers || past >= u64::from(threshold_ns)
+    }
+
     /// How often a wait shorter than the threshold is taken: never, once or twice.
     #[inline(always)]
     pub fn take(&mut self, wait_ns: u32, threshold_ns: u32, random: u32) -> u32 {
@@ -185,6 +240,19 @@ impl Stratum {
         }
         taken
     }
+}
+
+/// How many waits one stands for that was taken with a weight: rounded up or down at random, so
+/// that the sum of many is right.
+#[inline(always)]
+#[must_use]
+pub fn waits_behind(wait_ns: u32, weight_ns: u64, random: u32) -> u64 {
+    let wait_ns = u64::from(wait_ns);
+    if wait_ns == 0 {
+        return 0;
+    }
+    let rest = weight_ns % wait_ns;
+    weight_ns / wait_ns + u64::from((u64::from(random) * wait_ns) >> 32 < rest)
 }
 
 /// A random number becomes one less than the threshold.
@@ -260,18 +328,25 @@ pub enum Counter {
     NoScratch = 2,
     /// Children that did not fit into `TARGETS`; their samples are not in `Taken`.
     TargetsFull = 3,
-    /// Parts of waits, blocked and runnable, that became records or should have.
+    /// Parts of waits, blocked and runnable, that became records or should have; each as often as
+    /// the waits it stands for.
     WaitsTaken = 4,
     /// Of those, records the ring buffer had no room for.
     WaitsLost = 5,
     /// Nanoseconds of those.
     WaitsLostNs = 6,
-    /// Waits of threads that [`MAX_WAITING`] has no room for.
+    /// Waits of threads that [`MAX_WAITING`] has no room for, for an event or for a CPU.
     ThreadsFull = 7,
+    /// Of those in `WaitsTaken`, waits of threads that waited again and were not seen to run in
+    /// between: some kernels hide the switches of processes they protect. Of threads in real time
+    /// alone. Of others the kernel knows when they were given their CPU.
+    WaitsUnseen = 8,
+    /// Nanoseconds from their begin until the thread waited again.
+    WaitsUnseenNs = 9,
 }
 
 /// Slots each CPU has in `COUNTERS`.
-pub const COUNTERS_PER_CPU: u32 = 8;
+pub const COUNTERS_PER_CPU: u32 = 16;
 
 /// Which tasks are sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -329,6 +404,19 @@ pub struct Config {
     pub wait_states: u32,
     /// Which event blocked time is of; the one behind it is runnable time.
     pub wait_event: u32,
+    /// What is added up of how threads are scheduled, and of which:
+    /// [`AddUp`](crate::sched_stats::AddUp) as a number.
+    pub add_up: u32,
+    /// How many counters are read at each switch.
+    pub counters: u32,
+    /// Non-zero: with each wait it is recorded who ended it.
+    pub wakers: u32,
+    /// Offset of `policy`.
+    pub task_policy: u32,
+    /// Offset of `se.sum_exec_runtime`.
+    pub task_runtime: u32,
+    /// Offset of `se.prev_sum_exec_runtime`: that of when it was given its CPU.
+    pub task_runtime_before: u32,
     /// Zero; keeps the size a multiple of 8.
     pub reserved: u32,
 }
@@ -356,10 +444,11 @@ pub const RING_BYTES: u32 = 8 << 20;
 #[cfg(not(target_arch = "bpf"))]
 mod layout {
     //! What the two compilations must agree on.
-    use super::{Config, SampleHeader, WAIT_WORDS, Wait};
+    use super::{Config, SampleHeader, WAIT_WORDS, WOKEN_WORDS, Wait, Woken};
     const _: () = assert!(size_of::<SampleHeader>() == 72 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 80);
+    const _: () = assert!(size_of::<Config>() == 104);
     const _: () = assert!(size_of::<Wait>() == size_of::<SampleHeader>() + WAIT_WORDS * 8);
+    const _: () = assert!(size_of::<Woken>() == size_of::<SampleHeader>() + WOKEN_WORDS * 8);
 }
 
 #[cfg(test)]
@@ -380,11 +469,17 @@ mod tests {
         for turn in 0..20_000 {
             let kind = turn % 2;
             let wait = [THRESHOLD / 4, THRESHOLD / 4 * 3][kind];
-            taken[kind] += u64::from(stratum.take(wait, THRESHOLD, random()));
+            let may = stratum.may_take(u64::from(wait) - 20_000, THRESHOLD);
+            let times = stratum.take(wait, THRESHOLD, random());
+            assert!(may || times == 0, "taken and not seen to come");
+            taken[kind] += u64::from(times);
             all[kind] += u64::from(wait);
         }
         let sum: u64 = taken.iter().sum();
         assert!(sum.abs_diff(10_000) <= 1, "{taken:?}");
+        let of = |wait_ns| waits_behind(wait_ns, THRESHOLD.into(), random());
+        let counted: u64 = (0..3_000).map(|_| THRESHOLD / 7 * 4).map(of).sum();
+        assert!(counted.abs_diff(3_000 * 7 / 4) < 150, "{counted}");
         for (taken, all) in taken.into_iter().zip(all) {
             let of = taken * u64::from(THRESHOLD);
             assert!(of.abs_diff(all) < all / 30, "{of} of {all}");

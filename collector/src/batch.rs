@@ -6,15 +6,16 @@
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
-use stackwire_collector_ebpf::{SampleHeader, UserEnd};
-use stackwire_model::{Address, EndReason, FileOffset, UserAddr, Wait};
+use stackwire_collector_ebpf::{KernelEnd, SampleHeader, UserEnd};
+use stackwire_model::{Address, EndReason, FileOffset, SchedStats, UserAddr, Wait};
 
-use crate::host::kallsyms::KernelLayout;
+use crate::host::kallsyms::{KernelLayout, WokenFrom};
 use crate::normalize::{self, Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
+use crate::sched::Done;
 use crate::sources::record::comm_text;
-use crate::waits::{Part, Stacks};
+use crate::waits::{Over, Part, Stacks, Taken, Waker};
 
 /// A process with samples in this epoch, as it was at the first of them; or one that ended in it.
 #[derive(Clone, Debug, Default)]
@@ -99,8 +100,46 @@ pub struct Sample {
     pub kernel: u32,
     /// Weight.
     pub value: u64,
+    /// How many events it stands for.
+    pub count: u32,
     /// The wait it is a part of, if it is of one.
     pub wait: Option<Wait>,
+}
+
+/// Who ended waits, and from where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WakerDef {
+    /// A thread.
+    Thread {
+        /// Process id.
+        pid: u32,
+        /// Thread id.
+        tid: u32,
+        /// Name, NUL-padded.
+        comm: [u8; 16],
+        /// 0 = the capture is not of it, else 1 + index into [`Epoch::processes`].
+        process: u32,
+        /// As in [`Sample`].
+        user: u32,
+        /// Likewise.
+        kernel: u32,
+    },
+    /// An interrupt, of a timer for example.
+    Interrupt {
+        /// As in [`Sample`]: what the interrupt ran.
+        kernel: u32,
+    },
+}
+
+/// How a process or a thread was scheduled.
+#[derive(Clone, Debug)]
+pub struct SchedDef {
+    /// 1 + index into [`Epoch::processes`]; 0: those there was no room to tell apart.
+    pub process: u32,
+    /// 1 + index into [`Epoch::threads`]; 0: all threads of the process.
+    pub thread: u32,
+    /// The sums.
+    pub stats: SchedStats,
 }
 
 /// The epoch.
@@ -120,6 +159,13 @@ pub struct Epoch {
     pub stacks: Vec<(u32, EndReason)>,
     /// Samples by event, each in time order.
     pub series: Vec<Vec<Sample>>,
+    /// Who ended waits.
+    pub wakers: Vec<WakerDef>,
+    /// By event, of its samples: 0 = nobody known, else 1 + index into [`Epoch::wakers`]. Shorter
+    /// where nobody is known any more. No part of [`Sample`], which most have no use for it in.
+    pub woken_by: Vec<Vec<u32>>,
+    /// How processes and threads were scheduled.
+    pub sched: Vec<SchedDef>,
 
     executable_index: FxHashMap<u64, u32>,
     process_index: FxHashMap<u64, u32>,
@@ -127,6 +173,7 @@ pub struct Epoch {
     thread_index: FxHashMap<ThreadDef, u32>,
     node_index: FxHashMap<Node, u32>,
     stack_index: FxHashMap<(u32, EndReason), u32>,
+    waker_index: FxHashMap<WakerDef, u32>,
     /// Raw addresses with what else their meaning depends on → stack (1 + index, 0 = none).
     seen: FxHashMap<Box<[u64]>, u32>,
     seen_words: usize,
@@ -143,34 +190,21 @@ impl Epoch {
         header: &SampleHeader,
         user: &[u64],
         kernel: &[u64],
-        wait: Option<Wait>,
+        taken: Taken,
         processes: &mut Processes,
         layout: &KernelLayout,
     ) {
-        let unmapped = processes.executables().intern(Kind::Unmapped);
-        let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
-        let process_index = self.process(process);
-        let thread =
-            self.thread(ThreadDef { process: process_index, tid: header.tid, comm: header.comm });
-
-        let certain = process.certain(header.time_ns, user);
-        let (user, user_end) = match user.get(..certain) {
-            Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),
-            _ => (user, header.user_end),
-        };
-        let version = u64::from(process.version) << 8 | u64::from(user_end);
-        let user = self.stack(&[process.image, version], user, |epoch| {
-            let stack = normalize::user(process, user, user_end, &unmapped)?;
-            epoch.define_mappings(process_index, &stack.frames);
-            Some(stack)
-        });
-        let executables = processes.executables();
-        let kernel = self.stack(&[KERNEL_STACK, header.kernel_end.into()], kernel, |_| {
-            normalize::kernel(layout, kernel, header.kernel_end, executables)
-        });
+        let (process, user) = self.user_stack(header, user, processes);
+        let kernel = self.kernel_stack(header.kernel_end, kernel, processes, layout);
+        let thread = self.thread(ThreadDef { process, tid: header.tid, comm: header.comm });
         let event = usize::from(header.event);
         if self.series.len() <= event {
             self.series.resize_with(event + 1, Vec::new);
+            self.woken_by.resize_with(event + 1, Vec::new);
+        }
+        if taken.waker != 0 {
+            self.woken_by[event].resize(self.series[event].len(), 0);
+            self.woken_by[event].push(taken.waker);
         }
         self.series[event].push(Sample {
             time_ns: header.time_ns,
@@ -179,21 +213,103 @@ impl Epoch {
             user,
             kernel,
             value: header.period,
-            wait,
+            count: taken.count,
+            wait: taken.wait,
         });
     }
 
     /// Adds the parts of a wait.
-    pub fn add_wait(
+    pub fn add_wait(&mut self, over: &Over<'_>, processes: &mut Processes, layout: &KernelLayout) {
+        let waker = over.waker.as_ref().map_or(0, |waker| 1 + self.waker(waker, processes, layout));
+        let Stacks { user, kernel } = over.stacks;
+        for Part { header, taken } in &over.parts {
+            let taken = Taken { waker, ..*taken };
+            self.add(header, user, kernel, taken, processes, layout);
+        }
+    }
+
+    fn waker(
         &mut self,
-        parts: &[Part],
-        stacks: &Stacks,
+        waker: &Waker<'_>,
         processes: &mut Processes,
         layout: &KernelLayout,
-    ) {
-        for Part { header, wait } in parts {
-            self.add(header, &stacks.user, &stacks.kernel, Some(*wait), processes, layout);
+    ) -> u32 {
+        let Waker { header, stacks } = waker;
+        let waker = match layout.woken_from(stacks.kernel) {
+            WokenFrom::Interrupt(ran) => {
+                let kernel = self.kernel_stack(KernelEnd::Complete as u8, ran, processes, layout);
+                WakerDef::Interrupt { kernel }
+            }
+            WokenFrom::Thread(ran) => {
+                // Of another process's thread there is its name alone.
+                let (process, user) = match header.start_boottime_ns {
+                    0 => (0, 0),
+                    _ => {
+                        let (process, user) = self.user_stack(header, stacks.user, processes);
+                        (1 + process, user)
+                    }
+                };
+                let kernel = self.kernel_stack(header.kernel_end, ran, processes, layout);
+                let &SampleHeader { pid, tid, comm, .. } = header;
+                WakerDef::Thread { pid, tid, comm, process, user, kernel }
+            }
+        };
+        intern(&mut self.waker_index, &mut self.wakers, waker, waker)
+    }
+
+    /// The process a user stack is of, and the stack.
+    fn user_stack(
+        &mut self,
+        header: &SampleHeader,
+        user: &[u64],
+        processes: &mut Processes,
+    ) -> (u32, u32) {
+        let unmapped = processes.executables().intern(Kind::Unmapped);
+        let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
+        let index = self.process(process);
+        let certain = process.certain(header.time_ns, user);
+        let (user, user_end) = match user.get(..certain) {
+            Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),
+            _ => (user, header.user_end),
+        };
+        let version = u64::from(process.version) << 8 | u64::from(user_end);
+        let user = self.stack(&[process.image, version], user, |epoch| {
+            let stack = normalize::user(process, user, user_end, &unmapped)?;
+            epoch.define_mappings(index, &stack.frames);
+            Some(stack)
+        });
+        (index, user)
+    }
+
+    fn kernel_stack(
+        &mut self,
+        end: u8,
+        kernel: &[u64],
+        processes: &mut Processes,
+        layout: &KernelLayout,
+    ) -> u32 {
+        let executables = processes.executables();
+        self.stack(&[KERNEL_STACK, end.into()], kernel, |_| {
+            normalize::kernel(layout, kernel, end, executables)
+        })
+    }
+
+    /// Adds how somebody was scheduled.
+    pub fn add_sched(&mut self, done: &Done, processes: &mut Processes) {
+        let stats = done.stats.clone();
+        let Some(of) = done.of else {
+            self.sched.push(SchedDef { process: 0, thread: 0, stats });
+            return;
+        };
+        let process = processes.sampled(of.pid, of.start_boottime_ns, of.cgroup_id);
+        // One that ended before anybody read its name.
+        if process.comm.is_empty() {
+            process.comm = comm_text(&of.comm);
         }
+        let process = self.process(process);
+        let thread = of.tid.map(|tid| self.thread(ThreadDef { process, tid, comm: of.comm }));
+        let thread = thread.map_or(0, |thread| thread + 1);
+        self.sched.push(SchedDef { process: process + 1, thread, stats });
     }
 
     /// Rough bytes held, to cut epochs before they grow large.
@@ -202,13 +318,14 @@ impl Epoch {
         self.seen_words * 8
             + (self.nodes.len() + self.mappings.len() + self.threads.len()) * 64
             + self.processes.len() * 192
-            + self.samples() * size_of::<Sample>()
+            + self.wakers.len() * size_of::<WakerDef>() * 2
+            + self.series.iter().map(Vec::len).sum::<usize>() * size_of::<Sample>()
     }
 
-    /// How many samples there are, of all events.
+    /// How many events the samples stand for, of all kinds.
     #[must_use]
-    pub fn samples(&self) -> usize {
-        self.series.iter().map(Vec::len).sum()
+    pub fn samples(&self) -> u64 {
+        self.series.iter().flatten().map(|sample| u64::from(sample.count)).sum()
     }
 
     /// Whether an image ran anonymous memory in this epoch.
@@ -362,7 +479,7 @@ mod tests {
         let layout = KernelLayout::default();
         for stack in [[0x1001, 0x1100, 0x1200], [0x1002, 0x1100, 0x1200], [0x1001, 0x1100, 0x1200]]
         {
-            epoch.add(&header, &stack, &[], None, &mut processes, &layout);
+            epoch.add(&header, &stack, &[], Taken::ONE, &mut processes, &layout);
         }
         let samples = &epoch.series[0];
         assert_eq!((samples.len(), epoch.samples()), (3, 3));

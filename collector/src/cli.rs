@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    Config, Destination, Event, Limits, OffCpu, Scope, Share, Target, Unwind, VERSION, WaitState,
+    AddUp, Config, Destination, Event, Limits, OffCpu, Scope, Share, Target, Unwind, VERSION,
+    WaitState,
 };
 
 /// Sample stacks with eBPF and stream them unsymbolized.
@@ -43,8 +44,15 @@ pub struct Args {
     /// as the series run-queue. Alone it takes no samples of events.
     #[arg(long)]
     offcpu: bool,
-    /// Take samples of events beside what --offcpu records.
-    #[arg(long, requires = "offcpu")]
+    /// Add up how threads are scheduled: how long they run in one go and wait for a CPU, why they
+    /// leave it, and what hardware counters count. Alone it takes no samples of events.
+    #[arg(long)]
+    pmu: bool,
+    /// Add it up for each thread, not for each process.
+    #[arg(long, requires = "pmu")]
+    per_thread: bool,
+    /// Take samples of events beside what --offcpu and --pmu record.
+    #[arg(long)]
     profile: bool,
     /// Which waits are recorded: for events that signals interrupt (sleep), for disks and locks of
     /// the kernel (disk), stopped by a signal or debugger (stopped), or able to run and without a
@@ -55,10 +63,14 @@ pub struct Args {
     /// totals as they are. 0 records every wait.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "1ms", requires = "offcpu")]
     offcpu_threshold: Duration,
+    /// Record who ended each wait, and from which stack: labels waker, waker_pid, waker_tid and
+    /// waker_stack.
+    #[arg(long, requires = "offcpu")]
+    offcpu_wakers: bool,
     /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     sample_rate: u32,
-    /// Record kernel stacks.
+    /// Record kernel stacks. Those of waits always are.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
     kernel_stacks: bool,
     /// End the capture after this long, as "30s", "5m" or 30. Without it, Ctrl-C ends it.
@@ -124,8 +136,18 @@ impl Args {
             None => Scope::Processes { pids: self.pid, follow: self.follow },
         };
         let mut config = Config::new(scope);
-        config.events = if self.offcpu && !self.profile { Vec::new() } else { self.event };
-        let off_cpu = OffCpu { states: self.offcpu_states, threshold: self.offcpu_threshold };
+        let others = self.offcpu || self.pmu;
+        config.events = if others && !self.profile { Vec::new() } else { self.event };
+        config.sched = match (self.pmu, self.per_thread) {
+            (false, _) => AddUp::Nothing,
+            (true, false) => AddUp::Processes,
+            (true, true) => AddUp::Threads,
+        };
+        let off_cpu = OffCpu {
+            states: self.offcpu_states,
+            threshold: self.offcpu_threshold,
+            wakers: self.offcpu_wakers,
+        };
         config.off_cpu = self.offcpu.then_some(off_cpu);
         config.frequency = self.sample_rate;
         config.kernel_stacks = self.kernel_stacks;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::MAX_EVENTS;
-use stackwire_model::{Event, OffCpu, Share, Unwind};
+use stackwire_model::{AddUp, Event, OffCpu, Share, Unwind};
 use stackwire_rights::capabilities::as_user;
 
 use crate::outbox::Limits;
@@ -30,8 +30,12 @@ pub enum Scope {
     Cgroup(PathBuf),
 }
 
-/// Above it, most waits would not be taken one by one.
-const MAX_THRESHOLD: Duration = Duration::from_secs(1);
+/// `CGROUP2_SUPER_MAGIC` of include/uapi/linux/magic.h.
+const CGROUP2: i64 = 0x6367_7270;
+
+/// Above it, most waits would not be taken one by one, and a short one would stand for more than
+/// a profile's count of events holds.
+const MAX_THRESHOLD: Duration = Duration::from_millis(100);
 
 /// Where a capture goes.
 #[derive(Clone, Debug)]
@@ -51,6 +55,8 @@ pub struct Config {
     pub events: Vec<Event>,
     /// Where threads wait: two series, of blocked and of runnable time.
     pub off_cpu: Option<OffCpu>,
+    /// How threads are scheduled, added up.
+    pub sched: AddUp,
     /// Samples of each a second and CPU.
     pub frequency: u32,
     /// Record kernel stacks.
@@ -113,7 +119,7 @@ pub enum ConfigError {
     NoWaitState,
     /// A threshold no one would want.
     #[error(
-        "an off-CPU threshold of {0:?} is too long: 1s is the longest, 1ms a good one, and 0 takes every wait"
+        "an off-CPU threshold of {0:?} is too long: 100ms is the longest, 1ms a good one, and 0 takes every wait"
     )]
     Threshold(Duration),
     /// An event twice.
@@ -155,6 +161,7 @@ impl Config {
             scope,
             events: vec![Event::cpu_clock()],
             off_cpu: None,
+            sched: AddUp::Nothing,
             frequency: 99,
             kernel_stacks: true,
             unwind: Unwind::default(),
@@ -177,7 +184,10 @@ impl Config {
         if let Some(limit) = max_sample_rate().filter(|&limit| self.frequency > limit) {
             return Err(ConfigError::RateTooHigh { asked: self.frequency, limit });
         }
-        if self.events.is_empty() && self.off_cpu.is_none() || self.events.len() > MAX_EVENTS {
+        let adds_up = self.sched != AddUp::Nothing;
+        if self.events.is_empty() && self.off_cpu.is_none() && !adds_up
+            || self.events.len() > MAX_EVENTS
+        {
             return Err(ConfigError::Events(self.events.len()));
         }
         if let Some(off_cpu) = &self.off_cpu {
@@ -205,9 +215,10 @@ impl Config {
                 pids.iter().try_for_each(|&pid| check_process(pid, Path::new("/proc")))?;
             }
             Scope::Cgroup(path) => {
-                let has = |name| path.join(name).exists();
-                let is_one = as_user(|| has("cgroup.procs") || has("cgroup.controllers"));
-                if is_one != Ok(true) {
+                // One of version 1 has ids of another kind.
+                let of_cgroups = || rustix::fs::statfs(path).is_ok_and(|of| of.f_type == CGROUP2);
+                let is_one = || path.is_dir() && of_cgroups();
+                if as_user(is_one) != Ok(true) {
                     return Err(ConfigError::NotACgroup(path.clone()));
                 }
             }
@@ -299,6 +310,14 @@ mod tests {
         config.events = vec![clock];
         config.duration = Some(Duration::ZERO);
         assert_eq!(config.check(), Err(ConfigError::NoDuration));
+        // As one of version 1 is, or a directory of any kind with such a file.
+        let like_one =
+            std::env::temp_dir().join(format!("stackwire-cgroup-{}", std::process::id()));
+        std::fs::create_dir(&like_one).unwrap();
+        std::fs::write(like_one.join("cgroup.procs"), "").unwrap();
+        let config = Config::new(Scope::Cgroup(like_one.clone()));
+        assert_eq!(config.check(), Err(ConfigError::NotACgroup(like_one.clone())));
+        std::fs::remove_dir_all(&like_one).unwrap();
         let config = Config::new(Scope::Cgroup("/proc/self".into()));
         assert_eq!(config.check(), Err(ConfigError::NotACgroup("/proc/self".into())));
     }

@@ -35,6 +35,7 @@ mod pipeline;
 mod priority;
 mod process;
 mod sampler;
+mod sched;
 mod session;
 mod sink;
 mod sources;
@@ -48,7 +49,7 @@ pub use pipeline::Summary;
 pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{SinkError, Target};
-pub use stackwire_model::{Event, LostReason, OffCpu, Share, Unwind, WaitState};
+pub use stackwire_model::{AddUp, Event, LostReason, OffCpu, Share, Unwind, WaitState};
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
 pub use unwind::Stats as TableStats;
 

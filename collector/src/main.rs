@@ -75,7 +75,7 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
             tables.loaded, tables.evicted, tables.failed
         ));
         for (reason, count) in &summary.lost {
-            say(format_args!("lost: {reason:?} {count}"));
+            say(format_args!("lost: {count} {}", reason.text()));
         }
         if summary.denied > 0 {
             say(format_args!(

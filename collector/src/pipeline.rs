@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use stackwire_collector_ebpf::sched_stats::{SwitchReason, THE_REST};
 use stackwire_collector_ebpf::{Counter, RecordKind};
 use stackwire_model::LostReason;
 
@@ -21,9 +22,10 @@ use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
 use crate::process::{Processes, maps};
 use crate::sampler::{Batch, RawSample, Sampler};
+use crate::sched::{Scheduled, Totals};
 use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
-use crate::waits::Waits;
+use crate::waits::{Over, Taken, Waits};
 use crate::wire::{self, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
@@ -68,6 +70,7 @@ pub struct Pipeline {
     outbox: Arc<Outbox>,
     /// `None`: nobody asked where threads wait.
     waits: Option<Waits>,
+    sched: Totals,
     batch: Batch,
     epoch: Epoch,
     epoch_start: u64,
@@ -106,6 +109,8 @@ pub struct Parts {
     pub outgoing: Outgoing,
     /// `None`: nobody asked where threads wait.
     pub waits: Option<Waits>,
+    /// How threads were scheduled up to the last look.
+    pub sched: Totals,
     /// When sampling started.
     pub started: Instant,
     /// The same, monotonic nanoseconds.
@@ -131,7 +136,7 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, handover, outbox } = parts.outgoing;
-        let Parts { waits, started, epoch_start, epoch_length, .. } = parts;
+        let Parts { waits, sched, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
@@ -145,6 +150,7 @@ impl Pipeline {
             handover,
             outbox,
             waits,
+            sched,
             batch: Batch::default(),
             epoch: Epoch::default(),
             epoch_start,
@@ -200,6 +206,8 @@ impl Pipeline {
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
         self.add_waiting();
+        self.add_sched();
+        self.add_running();
         self.finish()
     }
 
@@ -240,14 +248,14 @@ impl Pipeline {
         let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
         let (processes, layout) = (&mut self.processes, &self.layout);
         if header.kind == RecordKind::Sample as u8 {
-            self.epoch.add(header, user, kernel, None, processes, layout);
+            self.epoch.add(header, user, kernel, Taken::ONE, processes, layout);
             return;
         }
         let Some(waits) = &mut self.waits else { return };
         if header.kind == RecordKind::Stack as u8 {
-            waits.learn(header, user, layout.without_tracing(kernel));
-        } else if let Some((parts, stacks)) = waits.over(header, user) {
-            self.epoch.add_wait(&parts, stacks, processes, layout);
+            waits.learn(header, user, kernel);
+        } else if let Some(over) = waits.over(header, user) {
+            self.epoch.add_wait(&over, processes, layout);
         }
     }
 
@@ -261,8 +269,9 @@ impl Pipeline {
                 waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
             }
             let (parts, stacks) = waits.going_on(tid, &waiting, now_ns);
-            self.epoch.add_wait(&parts, stacks, &mut self.processes, &self.layout);
             self.going_on += parts.len() as u64;
+            let open = Over { parts, stacks, waker: None };
+            self.epoch.add_wait(&open, &mut self.processes, &self.layout);
         }
     }
 
@@ -340,7 +349,8 @@ impl Pipeline {
         self.before = totals.into_iter().collect();
         // A dropped epoch also drops its record of what was lost: record it again in this epoch.
         lost.extend(self.outbox.take_dropped_losses());
-        let samples = self.epoch.samples() as u64;
+        self.add_sched();
+        let samples = self.epoch.samples();
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
         let mut kernel_symbols = self.name_kernel();
         if !self.outbox.keep_for(&kernel_symbols, self.epoch_number) {
@@ -375,6 +385,58 @@ impl Pipeline {
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
         self.jit.end_epoch();
+    }
+
+    /// Adds how threads were scheduled since the last look.
+    fn add_sched(&mut self) {
+        let mut ended_keys = Vec::new();
+        for (key, sums) in self.sampler.sched_sums() {
+            match self.sched.look(key, &sums) {
+                Some(done) => self.epoch.add_sched(&done, &mut self.processes),
+                None if key == THE_REST => {}
+                None => {
+                    // A thread ends once; of a process one of many may have.
+                    let exited = sums.switches[SwitchReason::Exited as usize] > 0;
+                    let ended = if self.sched.of_threads() {
+                        exited
+                    } else {
+                        exited && !self.processes.runs(sums.pid, sums.start_boottime_ns)
+                    };
+                    if ended {
+                        ended_keys.push(key);
+                    }
+                }
+            }
+        }
+        for key in ended_keys {
+            self.sampler.forget_sched(key);
+            self.sched.forget(key);
+        }
+    }
+
+    /// Adds what runs still and has not been switched out.
+    fn add_running(&mut self) {
+        let now_ns = now_ns();
+        for running in self.sampler.running() {
+            let processes = &self.processes;
+            let unmet = || {
+                let process = processes.get(running.pid)?;
+                let mut comm = [0; 16];
+                let name = process.comm.as_bytes();
+                let length = name.len().min(15);
+                comm[..length].copy_from_slice(&name[..length]);
+                Some(Scheduled {
+                    pid: running.pid,
+                    tid: self.sched.of_threads().then_some(running.tid),
+                    start_boottime_ns: process.start_ns,
+                    cgroup_id: process.cgroup.id,
+                    comm,
+                })
+            };
+            if let Some(done) = self.sched.still_runs(&running, now_ns, unmet) {
+                self.epoch.add_sched(&done, &mut self.processes);
+            }
+        }
     }
 
     /// Pieces that name the kernel frames of this epoch, the new one among them handed on.
@@ -416,6 +478,8 @@ impl Pipeline {
             (LostReason::CpuRefused, self.refused_cpus),
             (LostReason::WaitsRingFull, self.sampler.counter(Counter::WaitsLost)),
             (LostReason::WaitsRingFullNs, self.sampler.counter(Counter::WaitsLostNs)),
+            (LostReason::WaitsUnseen, self.sampler.counter(Counter::WaitsUnseen)),
+            (LostReason::WaitsUnseenNs, self.sampler.counter(Counter::WaitsUnseenNs)),
             (LostReason::ThreadsFull, self.sampler.counter(Counter::ThreadsFull)),
             (LostReason::WaitStacks, self.waits.as_ref().map_or(0, Waits::without_stacks)),
         ]

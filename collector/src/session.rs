@@ -11,7 +11,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use stackwire_model::Unwind as Walk;
+use stackwire_model::{AddUp, OffCpu, Unwind as Walk};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities;
 
@@ -78,6 +78,20 @@ impl Builder {
         self
     }
 
+    /// Records where threads wait.
+    #[must_use]
+    pub fn off_cpu(mut self, which: OffCpu) -> Self {
+        self.config.off_cpu = Some(which);
+        self
+    }
+
+    /// Adds up how processes or threads are scheduled, and what hardware counters count meanwhile.
+    #[must_use]
+    pub fn counters(mut self, of: AddUp) -> Self {
+        self.config.sched = of;
+        self
+    }
+
     /// Samples a second and CPU; 99 unless told.
     #[must_use]
     pub fn sample_rate(mut self, frequency: u32) -> Self {
@@ -94,8 +108,12 @@ impl Builder {
             *follow = self.follow;
         }
         if !self.profile {
-            let message = "nothing to sample: call profile() on the builder";
-            return Err(SessionError::Internal(message.to_owned()));
+            self.config.events.clear();
+            if self.config.off_cpu.is_none() && self.config.sched == AddUp::Nothing {
+                let message =
+                    "nothing to sample: call profile(), off_cpu() or counters() on the builder";
+                return Err(SessionError::Internal(message.to_owned()));
+            }
         }
         Session::start(self.config, Out::Writer(Box::new(out)), Helpers::none())
     }

@@ -6,23 +6,67 @@
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{
     KernelEnd, SampleHeader, TOLD_STACKS, UserEnd, WAIT_WORDS, WaitState as KernelState, Waiting,
+    Waker as KernelWaker,
 };
 use stackwire_model::{Wait, WaitState};
+use zerocopy::{FromBytes, IntoBytes};
 
 /// Words of stacks that may be kept: 8 MiB.
 const MAX_WORDS: usize = 1 << 20;
 
-/// User and kernel stack of a thread that waits, raw, leaf first.
+/// A stack that threads wait with, raw, leaf first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Stacks {
-    /// User frames.
-    pub user: Vec<u64>,
-    /// Kernel frames.
-    pub kernel: Vec<u64>,
-    user_end: u8,
-    kernel_end: u8,
+struct Stack {
+    frames: Vec<u64>,
+    end: u8,
     /// The last epoch that referred to it.
     used: u64,
+}
+
+/// What a thread waited with: raw frames, leaf first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stacks<'a> {
+    /// User frames.
+    pub user: &'a [u64],
+    /// Kernel frames.
+    pub kernel: &'a [u64],
+}
+
+/// What a sample is of, beside its header.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken {
+    /// How many events it stands for.
+    pub count: u32,
+    /// The wait it is a part of, if it is of one.
+    pub wait: Option<Wait>,
+    /// Who ended that: 0 = unknown, else 1 + index into `Epoch::wakers`.
+    pub waker: u32,
+}
+
+impl Taken {
+    /// One of an event that is sampled.
+    pub const ONE: Self = Self { count: 1, wait: None, waker: 0 };
+}
+
+/// Who ended a wait, and from where.
+#[derive(Clone, Copy, Debug)]
+pub struct Waker<'a> {
+    /// The thread, and how its stacks ended; `start_boottime_ns` is 0 if the capture is not of its
+    /// process.
+    pub header: SampleHeader,
+    /// Its stacks.
+    pub stacks: Stacks<'a>,
+}
+
+/// A wait that is over.
+#[derive(Clone, Debug)]
+pub struct Over<'a> {
+    /// Its parts.
+    pub parts: Vec<Part>,
+    /// What the thread waited with.
+    pub stacks: Stacks<'a>,
+    /// Who ended it, if that was recorded.
+    pub waker: Option<Waker<'a>>,
 }
 
 /// A part of a wait, as a sample.
@@ -31,13 +75,13 @@ pub struct Part {
     /// Of the series, with the weight.
     pub header: SampleHeader,
     /// What it is a part of.
-    pub wait: Wait,
+    pub taken: Taken,
 }
 
 /// Which stacks there are.
 #[derive(Debug)]
 pub struct Waits {
-    by_number: FxHashMap<Key, Stacks>,
+    by_number: FxHashMap<Key, Stack>,
     words: usize,
     epoch: u64,
     /// Place of the series of blocked time; behind it is that of runnable time.
@@ -46,11 +90,25 @@ pub struct Waits {
     without_stacks: u64,
 }
 
-/// A stack's addresses mean something in its process alone.
+/// A user stack's addresses mean something in its process alone; a kernel stack is of no process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     pid: u32,
     number: u64,
+}
+
+impl Stack {
+    /// Of a user stack and a kernel stack with these numbers.
+    fn keys(pid: u32, user: u64, kernel: u64) -> [Key; 2] {
+        [Key { pid, number: user }, Key { pid: 0, number: kernel }]
+    }
+}
+
+/// How long a thread waited, in the two ways there are, and how often.
+struct Times {
+    blocked_ns: u64,
+    runnable_ns: u64,
+    count: u64,
 }
 
 impl Waits {
@@ -67,36 +125,46 @@ impl Waits {
         self.without_stacks
     }
 
-    /// Learns of stacks.
+    /// Learns of a stack.
     pub fn learn(&mut self, header: &SampleHeader, user: &[u64], kernel: &[u64]) {
         let key = Key { pid: header.pid, number: header.period };
-        let stacks = Stacks {
-            user: user.into(),
-            kernel: kernel.into(),
-            user_end: header.user_end,
-            kernel_end: header.kernel_end,
-            used: self.epoch,
-        };
-        self.words += words(&stacks);
-        if let Some(before) = self.by_number.insert(key, stacks) {
+        let (frames, end) =
+            if key.pid == 0 { (kernel, header.kernel_end) } else { (user, header.user_end) };
+        let stack = Stack { frames: frames.into(), end, used: self.epoch };
+        self.words += words(&stack);
+        if let Some(before) = self.by_number.insert(key, stack) {
             self.words -= words(&before);
         }
     }
 
     /// The parts of a wait that is over, with its stacks. `None`: the record is not one.
-    pub fn over(&mut self, header: &SampleHeader, of: &[u64]) -> Option<(Vec<Part>, &Stacks)> {
-        let &[number, blocked_ns, runnable_ns] = of.first_chunk::<WAIT_WORDS>()?;
-        let wait = Wait { state: state(header.state), began_before: number == 0, goes_on: false };
-        Some(self.parts(header, number, [blocked_ns, runnable_ns], wait))
+    pub fn over(&mut self, header: &SampleHeader, of: &[u64]) -> Option<Over<'_>> {
+        let (of, woken) = of.split_first_chunk::<WAIT_WORDS>()?;
+        let &[user, kernel, blocked_ns, runnable_ns, count] = of;
+        let wait = Wait { state: state(header.state), began_before: user == 0, goes_on: false };
+        let times = Times { blocked_ns, runnable_ns, count };
+        let waker = KernelWaker::read_from_bytes(woken.as_bytes()).ok();
+        let of_wait = Stack::keys(header.pid, user, kernel);
+        let of_waker = waker.map(|it| Stack::keys(it.pid, it.user_stack, it.kernel_stack));
+        self.use_all(of_wait.iter().chain(of_waker.iter().flatten()));
+        let (parts, stacks) = self.parts(header, of_wait, times, wait);
+        let waker =
+            waker.zip(of_waker).map(|(waker, keys)| self.waker(header.time_ns, &waker, keys));
+        Some(Over { parts, stacks, waker })
     }
 
     /// The parts of a wait that is not over, up to now.
-    pub fn going_on(&mut self, tid: u32, waiting: &Waiting, now_ns: u64) -> (Vec<Part>, &Stacks) {
+    pub fn going_on(
+        &mut self,
+        tid: u32,
+        waiting: &Waiting,
+        now_ns: u64,
+    ) -> (Vec<Part>, Stacks<'_>) {
         let woken_ns = if waiting.woken_ns == 0 { now_ns } else { waiting.woken_ns };
         let blocked_ns = woken_ns.saturating_sub(waiting.since_ns);
         let runnable_ns = now_ns.saturating_sub(woken_ns);
         let state = state(waiting.state as u8);
-        let wait = Wait { state, began_before: waiting.stack == 0, goes_on: true };
+        let wait = Wait { state, began_before: waiting.user_stack == 0, goes_on: true };
         let header = SampleHeader {
             time_ns: now_ns,
             start_boottime_ns: waiting.start_boottime_ns,
@@ -106,38 +174,60 @@ impl Waits {
             comm: waiting.comm,
             ..SampleHeader::default()
         };
-        self.parts(&header, waiting.stack, [blocked_ns, runnable_ns], wait)
+        // Looked at before the last wait ended, it is of another.
+        let is_of_this = waiting.kernel_stack_of == waiting.since_ns;
+        let kernel = if is_of_this { waiting.kernel_stack } else { 0 };
+        let times = Times { blocked_ns, runnable_ns, count: 1 };
+        let keys = Stack::keys(waiting.pid, waiting.user_stack, kernel);
+        self.use_all(keys.iter());
+        self.parts(&header, keys, times, wait)
+    }
+
+    /// Notes that these stacks are in use.
+    fn use_all<'k>(&mut self, keys: impl Iterator<Item = &'k Key>) {
+        let mut is_missing = false;
+        for key in keys.filter(|key| key.number != 0) {
+            match self.by_number.get_mut(key) {
+                Some(stack) => stack.used = self.epoch,
+                None => is_missing = true,
+            }
+        }
+        self.without_stacks += u64::from(is_missing);
     }
 
     fn parts(
-        &mut self,
+        &self,
         header: &SampleHeader,
-        number: u64,
-        times_ns: [u64; 2],
+        keys: [Key; 2],
+        times: Times,
         wait: Wait,
-    ) -> (Vec<Part>, &Stacks) {
-        static NONE: Stacks = Stacks {
-            user: Vec::new(),
-            kernel: Vec::new(),
-            user_end: UserEnd::NoUserStack as u8,
-            kernel_end: KernelEnd::None as u8,
-            used: 0,
-        };
-        let found = self.by_number.get_mut(&Key { pid: header.pid, number });
-        self.without_stacks += u64::from(found.is_none() && number != 0);
-        let stacks = match found {
-            Some(stacks) => {
-                stacks.used = self.epoch;
-                &*stacks
-            }
-            None => &NONE,
-        };
-        let parts = times_ns.into_iter().zip(self.event..).filter(|&(time_ns, _)| time_ns > 0);
-        let parts = parts.map(|(period, event)| {
-            let (user_end, kernel_end) = (stacks.user_end, stacks.kernel_end);
-            Part { header: SampleHeader { period, event, user_end, kernel_end, ..*header }, wait }
+    ) -> (Vec<Part>, Stacks<'_>) {
+        let (header, stacks) = self.with_stacks(header, keys);
+        let count = u32::try_from(times.count).unwrap_or(u32::MAX);
+        let taken = Taken { count, wait: Some(wait), waker: 0 };
+        let parts = [times.blocked_ns, times.runnable_ns].into_iter().zip(self.event..);
+        let parts = parts.filter(|&(time_ns, _)| time_ns > 0).map(|(period, event)| {
+            let header = SampleHeader { period, event, ..header };
+            Part { header, taken }
         });
         (parts.collect(), stacks)
+    }
+
+    fn waker(&self, time_ns: u64, waker: &KernelWaker, keys: [Key; 2]) -> Waker<'_> {
+        let &KernelWaker { start_boottime_ns, pid, tid, comm, .. } = waker;
+        let thread =
+            SampleHeader { time_ns, start_boottime_ns, pid, tid, comm, ..SampleHeader::default() };
+        let (header, stacks) = self.with_stacks(&thread, keys);
+        Waker { header, stacks }
+    }
+
+    /// The stacks with these keys, and a header that says how they ended.
+    fn with_stacks(&self, header: &SampleHeader, keys: [Key; 2]) -> (SampleHeader, Stacks<'_>) {
+        let [user, kernel] = keys.map(|key| self.by_number.get(&key));
+        let user_end = user.map_or(UserEnd::NoUserStack as u8, |user| user.end);
+        let kernel_end = kernel.map_or(KernelEnd::None as u8, |kernel| kernel.end);
+        let [user, kernel] = [user, kernel].map(|it| it.map_or(&[][..], |stack| &stack.frames));
+        (SampleHeader { user_end, kernel_end, ..*header }, Stacks { user, kernel })
     }
 
     /// Begins the next epoch. When there are too many stacks, forgets those that neither this epoch
@@ -156,8 +246,8 @@ impl Waits {
         for (key, _) in self.by_number.iter().filter(|(_, stacks)| stacks.used < last) {
             forget(place(key.number), key.number);
         }
-        let key = |(_, of): (u32, Waiting)| Key { pid: of.pid, number: of.stack };
-        let needed: rustc_hash::FxHashSet<Key> = waiting().into_iter().map(key).collect();
+        let user = |(_, of): (u32, Waiting)| Key { pid: of.pid, number: of.user_stack };
+        let needed: rustc_hash::FxHashSet<Key> = waiting().into_iter().map(user).collect();
         self.by_number.retain(|key, stacks| stacks.used >= last || needed.contains(key));
         self.words = self.by_number.values().map(words).sum();
     }
@@ -168,8 +258,8 @@ fn place(number: u64) -> u32 {
     (number >> 8) as u32 & (TOLD_STACKS - 1)
 }
 
-fn words(stacks: &Stacks) -> usize {
-    stacks.user.len() + stacks.kernel.len() + 16
+fn words(stack: &Stack) -> usize {
+    stack.frames.len() + 8
 }
 
 fn state(number: u8) -> WaitState {
@@ -190,18 +280,59 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_has_the_stacks_its_number_names() {
+    fn a_wait_has_the_stacks_its_numbers_name() {
         let mut waits = Waits::new(3);
-        waits.learn(&header(7, 99), &[1, 2], &[3]);
-        let (parts, stacks) = waits.over(&header(7, 50), &[99, 40, 10]).unwrap();
-        assert_eq!((&stacks.user[..], &stacks.kernel[..]), (&[1, 2][..], &[3][..]));
-        let parts: Vec<_> = parts.iter().map(|it| (it.header.event, it.header.period)).collect();
-        assert_eq!(parts, [(3, 40), (4, 10)]);
-        // Another process's are not its.
-        let (parts, stacks) = waits.over(&header(8, 50), &[99, 40, 0]).unwrap();
-        assert_eq!((parts.len(), stacks.user.len()), (1, 0));
+        waits.learn(&header(7, 99), &[1, 2], &[]);
+        waits.learn(&header(0, 98), &[], &[3]);
+        let Over { parts, stacks, waker } =
+            waits.over(&header(7, 50), &[99, 98, 40, 10, 5]).unwrap();
+        assert!(waker.is_none());
+        assert_eq!(stacks, Stacks { user: &[1, 2], kernel: &[3] });
+        let said = |it: &Part| (it.header.event, it.header.period, it.taken.count);
+        let parts: Vec<_> = parts.iter().map(said).collect();
+        assert_eq!(parts, [(3, 40, 5), (4, 10, 5)]);
+        // Another process's user stacks are not its.
+        let Over { parts, stacks, .. } = waits.over(&header(8, 50), &[99, 98, 40, 0, 1]).unwrap();
+        assert_eq!((parts.len(), stacks), (1, Stacks { user: &[], kernel: &[3] }));
         assert_eq!(waits.without_stacks(), 1);
-        assert!(waits.over(&header(8, 50), &[99, 40]).is_none());
+        assert!(waits.over(&header(8, 50), &[99, 98, 40]).is_none());
+    }
+
+    #[test]
+    fn whoever_woke_a_thread_has_stacks_of_its_own() {
+        let mut waits = Waits::new(3);
+        waits.learn(&header(7, 99), &[1, 2], &[]);
+        waits.learn(&header(8, 97), &[4], &[]);
+        waits.learn(&header(0, 96), &[], &[5]);
+        let comm = *b"baker\0\0\0\0\0\0\0\0\0\0\0";
+        let waker = KernelWaker {
+            user_stack: 97,
+            kernel_stack: 96,
+            pid: 8,
+            tid: 9,
+            comm,
+            of: 1,
+            start_boottime_ns: 5,
+        };
+        let mut words = vec![99, 0, 40, 0, 1];
+        words.extend(zerocopy::transmute_ref!(&waker) as &[u64; 7]);
+        let over = waits.over(&header(7, 50), &words).unwrap();
+        let found = over.waker.unwrap();
+        assert_eq!(found.stacks, Stacks { user: &[4], kernel: &[5] });
+        assert_eq!((found.header.pid, found.header.tid, found.header.comm), (8, 9, comm));
+        assert_eq!(over.stacks.user, [1, 2]);
+        assert_eq!(waits.without_stacks(), 0);
+    }
+
+    #[test]
+    fn a_kernel_stack_is_of_the_wait_it_was_looked_at_in() {
+        let mut waits = Waits::new(0);
+        waits.learn(&header(0, 98), &[], &[3]);
+        for (kernel_stack_of, expected) in [(20, &[3][..]), (10, &[][..])] {
+            let waiting =
+                Waiting { since_ns: 20, kernel_stack: 98, kernel_stack_of, ..Waiting::default() };
+            assert_eq!(waits.going_on(9, &waiting, 30).1.kernel, expected);
+        }
     }
 
     #[test]
@@ -212,10 +343,10 @@ mod tests {
             waits.learn(&header(7, number), &frames, &[]);
         }
         let told = std::cell::RefCell::new(Vec::new());
-        let waiting = || vec![(9, Waiting { pid: 7, stack: 0x200, ..Waiting::default() })];
+        let waiting = || vec![(9, Waiting { pid: 7, user_stack: 0x200, ..Waiting::default() })];
         waits.end_epoch(|place, _| told.borrow_mut().push(place), waiting);
         assert_eq!(waits.by_number.len(), 3, "used in the epoch that ended");
-        waits.over(&header(7, 1), &[0x300, 1, 0]);
+        waits.over(&header(7, 1), &[0x300, 0, 1, 0, 1]);
         waits.end_epoch(|place, _| told.borrow_mut().push(place), waiting);
         assert_eq!(waits.by_number.len(), 2);
         let mut told = told.take();

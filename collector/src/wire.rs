@@ -3,17 +3,19 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use stackwire_model::sched::PerfCounter;
 use stackwire_model::{Event, ExecutableKey, LostReason};
 use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
-use crate::batch::{Epoch, Sample};
+use crate::batch::{Epoch, Sample, SchedDef, WakerDef};
 use crate::handover::NotSent;
 use crate::host::growth::Growth;
 use crate::host::jit::Taken;
 use crate::host::{Identity, module_build_id};
 use crate::normalize::FrameKind;
 use crate::process::executable::Kind;
+use crate::sources::record::comm_text;
 use crate::unwind::{Stats, Unwind};
 
 /// What is said once, at the head of a stream.
@@ -48,6 +50,8 @@ pub struct Sampling {
     pub cgroup: String,
     /// Children are taken along.
     pub follow: bool,
+    /// Counters read at each switch, where it is recorded how threads are scheduled.
+    pub counters: Vec<PerfCounter>,
 }
 
 /// Artifacts that executables and processes of an epoch refer to.
@@ -87,6 +91,7 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
             pids: sampling.pids.clone(),
             cgroup: sampling.cgroup.clone(),
             follow: sampling.follow,
+            counters: sampling.counters.iter().map(Into::into).collect(),
         }),
         share_all: *share_all,
         container: Some(v1::Container {
@@ -191,6 +196,7 @@ pub fn epoch(
             since_ns: mapping.since_ns,
         })
         .collect();
+    let wakers = epoch.wakers.iter().map(|of| waker(of, &mut strings)).collect();
     let stacks = epoch
         .stacks
         .iter()
@@ -209,6 +215,8 @@ pub fn epoch(
         lost: lost(span.lost),
         unwind_tables: Some(unwind_tables(span.tables)),
         strings: strings.table,
+        sched: epoch.sched.iter().map(sched).collect(),
+        wakers,
         kernel_symbols: span.kernel_symbols.iter().map(|hash| hash.0.to_vec()).collect(),
     })
 }
@@ -344,11 +352,41 @@ fn samples(epoch: &Epoch, start_ns: u64) -> Vec<v1::Samples> {
             wire.wait_open.push(v1::WaitOpen::from(wait).into());
         }
         one_if_equal(&mut wire.value);
+        if samples.iter().any(|sample| sample.count != 1) {
+            wire.count.extend(samples.iter().map(|sample| u64::from(sample.count)));
+            one_if_equal(&mut wire.count);
+        }
         one_if_equal(&mut wire.wait_state);
         one_if_equal(&mut wire.wait_open);
+        if let Some(wakers) = epoch.woken_by.get(event as usize).filter(|it| !it.is_empty()) {
+            wire.waker.clone_from(wakers);
+            wire.waker.resize(samples.len(), 0);
+            one_if_equal(&mut wire.waker);
+        }
         wire
     };
     series.map(columns).collect()
+}
+
+fn waker(of: &WakerDef, strings: &mut Strings) -> v1::Waker {
+    match *of {
+        WakerDef::Interrupt { kernel } => {
+            v1::Waker { interrupt: true, kernel_stack: kernel, ..v1::Waker::default() }
+        }
+        WakerDef::Thread { pid, tid, comm, process, user, kernel } => v1::Waker {
+            pid,
+            tid,
+            comm: strings.index(&comm_text(&comm)),
+            process,
+            user_stack: user,
+            kernel_stack: kernel,
+            interrupt: false,
+        },
+    }
+}
+
+fn sched(of: &SchedDef) -> v1::SchedStats {
+    v1::SchedStats { process: of.process, thread: of.thread, ..(&of.stats).into() }
 }
 
 fn one_if_equal<T: PartialEq>(column: &mut Vec<T>) {

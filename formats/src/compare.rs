@@ -34,7 +34,8 @@ pub fn write(
         table(key, counted, &rows, None, totals, &mut out)?;
     }
     let functions = [before, after].map(|profile| {
-        let functions = report::functions(profile, profile.shown()).into_iter();
+        let count = |sample: &_| profile.share_of(sample);
+        let functions = report::functions(profile, profile.shown(), count).into_iter();
         let named = functions.map(|((function, module), counts)| {
             (format!("{function} [{}]", module.trim_matches(['[', ']'])), counts)
         });

@@ -17,6 +17,7 @@ mod kernel_place;
 mod percent;
 pub mod perf_data;
 mod plain;
+pub mod pmu;
 pub mod pprof;
 pub mod report;
 mod tasks;

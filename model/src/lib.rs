@@ -11,6 +11,7 @@ mod machine;
 pub mod profile;
 mod reason;
 mod sampling;
+pub mod sched;
 mod wait;
 
 pub use address::{Address, CodeAddress, FileOffset, KernelAddr, KernelOffset, UserAddr, VirtAddr};
@@ -21,4 +22,5 @@ pub use machine::Machine;
 pub use profile::Profile;
 pub use reason::{EndReason, LostReason};
 pub use sampling::{Share, UnknownName, Unwind};
+pub use sched::{AddUp, Histogram, SchedStats};
 pub use wait::{OffCpu, Wait, WaitState};

@@ -99,6 +99,10 @@ pub enum LostReason {
     ThreadsFull,
     /// Waits whose stacks did not come.
     WaitStacks,
+    /// Waits whose end the kernel did not show.
+    WaitsUnseen,
+    /// Nanoseconds that passed in them and until the thread waited again.
+    WaitsUnseenNs,
     /// A reason a newer collector knows.
     Other,
 }
@@ -114,6 +118,7 @@ impl LostReason {
                 | Self::EpochDropped
                 | Self::MalformedRecord
                 | Self::WaitsRingFull
+                | Self::WaitsUnseen
         )
     }
 
@@ -133,6 +138,8 @@ impl LostReason {
             Self::WaitsRingFullNs => "nanoseconds of waits: ring buffer full",
             Self::ThreadsFull => "waits of more threads than are watched at once",
             Self::WaitStacks => "waits without their stacks: ring buffer full",
+            Self::WaitsUnseen => "waits: the kernel did not show their end",
+            Self::WaitsUnseenNs => "nanoseconds until their threads waited again",
             Self::Other => "for a reason this version does not know",
         }
     }

@@ -51,12 +51,14 @@ pub struct OffCpu {
     /// Waits of at least this length are all taken; of shorter ones a share, so that totals stay
     /// as they are.
     pub threshold: Duration,
+    /// Record who ended each wait, and from which stack.
+    pub wakers: bool,
 }
 
 impl Default for OffCpu {
     fn default() -> Self {
         let states = vec![WaitState::Sleep, WaitState::Disk];
-        Self { states, threshold: Duration::from_millis(1) }
+        Self { states, threshold: Duration::from_millis(1), wakers: false }
     }
 }
 

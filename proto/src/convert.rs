@@ -1,11 +1,16 @@
 //! Words of the model on the wire, in both directions. Nothing else converts them.
 
+use stackwire_model::profile::Moment;
+use stackwire_model::sched::{CounterSum, Histogram, PerfCounter, SchedStats, Switches};
 use stackwire_model::{
     BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, PerfType, ValueKind,
     Wait, WaitState,
 };
 
 use crate::v1;
+
+/// Most counters that are read from the wire.
+const MAX_COUNTERS: usize = 32;
 
 /// A build-id as it travels: no bytes where there is none.
 #[must_use]
@@ -151,6 +156,8 @@ impl From<LostReason> for v1::LostReason {
             LostReason::WaitsRingFullNs => Self::WaitsRingFullNs,
             LostReason::ThreadsFull => Self::ThreadsFull,
             LostReason::WaitStacks => Self::WaitStacks,
+            LostReason::WaitsUnseen => Self::WaitsUnseen,
+            LostReason::WaitsUnseenNs => Self::WaitsUnseenNs,
             LostReason::Other => Self::Unspecified,
         }
     }
@@ -172,6 +179,8 @@ impl From<v1::LostReason> for LostReason {
             v1::LostReason::WaitsRingFullNs => Self::WaitsRingFullNs,
             v1::LostReason::ThreadsFull => Self::ThreadsFull,
             v1::LostReason::WaitStacks => Self::WaitStacks,
+            v1::LostReason::WaitsUnseen => Self::WaitsUnseen,
+            v1::LostReason::WaitsUnseenNs => Self::WaitsUnseenNs,
             v1::LostReason::Unspecified => Self::Other,
         }
     }
@@ -213,7 +222,95 @@ impl From<Wait> for v1::WaitOpen {
     }
 }
 
+impl From<&PerfCounter> for v1::Counter {
+    fn from(counter: &PerfCounter) -> Self {
+        Self { name: counter.name.clone(), missing: counter.missing.clone().unwrap_or_default() }
+    }
+}
+
+impl From<&v1::Counter> for PerfCounter {
+    fn from(wire: &v1::Counter) -> Self {
+        let missing = (!wire.missing.is_empty()).then(|| wire.missing.clone());
+        Self { name: wire.name.clone(), missing }
+    }
+}
+
+impl From<&Histogram> for v1::Times {
+    fn from(times: &Histogram) -> Self {
+        let mut wire = Self { sum_ns: times.sum_ns(), ..Self::default() };
+        let mut before = 0;
+        for (bucket, count) in times.buckets() {
+            wire.bucket_delta.push(u32::from(bucket) - before);
+            wire.count.push(count);
+            before = bucket.into();
+        }
+        wire
+    }
+}
+
+/// What is in a bucket there is not is dropped.
+impl From<&v1::Times> for Histogram {
+    fn from(wire: &v1::Times) -> Self {
+        let mut bucket = 0u32;
+        let buckets = wire.bucket_delta.iter().zip(&wire.count).filter_map(|(delta, &count)| {
+            bucket = bucket.saturating_add(*delta);
+            Some((u16::try_from(bucket).ok()?, count))
+        });
+        Self::new(wire.sum_ns, buckets)
+    }
+}
+
+/// Whom they are of is to be filled in.
+impl From<&SchedStats> for v1::SchedStats {
+    fn from(stats: &SchedStats) -> Self {
+        let Switches { preempted, voluntary, io, stopped, exited } = stats.switches;
+        let counter = |sum: &CounterSum| v1::CounterSum {
+            value: sum.value,
+            enabled_ns: sum.enabled_ns,
+            running_ns: sum.running_ns,
+        };
+        Self {
+            slices: Some((&stats.slices).into()),
+            run_queue: Some((&stats.run_queue).into()),
+            preempted,
+            voluntary,
+            io,
+            stopped,
+            exited,
+            migrations: stats.migrations,
+            counters: stats.counters.iter().map(counter).collect(),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<&v1::SchedStats> for SchedStats {
+    fn from(wire: &v1::SchedStats) -> Self {
+        let times = |wire: &Option<v1::Times>| wire.as_ref().map(Into::into).unwrap_or_default();
+        let &v1::SchedStats { preempted, voluntary, io, stopped, exited, .. } = wire;
+        let counter = |wire: &v1::CounterSum| CounterSum {
+            value: wire.value,
+            enabled_ns: wire.enabled_ns,
+            running_ns: wire.running_ns,
+        };
+        Self {
+            slices: times(&wire.slices),
+            run_queue: times(&wire.run_queue),
+            switches: Switches { preempted, voluntary, io, stopped, exited },
+            migrations: wire.migrations,
+            counters: wire.counters.iter().take(MAX_COUNTERS).map(counter).collect(),
+        }
+    }
+}
+
 impl v1::Samples {
+    /// How many events a sample stands for, at most [`Moment::MOST_EVENTS`]: sums of them fit.
+    #[must_use]
+    pub fn events(&self, index: usize) -> u64 {
+        let count = self.count.get(index).or(self.count.first()).copied().unwrap_or(1);
+        count.min(Moment::MOST_EVENTS)
+    }
+
     /// The wait a sample is of, if it is of one.
     #[must_use]
     pub fn wait(&self, index: usize) -> Option<Wait> {

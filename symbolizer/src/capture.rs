@@ -178,6 +178,12 @@ impl Assembler {
         self
     }
 
+    /// What was added so far.
+    #[must_use]
+    pub fn profile(&self) -> &Profile {
+        self.builder.profile()
+    }
+
     /// Gives each sample its CPU as a label.
     pub fn label_cpus(&mut self) {
         self.builder.label_cpus();

@@ -56,6 +56,19 @@ pub struct Record {
     pub offcpu: bool,
     #[command(flatten)]
     pub waits: Waits,
+    /// Add up how threads are scheduled: how long they run in one go and wait for a CPU, why they
+    /// leave it, and what hardware counters count. With --profile, sample CPU time as well.
+    #[arg(long)]
+    pub pmu: bool,
+    /// Add it up for each thread, not for each process.
+    #[arg(long, requires = "pmu")]
+    pub per_thread: bool,
+    /// Where it goes, "-" for standard output; without it or with "auto",
+    /// COMM-YYYYMMDDHHMM-pmu.txt, or .json.
+    #[arg(long, value_name = "FILE", requires = "pmu")]
+    pub pmu_output: Option<PathBuf>,
+    #[command(flatten)]
+    pub pmu_as: PmuAs,
     /// Sample this process with all its threads (repeatable, or as "12,34").
     #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: Vec<u32>,
@@ -84,7 +97,7 @@ pub struct Record {
     /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]
     pub unwind: Unwind,
-    /// Record kernel stacks.
+    /// Record kernel stacks. Those of waits always are.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
     pub kernel_stacks: bool,
     /// Where the pprof goes; without it, COMM-YYYYMMDDHHMM-on-cpu.pb.gz.
@@ -127,9 +140,30 @@ pub struct Waits {
     /// totals as they are. 0 records every wait.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "1ms", requires = "offcpu")]
     pub offcpu_threshold: Duration,
+    /// Record who ended each wait, and from which stack: labels waker, waker_pid, waker_tid and
+    /// waker_stack.
+    #[arg(long, requires = "offcpu")]
+    pub offcpu_wakers: bool,
     /// Where the pprof of waits goes; without it, COMM-YYYYMMDDHHMM-off-cpu.pb.gz.
     #[arg(long, value_name = "FILE", requires = "offcpu")]
     pub offcpu_output: Option<PathBuf>,
+}
+
+/// How --pmu is written.
+#[derive(Clone, Copy, Debug, ClapArgs)]
+pub struct PmuAs {
+    /// Write the processes of the host one by one, not all of them added up.
+    #[arg(long)]
+    pub per_pid: bool,
+    /// As text for people, or as JSON for programs.
+    #[arg(long, value_enum, value_name = "FORMAT", default_value = "text")]
+    pub pmu_format: PmuFormat,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PmuFormat {
+    Text,
+    Json,
 }
 
 /// How flame graphs are drawn.
@@ -345,9 +379,9 @@ pub struct Slice {
     /// with it.
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,
-    /// Keep the samples of one event. Without it pprof, perf.data and report have all events, and
-    /// flame graphs, folded stacks and comparisons the first.
-    #[arg(long, short, value_name = "EVENT")]
+    /// Keep the samples of one event, off-cpu and run-queue among them. Without it pprof, perf.data
+    /// and report have all events, and flame graphs, folded stacks and comparisons the first.
+    #[arg(long, short, visible_alias = "series", value_name = "EVENT")]
     pub event: Option<String>,
     /// Keep samples with these labels, as "comm=postgres,thread=worker"; of one label several
     /// values may be given (repeatable).
@@ -359,7 +393,8 @@ pub struct Slice {
     /// Leave out stacks that have a function this regular expression matches.
     #[arg(long, value_name = "REGEX")]
     pub ignore: Option<regex::Regex>,
-    /// Keep a stretch of time, seconds from the start, as "10..20", "10.." or "..20".
+    /// Keep a stretch of time, seconds from the start, as "10..20", "10.." or "..20". A wait is in
+    /// the stretch it ends in, with all its length.
     #[arg(long, value_name = "A..B", value_parser = stretch)]
     pub time: Option<std::ops::Range<f64>>,
 }
@@ -388,6 +423,11 @@ pub struct Resolve {
     /// Write a pprof of where threads waited, and leave it out of the other one.
     #[arg(long, value_name = "FILE")]
     pub offcpu_output: Option<PathBuf>,
+    /// Write how threads were scheduled: all of it, there are no parts.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["wanted", "time"])]
+    pub pmu_output: Option<PathBuf>,
+    #[command(flatten)]
+    pub pmu_as: PmuAs,
     #[command(flatten)]
     pub slice: Slice,
     #[command(flatten)]
@@ -409,6 +449,12 @@ pub struct Report {
     /// Which functions come first: those that take most themselves, or with all they call.
     #[arg(long, value_enum, value_name = "BY", default_value = "self")]
     pub sort: Sort,
+    /// Print how threads were scheduled, and nothing else. It was added up while it was recorded:
+    /// there are no parts of it.
+    #[arg(long, conflicts_with_all = ["by", "event", "wanted", "focus", "ignore", "time", "diff", "flamegraph", "folded"])]
+    pub pmu: bool,
+    #[command(flatten)]
+    pub pmu_as: PmuAs,
     /// On a terminal, too, print everything: what each executable's names are from, where stacks
     /// end.
     #[arg(long)]

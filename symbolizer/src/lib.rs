@@ -49,12 +49,16 @@ pub use resolve::{
     SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
 pub use serve::{Config as ServeConfig, ServeError, run as serve};
-pub use session::{Builder, Kept, Session, SessionError, Spawned, find_collector};
+pub use session::{
+    Builder, Kept, MetricsExporter, Session, SessionError, Spawned, WriteExporter, find_collector,
+};
 pub use stackwire_cache as cache;
 pub use stackwire_elf::Scratch;
 pub use stackwire_formats as formats;
 pub use stackwire_model::profile::Names;
-pub use stackwire_model::{Event, OffCpu, Profile, Share, Unwind, VirtAddr, WaitState, profile};
+pub use stackwire_model::{
+    AddUp, Event, OffCpu, Profile, Share, Unwind, VirtAddr, WaitState, profile,
+};
 
 /// Version of this crate with the commit it was built from.
 pub const VERSION: &str = env!("STACKWIRE_VERSION");

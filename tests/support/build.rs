@@ -102,16 +102,38 @@ pub(crate) fn work() -> &'static Path {
 /// `waits`.
 pub(crate) fn waits() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let out = output("waits");
-        run(Command::new("gcc")
-            .args(C)
-            .arg(source("waits.c"))
-            .arg("-o")
-            .arg(&out)
-            .arg("-lpthread"));
-        out
-    })
+    BUILT.get_or_init(|| with_threads("waits"))
+}
+
+/// `sched`.
+pub(crate) fn sched() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| with_threads("sched"))
+}
+
+/// `once`.
+pub(crate) fn once() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| with_threads("once"))
+}
+
+/// `handover`.
+pub(crate) fn handover() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| with_threads("handover"))
+}
+
+/// `crowd`.
+pub(crate) fn crowd() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| with_threads("crowd"))
+}
+
+fn with_threads(name: &str) -> PathBuf {
+    let out = output(name);
+    let source = source(&format!("{name}.c"));
+    run(Command::new("gcc").args(C).arg(source).arg("-o").arg(&out).arg("-lpthread"));
+    out
 }
 
 /// `odd`.

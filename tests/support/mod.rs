@@ -8,9 +8,11 @@ pub(crate) mod gimli_walk;
 pub(crate) mod go;
 pub(crate) mod interpreters;
 pub(crate) mod lying;
+pub(crate) mod mounted;
 pub(crate) mod nginx;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
+pub(crate) mod slow;
 pub(crate) mod stopped;
 
 use std::cell::RefCell;
@@ -172,6 +174,13 @@ pub(crate) fn outside_cargo(command: &mut Command) -> &mut Command {
 /// Runs `stackwire` with arguments.
 pub(crate) fn stackwire<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Ran {
     Ran::of(Command::new(binary("stackwire")).args(arguments))
+}
+
+/// One part in `of` apart at most, or `more`.
+#[track_caller]
+pub(crate) fn assert_near(what: &str, one: u64, other: u64, of: u64, more: u64) {
+    let apart = one.abs_diff(other);
+    assert!(apart <= other / of + more, "{what}: {one}, and {other} by the program's own count");
 }
 
 /// Records a process at 997 Hz with more arguments, and reads the profile.

@@ -52,6 +52,14 @@ impl Postgres {
         Load { postgres: self, client }
     }
 
+    /// So many transactions a second of two clients, for four seconds.
+    pub(crate) fn transactions(&self, a_second: u32) {
+        let socket = self.directory.path().to_str().unwrap();
+        let rate = a_second.to_string();
+        let client = ["pgbench", "-h", socket, "-n", "-c", "2", "-T", "4", "-R", &rate, "postgres"];
+        run(&mut self.command(&client));
+    }
+
     fn data(&self) -> PathBuf {
         self.directory.path().join("data")
     }

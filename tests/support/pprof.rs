@@ -151,7 +151,9 @@ impl Pprof {
                 _ => {}
             }
             match section {
-                "Samples:" if line.contains("samples/count") => {
+                "Samples:"
+                    if ["samples/count", "events/count"].iter().any(|it| line.contains(it)) =>
+                {
                     profile.kinds = line.split_whitespace().map(str::to_owned).collect();
                 }
                 "Samples:" => profile.sample(line),

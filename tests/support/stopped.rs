@@ -17,6 +17,12 @@ pub(crate) struct Mapping {
     pub(crate) path: PathBuf,
 }
 
+impl Mapping {
+    pub(crate) const fn contains(&self, address: u64) -> bool {
+        self.start <= address && address < self.end
+    }
+}
+
 /// The thread; its process runs on when this is dropped.
 pub(crate) struct Stopped {
     _held: Vec<Held>,
@@ -82,7 +88,7 @@ impl Stopped {
     /// The mapping an address lies in.
     pub(crate) fn mapping(&self, address: u64) -> Option<&Mapping> {
         let after = self.mappings.partition_point(|mapping| mapping.start <= address);
-        self.mappings.get(after.checked_sub(1)?).filter(|mapping| address < mapping.end)
+        self.mappings.get(after.checked_sub(1)?).filter(|mapping| mapping.contains(address))
     }
 }
 

@@ -1,50 +1,50 @@
 //! Where threads wait: programs at each switch to another thread and at each wake-up.
 //!
-//! A thread's stacks are walked when it leaves the CPU. They have a number, a hash, and the
-//! collector is told of each once. When the thread runs again, a record says how long it waited and
-//! with which stacks. In between, what is known of a thread is kept by its id and not by CPU,
-//! because threads migrate.
+//! A thread's user stack is walked when it leaves the CPU: its memory can be read then and not
+//! later. Its kernel stack stays as it is until the thread runs again. It is taken then, of waits
+//! that become a record: it costs half of the rest together. Stacks have a number, a hash, and the
+//! collector is told of each once. In between, what is known of a thread is kept by its id and not
+//! by CPU, because threads migrate.
 //!
 //! Called by the kernel with the run queue locked, so no other program of this file runs on the
-//! CPU, and none of a perf event's that is no NMI.
+//! CPU, and none of a perf event's that is no NMI. `answer_waiting` is not: the collector runs it.
 
 use aya_ebpf::EbpfContext;
+use aya_ebpf::bindings::task_struct;
 use aya_ebpf::helpers::generated::{
     bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf, bpf_get_prandom_u32,
     bpf_get_smp_processor_id, bpf_ktime_get_ns,
 };
-use aya_ebpf::macros::raw_tracepoint;
-use aya_ebpf::programs::RawTracePointContext;
+use aya_ebpf::macros::{btf_tracepoint, raw_tracepoint};
+use aya_ebpf::programs::{BtfTracePointContext, RawTracePointContext};
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RecordKind, SampleHeader, Stratum,
-    TOLD_STACKS, UserEnd, WAIT_WORDS, Wait, WaitState, Waiting, masked,
+    Counter, RecordKind, SampleHeader, Stratum, Unwind, WAIT_WORDS, WOKEN_WORDS, Wait, WaitState,
+    Waiting, Woken, waits_behind,
 };
 
 use crate::maps::{
-    SCRATCH, SWITCHER, Scratch, TOLD, WAIT_STAGES, WAITING, WALKING, add, config, count, hand_over,
-    wake_collector,
+    ANSWERS, SCRATCH, SWITCHER, Scratch, WAIT_STAGES, WAITING, add, config, count, hand_over,
 };
+use crate::sources::wakers;
 use crate::targets::wanted;
-use crate::task::Task;
-use crate::walk::{by_frame_pointers, by_tables, stacks};
-
-/// Bits of `task_struct.__state`, include/linux/sched.h, the same since 4.14.
-mod task_state {
-    pub const UNINTERRUPTIBLE: u64 = 0x2;
-    pub const STOPPED: u64 = 0x4;
-    pub const TRACED: u64 = 0x8;
-    pub const DEAD: u64 = 0x80;
-    /// With `UNINTERRUPTIBLE`: a kernel thread that has nothing to do.
-    pub const NO_LOAD: u64 = 0x400;
-}
+use crate::task::{Task, state};
+use crate::told::{tell_kernel, tell_user};
+use crate::walk::{by_frame_pointers, by_tables, remembered, stacks};
 
 /// `sched_switch(preempt, previous, next, previous state)`; the state since 5.18.
-#[raw_tracepoint(tracepoint = "sched_switch")]
-pub fn switch(ctx: RawTracePointContext) -> i32 {
+#[btf_tracepoint(function = "sched_switch")]
+pub fn switch(ctx: BtfTracePointContext) -> i32 {
     // SAFETY: a helper without arguments.
     let now_ns = unsafe { bpf_ktime_get_ns() };
-    runs(Task(ctx.arg::<u64>(2)), now_ns);
-    leaves(&ctx, ctx.arg::<u64>(3), now_ns);
+    if let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) {
+        // SAFETY: the pointer came from a successful lookup; the slot is of this CPU and of the
+        // programs that run at a switch.
+        let scratch = unsafe { &mut *scratch };
+        runs(ctx.arg(2), now_ns, scratch);
+        // A thread that is preempted goes on to be runnable, whatever it was about to wait for.
+        let state = if ctx.arg::<u64>(0) & 1 != 0 { 0 } else { ctx.arg::<u64>(3) };
+        leaves(&ctx, state, now_ns, scratch);
+    }
     0
 }
 
@@ -65,33 +65,98 @@ pub fn wakeup(ctx: RawTracePointContext) -> i32 {
 }
 
 /// Walks on where the program before left off; when the walk is over, notes that the thread waits.
-#[raw_tracepoint(tracepoint = "sched_switch")]
-pub fn walk_waiting_frame_pointers(ctx: RawTracePointContext) -> i32 {
+#[btf_tracepoint(function = "sched_switch")]
+pub fn walk_waiting_frame_pointers(ctx: BtfTracePointContext) -> i32 {
     walk_on(&ctx, by_frame_pointers::step)
 }
 
 /// Likewise, by tables: the collector puts one of the two into `WAIT_STAGES`.
-#[raw_tracepoint(tracepoint = "sched_switch")]
-pub fn walk_waiting_tables(ctx: RawTracePointContext) -> i32 {
+#[btf_tracepoint(function = "sched_switch")]
+pub fn walk_waiting_tables(ctx: BtfTracePointContext) -> i32 {
     walk_on(&ctx, |scratch| by_tables::step(scratch, SWITCHER))
+}
+
+#[inline(always)]
+fn walk_on(ctx: &BtfTracePointContext, step: impl FnOnce(&mut Scratch)) -> i32 {
+    if let Some(scratch) = stacks::walk_on(ctx, &WAIT_STAGES, SWITCHER, step) {
+        waits(scratch);
+    }
+    0
+}
+
+/// What an iterator over tasks is given: `struct bpf_iter__task` of kernel/bpf/task_iter.c.
+#[repr(C)]
+pub struct TaskOfAll {
+    meta: u64,
+    task: *mut task_struct,
+}
+
+/// Tells the collector, which reads from an iterator over all tasks, of the kernel stacks of those
+/// that wait now. Their waits may be longer than the capture.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "iter/task")]
+pub extern "C" fn answer_waiting(ctx: *mut TaskOfAll) -> i32 {
+    // SAFETY: the kernel passes this struct. The task is null once all were visited.
+    let task = unsafe { (*ctx).task };
+    if task.is_null() {
+        return 0;
+    }
+    let tid = Task(task as u64).tid();
+    let Some(waiting) = WAITING.get_ptr_mut(&tid) else { return 0 };
+    let Some(scratch) = SCRATCH.get_ptr_mut(ANSWERS) else { return 0 };
+    // SAFETY: the pointer came from a successful lookup; one program at a time has this slot.
+    let scratch = unsafe { &mut *scratch };
+    let since_ns = || {
+        // SAFETY: the pointer came from a successful lookup; a switch on another CPU may write.
+        unsafe { core::ptr::read_volatile(&raw const (*waiting).since_ns) }
+    };
+    let before = since_ns();
+    if before == 0 {
+        return 0;
+    }
+    // SAFETY: a helper without arguments.
+    let number = kernel_stack(task, unsafe { bpf_ktime_get_ns() }, scratch);
+    // It has not run meanwhile, so that is its stack.
+    if since_ns() == before {
+        // SAFETY: as above. Nobody else writes these.
+        unsafe {
+            (*waiting).kernel_stack = number;
+            (*waiting).kernel_stack_of = before;
+        }
+    }
+    0
 }
 
 /// A thread is given a CPU: what it waited for is over.
 #[inline(always)]
-fn runs(task: Task, now_ns: u64) {
+fn runs(next: *mut task_struct, now_ns: u64, scratch: &mut Scratch) {
+    let task = Task(next as u64);
     let tid = task.tid();
     let Some(waiting) = WAITING.get_ptr_mut(&tid) else { return };
     // SAFETY: the pointer came from a successful lookup; the thread is on no other CPU.
     let waiting = unsafe { &mut *waiting };
-    let since_ns = waiting.since_ns;
-    if since_ns == 0 {
-        return;
+    if waiting.since_ns != 0 {
+        over(waiting, task, now_ns, scratch, |scratch| kernel_stack(next, now_ns, scratch));
+        waiting.since_ns = 0;
     }
-    waiting.since_ns = 0;
+}
+
+/// A wait is over: makes it a record, or lets another stand for it. Frames in the scratch record
+/// are overwritten.
+#[inline(always)]
+fn over(
+    waiting: &mut Waiting,
+    task: Task,
+    now_ns: u64,
+    scratch: &mut Scratch,
+    kernel_stack: impl FnOnce(&mut Scratch) -> u64,
+) {
+    let (tid, since_ns) = (task.tid(), waiting.since_ns);
     let whole = now_ns.saturating_sub(since_ns);
     let woken_ns = if waiting.woken_ns == 0 { now_ns } else { waiting.woken_ns };
     let mut blocked_ns = woken_ns.saturating_sub(since_ns);
     let mut runnable_ns = now_ns.saturating_sub(woken_ns);
+    let mut stands_for = 1;
     let threshold = u64::from(config().wait_threshold_ns);
     if whole < threshold {
         // SAFETY: a helper without arguments.
@@ -104,10 +169,13 @@ fn runs(task: Task, now_ns: u64) {
         let weight = u64::from(taken) * threshold;
         blocked_ns = blocked_ns * weight / whole;
         runnable_ns = runnable_ns * weight / whole;
+        // SAFETY: a helper without arguments.
+        stands_for = waits_behind(whole as u32, weight, unsafe { bpf_get_prandom_u32() });
     }
+    let kernel_stack = kernel_stack(scratch);
     // SAFETY: a helper without arguments.
     let cpu = unsafe { bpf_get_smp_processor_id() };
-    let parts = u64::from(blocked_ns != 0) + u64::from(runnable_ns != 0);
+    let parts = stands_for * (u64::from(blocked_ns != 0) + u64::from(runnable_ns != 0));
     add(cpu, Counter::WaitsTaken, parts);
     // The collector, which noted threads that waited already, does not know it.
     let start_boottime_ns = match waiting.start_boottime_ns {
@@ -125,16 +193,27 @@ fn runs(task: Task, now_ns: u64) {
         user_frames: WAIT_WORDS as u16,
         kernel_frames: 0,
         user_end: 0,
-        kernel_end: KernelEnd::None as u8,
+        kernel_end: 0,
         event: config().wait_event as u8,
         kind: RecordKind::Wait as u8,
         state: waiting.state as u8,
         reserved: [0; 3],
         comm: waiting.comm,
     };
-    let mut wait = Wait { header, stack: waiting.stack, blocked_ns, runnable_ns };
-    // SAFETY: the record is a local of that size.
-    if !unsafe { hand_over((&raw mut wait).cast(), size_of::<Wait>()) } {
+    let user_stack = waiting.user_stack;
+    // Too large for the BPF stack, of which the walk needs most.
+    // SAFETY: the frames are an array of words, longer than the record, which has nothing but such.
+    let woken = unsafe { &mut *scratch.frames.as_mut_ptr().cast::<Woken>() };
+    woken.wait =
+        Wait { header, user_stack, kernel_stack, blocked_ns, runnable_ns, count: stands_for };
+    let mut bytes = size_of::<Wait>();
+    if let Some(waker) = wakers::of(tid, since_ns) {
+        woken.wait.header.user_frames = WOKEN_WORDS as u16;
+        woken.waker = waker;
+        bytes = size_of::<Woken>();
+    }
+    // SAFETY: the record has at least that size.
+    if !unsafe { hand_over((woken as *mut Woken).cast(), bytes) } {
         add(cpu, Counter::WaitsLost, parts);
         add(cpu, Counter::WaitsLostNs, blocked_ns + runnable_ns);
     }
@@ -142,23 +221,26 @@ fn runs(task: Task, now_ns: u64) {
 
 /// The current thread leaves the CPU.
 #[inline(always)]
-fn leaves(ctx: &RawTracePointContext, state: u64, now_ns: u64) {
+fn leaves(ctx: &BtfTracePointContext, state: u64, now_ns: u64, scratch: &mut Scratch) {
     let (pid, tid) = (ctx.tgid(), ctx.pid());
     if tid == 0 {
         return; // idle
     }
-    if state & task_state::DEAD != 0 {
+    if state & state::DEAD != 0 {
+        still_waiting(tid, now_ns, scratch);
         let _ = WAITING.remove(&tid);
+        wakers::forget(tid);
         return;
     }
     let state = match state {
         0 => WaitState::Preempted,
-        state if state & (task_state::STOPPED | task_state::TRACED) != 0 => WaitState::Stopped,
-        state if state & task_state::NO_LOAD != 0 => WaitState::Sleep,
-        state if state & task_state::UNINTERRUPTIBLE != 0 => WaitState::Disk,
+        state if state & (state::STOPPED | state::TRACED) != 0 => WaitState::Stopped,
+        state if state & state::NO_LOAD != 0 => WaitState::Sleep,
+        state if state & state::UNINTERRUPTIBLE != 0 => WaitState::Disk,
         _ => WaitState::Sleep,
     };
     if config().wait_states & (1 << state as u32) == 0 {
+        still_waiting(tid, now_ns, scratch);
         return;
     }
     // SAFETY: helpers without memory arguments.
@@ -167,10 +249,6 @@ fn leaves(ctx: &RawTracePointContext, state: u64, now_ns: u64) {
     if !wanted(pid, start_boottime_ns) {
         return;
     }
-    let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) else { return };
-    // SAFETY: the pointer came from a successful lookup; the slot is of this CPU and of this file's
-    // programs.
-    let scratch = unsafe { &mut *scratch };
     scratch.header.time_ns = now_ns;
     scratch.header.start_boottime_ns = start_boottime_ns;
     // SAFETY: a helper without arguments.
@@ -179,69 +257,44 @@ fn leaves(ctx: &RawTracePointContext, state: u64, now_ns: u64) {
     scratch.header.tid = tid;
     scratch.header.cpu = cpu;
     scratch.header.event = config().wait_event as u8;
-    scratch.header.kind = RecordKind::Stack as u8;
     scratch.header.state = state as u8;
     // SAFETY: the buffer is 16 bytes of the scratch record.
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
     stacks::begin(scratch, task, pid);
+    if config().unwind != Unwind::FramePointers as u32
+        && let Some(number) = remembered::find(scratch, pid)
+    {
+        waits_with(scratch, number);
+        return;
+    }
     // SAFETY: the map holds programs of this type only.
     let _ = unsafe { WAIT_STAGES.tail_call(ctx, 0) };
 }
 
+/// Notes that the current thread waits, and with which user stack.
 #[inline(always)]
-fn walk_on(ctx: &RawTracePointContext, step: impl FnOnce(&mut Scratch)) -> i32 {
-    let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) else { return 0 };
-    // SAFETY: as in `leaves`, in whose name this runs.
-    let scratch = unsafe { &mut *scratch };
-    step(scratch);
-    if scratch.walk.end == WALKING {
-        // SAFETY: as in `leaves`. Fails at the kernel's limit of tail calls, beyond
-        // MAX_USER_FRAMES.
-        let _ = unsafe { WAIT_STAGES.tail_call(ctx, 0) };
-        scratch.walk.end = UserEnd::DepthLimit as u64;
+fn waits(scratch: &mut Scratch) {
+    let number = tell_user(scratch);
+    if config().unwind != Unwind::FramePointers as u32 {
+        remembered::remember(scratch, number);
     }
-    waits(ctx, scratch);
-    0
+    waits_with(scratch, number);
 }
 
-/// Notes that the current thread waits, and with which stacks.
+/// Notes that the current thread waits, with the user stack of this number.
 #[inline(always)]
-fn waits(ctx: &RawTracePointContext, scratch: &mut Scratch) {
-    // The bound, for the verifier, which does not know what the walk promised.
-    let depth = scratch.walk.depth as usize;
-    let user_frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
-    let (kernel_frames, kernel_end) = stacks::of_kernel(ctx.as_ptr(), scratch, user_frames);
-    let user_end = scratch.walk.end;
-    if user_end == UserEnd::NoMappingsYet as u64 {
-        wake_collector();
+fn waits_with(scratch: &mut Scratch, number: u64) {
+    let known = WAITING.get_ptr_mut(&scratch.header.tid);
+    // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
+    let mut known = known.map(|known| unsafe { &mut *known });
+    if let Some(known) = &mut known {
+        unseen(known, scratch.header.time_ns, scratch);
     }
-    scratch.header.user_frames = user_frames as u16;
-    scratch.header.kernel_frames = kernel_frames as u16;
-    scratch.header.user_end = user_end as u8;
-    scratch.header.kernel_end = kernel_end as u8;
-    let ends = u64::from(kernel_end as u8) << 8 | user_end;
-    let lengths = (user_frames as u64) << 16 | kernel_frames as u64;
-    let mut number = mixed(u64::from(scratch.header.pid) << 32 | ends << 16, lengths);
-    let frames = user_frames + kernel_frames;
-    for index in 0..MAX_USER_FRAMES + MAX_KERNEL_FRAMES {
-        if index >= frames {
-            break;
-        }
-        // SAFETY: the index is less than the length of the array.
-        number = mixed(number, unsafe { *scratch.frames.as_ptr().add(index) });
-    }
-    // 0 stands for none.
-    number |= 1;
-    scratch.header.period = number;
-    tell(scratch, number, frames);
-
     let header = &scratch.header;
     let woken_ns = if header.state == WaitState::Preempted as u8 { header.time_ns } else { 0 };
-    if let Some(known) = WAITING.get_ptr_mut(&header.tid) {
-        // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
-        let known = unsafe { &mut *known };
+    if let Some(known) = known {
         known.woken_ns = woken_ns;
-        known.stack = number;
+        known.user_stack = number;
         known.start_boottime_ns = header.start_boottime_ns;
         known.cgroup_id = header.cgroup_id;
         known.pid = header.pid;
@@ -255,7 +308,9 @@ fn waits(ctx: &RawTracePointContext, scratch: &mut Scratch) {
     let waiting = Waiting {
         since_ns: header.time_ns,
         woken_ns,
-        stack: number,
+        user_stack: number,
+        kernel_stack: 0,
+        kernel_stack_of: 0,
         start_boottime_ns: header.start_boottime_ns,
         cgroup_id: header.cgroup_id,
         pid: header.pid,
@@ -268,28 +323,44 @@ fn waits(ctx: &RawTracePointContext, scratch: &mut Scratch) {
     }
 }
 
-/// Tells the collector of stacks it does not know.
+/// The current thread leaves the CPU, and what it does then is not recorded: ends a wait of it that
+/// nobody saw end.
 #[inline(always)]
-fn tell(scratch: &mut Scratch, number: u64, frames: usize) {
-    let Some(told) = TOLD.get_ptr_mut(masked::<{ TOLD_STACKS as u64 - 1 }>(number >> 8) as u32)
-    else {
-        return;
-    };
-    // SAFETY: the pointer came from a successful lookup. Of two CPUs that write here one is lost,
-    // and its stacks are told again.
-    if unsafe { core::ptr::read_volatile(told) } == number {
-        return;
-    }
-    let bytes = size_of::<SampleHeader>() + frames * 8;
-    // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.
-    if unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) } {
-        // SAFETY: as above.
-        unsafe { core::ptr::write_volatile(told, number) };
+fn still_waiting(tid: u32, now_ns: u64, scratch: &mut Scratch) {
+    if let Some(known) = WAITING.get_ptr_mut(&tid) {
+        // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
+        let known = unsafe { &mut *known };
+        unseen(known, now_ns, scratch);
+        known.since_ns = 0;
     }
 }
 
-/// A step of the hash: a multiplication by an odd number and a rotation, as FxHash has.
+/// If the current thread waited before, nobody saw it run in between. The wait took until it was
+/// given its CPU; its kernel stack of then is gone.
 #[inline(always)]
-fn mixed(hash: u64, word: u64) -> u64 {
-    (hash.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+fn unseen(known: &mut Waiting, now_ns: u64, scratch: &mut Scratch) {
+    if known.since_ns == 0 {
+        return;
+    }
+    // SAFETY: helpers without memory arguments.
+    let (task, cpu) = unsafe { (bpf_get_current_task_btf(), bpf_get_smp_processor_id()) };
+    let task = Task(task as u64);
+    let waited_ns = now_ns.saturating_sub(known.since_ns);
+    match task.ran_ns() {
+        Some(ran_ns) if ran_ns < waited_ns => {
+            over(known, task, now_ns - ran_ns, scratch, |_| 0);
+        }
+        _ => {
+            count(cpu, Counter::WaitsTaken);
+            count(cpu, Counter::WaitsUnseen);
+            add(cpu, Counter::WaitsUnseenNs, waited_ns);
+        }
+    }
+}
+
+/// Number of the kernel stack of a thread that does not run.
+#[inline(always)]
+fn kernel_stack(task: *mut task_struct, now_ns: u64, scratch: &mut Scratch) -> u64 {
+    let taken = stacks::of_waiting(task, scratch);
+    tell_kernel(scratch, taken, now_ns)
 }

@@ -7,35 +7,59 @@
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
-use stackwire_collector_ebpf::arch::{follows_call, saved};
-use stackwire_collector_ebpf::tables::{self, CHUNK, state};
-use stackwire_collector_ebpf::unwind::{self, GO_ON, guessed};
+use stackwire_collector_ebpf::arch::saved;
+use stackwire_collector_ebpf::frame::{AGAIN, NOT_CALLED, TableWalk, Tables};
+use stackwire_collector_ebpf::tables::{CHUNK, Mapping};
+use stackwire_collector_ebpf::unwind::{GO_ON, guessed};
 use stackwire_collector_ebpf::{
-    INTERRUPTED, MAX_USER_FRAMES, Memory, Rule, Unwind, UserEnd, cfa, masked,
+    INTERRUPTED, MAX_USER_FRAMES, Memory, Rule, Unwind, UserEnd, masked,
 };
 
 use crate::maps::{
-    EXECUTABLES, MAPPINGS, PAGES, ROWS, RULES, SCRATCH, Scratch, TableWalk, WALKING, config,
+    EXECUTABLES, MAPPINGS, MAX_READS, PAGES, ROWS, RULES, Reads, SCRATCH, Scratch, WALKING, config,
 };
 use crate::processes::{find_process, generation};
 use crate::walk::tree;
+
+/// A count of [`Reads`].
+const NOT_REPEATABLE: u64 = MAX_READS as u64 + 1;
 
 /// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk,
 /// which cover MAX_USER_FRAMES.
 const STEP: u64 = 32;
 
-/// The process's own memory.
-struct User;
+/// The process's own memory, and what was read of it.
+struct User<'a>(&'a mut Reads);
 
-impl Memory for User {
+impl Memory for User<'_> {
     #[inline(always)]
     fn word(&mut self, address: u64) -> Option<u64> {
         // SAFETY: bpf_probe_read_user checks the address and fails rather than fault.
-        unsafe { bpf_probe_read_user(address as *const u64) }.ok()
+        let found = unsafe { bpf_probe_read_user(address as *const u64) }.ok();
+        let Reads { count, at, found: words } = self.0;
+        let index = *count as usize;
+        match found {
+            Some(word) if index < MAX_READS => {
+                // SAFETY: the index is less than the length of both arrays.
+                unsafe {
+                    *at.as_mut_ptr().add(index) = address;
+                    *words.as_mut_ptr().add(index) = word;
+                }
+                *count = index as u64 + 1;
+            }
+            _ => *count = NOT_REPEATABLE,
+        }
+        found
+    }
+
+    #[inline(always)]
+    fn needs_more(&mut self) {
+        self.0.count = NOT_REPEATABLE;
     }
 
     #[inline(always)]
     fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
+        self.needs_more();
         // SAFETY: as above; words are plain bytes.
         unsafe {
             let bytes = core::slice::from_raw_parts_mut((to as *mut [u64; N]).cast::<u8>(), N * 8);
@@ -61,6 +85,8 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     mapping.end = 0;
     scratch.tables.first = 0;
     scratch.tables.count = 0;
+    // Nothing is noted unless somebody asks for it: `remembered.rs` does.
+    scratch.reads.count = NOT_REPEATABLE;
     match find_process(pid) {
         Some((first, count)) => {
             scratch.tables.first = first;
@@ -110,64 +136,16 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     if depth >= MAX_USER_FRAMES as u64 {
         return UserEnd::DepthLimit as u64;
     }
-    let ip = scratch.tables.cursor.lookup_ip();
-    let inside = ip >= scratch.tables.mapping.start && ip < scratch.tables.mapping.end;
-    if !inside && !find_mapping(&mut scratch.tables, ip) {
-        let runs = scratch.tables.cursor.exact != 0;
-        match tree::find_in_tree(ip, slot) {
-            tree::FOUND => {}
-            tree::UNKNOWN => return UserEnd::NoMappingsYet as u64,
-            // What runs is code: its mapping has not been told.
-            _ => return if runs { UserEnd::NoMappingsYet } else { UserEnd::NotCode } as u64,
-        }
-    }
-    let (executable, file_offset) = tables::mapping_of(scratch.tables.mapping.word);
-    let offset = ip - scratch.tables.mapping.start + file_offset;
-    let rule = match executable {
-        tables::ANONYMOUS => Err(UserEnd::NoTable),
-        _ => find_rule(executable & !tables::DESCRIBED, offset),
-    };
-    let made = executable == tables::ANONYMOUS || executable & tables::DESCRIBED != 0;
-    let rule = match rule {
-        // What its compiler has not described yet.
-        Ok(rule) if made && rule.cfa == cfa::NONE => Err(UserEnd::NoRule),
-        rule => rule,
-    };
-    let end = if made && rule.is_err() {
-        if config().unwind != Unwind::Auto as u32 {
-            return UserEnd::NoTable as u64;
-        }
-        let rule = Rule { cfa: cfa::FRAME_POINTER, ..Rule::default() };
-        let cursor = &mut scratch.tables.cursor;
-        let end = unwind::step(&mut User, &mut scratch.tables.signal, cursor, &rule);
-        // From one to two.
-        cursor.guessed <<= 1;
-        end
-    } else {
-        // Of a file whose table is being made nobody knows yet what keeps frame pointers in it.
-        let asked = !made && !matches!(rule, Err(UserEnd::NoTableYet));
-        if asked && !unwind::may_be_called(&mut User, &scratch.tables.cursor, rule.ok()) {
+    let memory = &mut User(&mut scratch.reads);
+    let guesses = config().unwind == Unwind::Auto as u32;
+    let elsewhere = |ip| tree::mapping_at(ip, slot);
+    let end = match scratch.tables.up(&mut Maps, memory, guesses, elsewhere) {
+        AGAIN => return GO_ON,
+        NOT_CALLED => {
             scratch.walk.depth = depth - 1;
-            return UserEnd::NoFramePointer as u64;
+            UserEnd::NoFramePointer as u64
         }
-        match rule {
-            Ok(rule) => unwind::step(
-                &mut User,
-                &mut scratch.tables.signal,
-                &mut scratch.tables.cursor,
-                rule,
-            ),
-            // A stack may be made up to return to the beginning of a function, in front of which
-            // nothing is: now by what is there (`makecontext` does so).
-            Err(UserEnd::NoRule)
-                if scratch.tables.cursor.exact == 0
-                    && !follows_call(&mut User, scratch.tables.cursor.ip, false) =>
-            {
-                scratch.tables.cursor.exact = 1;
-                return GO_ON;
-            }
-            Err(end) => end as u64,
-        }
+        end => end,
     };
     if end != GO_ON {
         return end;
@@ -183,85 +161,41 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     GO_ON
 }
 
-/// The mapping an address lies in, into `walk.mapping`.
-#[inline(always)]
-fn find_mapping(walk: &mut TableWalk, ip: u64) -> bool {
-    let (mut low, mut left) = (walk.first, walk.count);
-    if left == 0 {
-        return false;
-    }
-    // The last that begins at or before `ip`.
-    for _ in 0..18 {
-        if left <= 1 {
-            break;
-        }
-        let half = left / 2;
-        let Some(mapping) = MAPPINGS.get(low + half) else { return false };
-        if mapping.start <= ip {
-            low += half;
-            left -= half;
-        } else {
-            left = half;
-        }
-    }
-    let Some(mapping) = MAPPINGS.get(low) else { return false };
-    walk.mapping.start = mapping.start;
-    walk.mapping.end = mapping.end;
-    walk.mapping.word = mapping.word;
-    ip >= mapping.start && ip < mapping.end
-}
+/// The collector's tables.
+struct Maps;
 
-/// The rule at an offset of an executable's file.
-#[inline(always)]
-fn find_rule(executable: u32, offset: u64) -> Result<&'static Rule, UserEnd> {
-    let Some(slot) = EXECUTABLES.get_ptr_mut(executable) else { return Err(UserEnd::NoTable) };
-    // SAFETY: the pointer came from a successful lookup. The count may lose some to other CPUs; it
-    // ranks, no more.
-    let (pages, known) = unsafe {
-        (*slot).uses += 1;
-        (
-            core::ptr::read_volatile(&raw const (*slot).pages),
-            core::ptr::read_volatile(&raw const (*slot).state),
-        )
-    };
-    if known == state::NOT_YET {
-        return Err(UserEnd::NoTableYet);
+impl Tables for Maps {
+    #[inline(always)]
+    fn mapping(&mut self, number: u32) -> Option<&Mapping> {
+        MAPPINGS.get(number)
     }
-    if known == state::OVER_SHARE {
-        return Err(UserEnd::OverShare);
-    }
-    if known != state::READY {
-        return Err(UserEnd::NoTable);
-    }
-    let (first, count, base) = tables::pages_of(pages);
-    let page = (offset >> 16).wrapping_sub(u64::from(base));
-    if page >= u64::from(count) {
-        return Err(UserEnd::NoRule);
-    }
-    let Some(&page) = PAGES.get(first + page as u32) else { return Err(UserEnd::NoRule) };
-    let (mut low, mut left) = tables::page_of(page);
-    let key = (offset as u32 & 0xffff) << 16 | 0xffff;
-    if left == 0 {
-        return Err(UserEnd::NoRule);
-    }
-    for _ in 0..17 {
-        if left <= 1 {
-            break;
-        }
-        let half = left / 2;
-        let Some(row) = row(low + half) else { return Err(UserEnd::NoRule) };
-        if row <= key {
-            low += half;
-            left -= half;
-        } else {
-            left = half;
+
+    #[inline(always)]
+    fn executable(&mut self, number: u32) -> Option<(u64, u64)> {
+        let slot = EXECUTABLES.get_ptr_mut(number)?;
+        // SAFETY: the pointer came from a successful lookup. The count may lose some to other CPUs;
+        // it ranks, no more.
+        unsafe {
+            (*slot).uses += 1;
+            let pages = core::ptr::read_volatile(&raw const (*slot).pages);
+            Some((pages, core::ptr::read_volatile(&raw const (*slot).state)))
         }
     }
-    let Some(row) = row(low) else { return Err(UserEnd::NoRule) };
-    if row > key {
-        return Err(UserEnd::NoRule);
+
+    #[inline(always)]
+    fn page(&mut self, number: u32) -> Option<u64> {
+        PAGES.get(number).copied()
     }
-    RULES.get(row & 0xffff).ok_or(UserEnd::NoRule)
+
+    #[inline(always)]
+    fn row(&mut self, number: u32) -> Option<u32> {
+        row(number)
+    }
+
+    #[inline(always)]
+    fn rule(&mut self, number: u32) -> Option<&Rule> {
+        RULES.get(number)
+    }
 }
 
 #[inline(always)]

@@ -7,4 +7,7 @@ pub trait Memory {
     fn word(&mut self, address: u64) -> Option<u64>;
     /// As many words as there is room for; false when they are not to be read.
     fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool;
+    /// What was found depends on more than the words that were read.
+    #[inline(always)]
+    fn needs_more(&mut self) {}
 }

@@ -1,6 +1,8 @@
 //! How to leave a frame, as rules say it: what the unwind compiler (`unwind/`) writes into tables
 //! and [`step`](crate::unwind::step) reads. Numbers of registers are `arch/`'s.
 
+use crate::arch::{RBP, RSP};
+
 /// How to leave a frame. 24 bytes without padding; kinds are constants, not enums, since rules come
 /// from outside.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -27,6 +29,17 @@ pub struct Rule {
     /// caller's value of the register is: 0 nowhere, positive still in the register, negative in
     /// memory at CFA + this.
     pub kept: i32,
+}
+
+impl Rule {
+    /// Whether the caller depends on memory, rsp and rbp alone.
+    #[inline(always)]
+    #[must_use]
+    pub fn needs_stack_alone(&self) -> bool {
+        let base = u32::from(self.register & 15);
+        let of_thread = matches!(self.cfa, cfa::CLONE | cfa::GO_SYSTEM_STACK | cfa::GO_MORE_STACK);
+        (base == RSP || base == RBP) && !of_thread && self.ra & !ra::EXACT == ra::AT_CFA
+    }
 }
 
 /// Where the canonical frame address is.

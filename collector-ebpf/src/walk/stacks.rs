@@ -1,21 +1,25 @@
-//! The stacks of the current task: what to begin the walk of its user stack with, and its kernel
-//! stack.
+//! The stacks of a task: what to begin the walk of the current one's user stack with, and kernel
+//! stacks.
 //!
 //! The walk itself is in `by_tables.rs` and `by_frame_pointers.rs`. Called by `sources/`.
 
 use core::ffi::c_void;
 
+use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::{pt_regs, task_struct};
 use aya_ebpf::helpers::bpf_probe_read_kernel;
-use aya_ebpf::helpers::generated::{bpf_get_stack, bpf_task_pt_regs};
+use aya_ebpf::helpers::generated::{bpf_get_stack, bpf_get_task_stack, bpf_task_pt_regs};
+use aya_ebpf::maps::ProgramArray;
 use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{KernelEnd, MAX_KERNEL_FRAMES, Unwind, UserEnd};
 
 use super::by_frame_pointers::Registers;
 use super::{by_frame_pointers, by_tables};
-use crate::maps::{Scratch, config};
+use crate::maps::{SCRATCH, Scratch, WALKING, config};
 use crate::processes::generation;
 use crate::task::Task;
+
+const BYTES: u32 = (MAX_KERNEL_FRAMES * 8) as u32;
 
 /// Makes ready for the walk of a user stack from the registers that were saved when the kernel was
 /// entered. `task` is the current one.
@@ -70,19 +74,53 @@ fn is_where_it_will_return(saved: &pt_regs) -> bool {
     saved::ip(saved) != 0 && !saved::is_exec(saved)
 }
 
-/// Appends the kernel stack behind `user_frames` frames.
+/// Walks on in a slot of `SCRATCH`. None: in the next program, which these `stages` have.
+#[inline(always)]
+pub fn walk_on<C: EbpfContext>(
+    ctx: &C,
+    stages: &ProgramArray,
+    slot: u32,
+    step: impl FnOnce(&mut Scratch),
+) -> Option<&'static mut Scratch> {
+    // SAFETY: the pointer comes from a successful lookup; the slot is of this CPU and of the
+    // program in whose name this runs.
+    let scratch = unsafe { &mut *SCRATCH.get_ptr_mut(slot)? };
+    step(scratch);
+    if scratch.walk.end == WALKING {
+        // SAFETY: the map holds programs of this type only. Fails at the kernel's limit of tail
+        // calls, beyond MAX_USER_FRAMES.
+        let _ = unsafe { stages.tail_call(ctx, 0) };
+        scratch.walk.end = UserEnd::DepthLimit as u64;
+    }
+    Some(scratch)
+}
+
+/// Puts the kernel stack of a task that does not run in place of the frames.
+#[inline(always)]
+pub fn of_waiting(task: *mut task_struct, scratch: &mut Scratch) -> (usize, KernelEnd) {
+    // SAFETY: the array has room for as many bytes.
+    let written = unsafe { bpf_get_task_stack(task, scratch.frames.as_mut_ptr().cast(), BYTES, 0) };
+    ended(written)
+}
+
+/// Appends the kernel stack of the current task behind `user_frames` frames.
 #[inline(always)]
 pub fn of_kernel(
     ctx: *mut c_void,
     scratch: &mut Scratch,
     user_frames: usize,
 ) -> (usize, KernelEnd) {
-    const BYTES: u32 = (MAX_KERNEL_FRAMES * 8) as u32;
     // SAFETY: `user_frames` is at most MAX_USER_FRAMES and the array has MAX_KERNEL_FRAMES more.
     let written = unsafe {
         let tail = scratch.frames.as_mut_ptr().add(user_frames);
         bpf_get_stack(ctx, tail.cast(), BYTES, 0)
     };
+    ended(written)
+}
+
+/// What the kernel's unwinder found: how many frames, from the bytes it wrote.
+#[inline(always)]
+fn ended(written: i64) -> (usize, KernelEnd) {
     if written < 0 {
         return (0, KernelEnd::Failed);
     }

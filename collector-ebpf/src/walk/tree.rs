@@ -8,6 +8,7 @@
 
 use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use aya_ebpf::helpers::{bpf_probe_read_kernel, bpf_probe_read_kernel_buf};
+use stackwire_collector_ebpf::frame::Elsewhere;
 use stackwire_collector_ebpf::masked;
 use stackwire_collector_ebpf::tables::{ANONYMOUS, mapping_word};
 use stackwire_collector_ebpf::vma::{
@@ -15,18 +16,18 @@ use stackwire_collector_ebpf::vma::{
     first_file, has_nodes, is_leaf, node_of, size,
 };
 
-use crate::maps::{ANSWERS, KNOWN_FILES, LAYOUT, QUESTION, SCRATCH, SEARCH, Search, Vma};
+use crate::maps::{ANSWERS, KNOWN_FILES, LAYOUT, QUESTION, SEARCH, Search, Vma};
 use crate::task::Task;
 
 /// `VM_EXEC` of include/linux/mm.h.
 const VM_EXEC: u64 = 4;
 
 /// No code is there, or nobody can tell.
-pub const NOTHING: u64 = 0;
+const NOTHING: u64 = 0;
 /// Code of a file that has no number yet.
-pub const UNKNOWN: u64 = 1;
-/// It is in the scratch record.
-pub const FOUND: u64 = 2;
+const UNKNOWN: u64 = 1;
+/// It is in the slot.
+const FOUND: u64 = 2;
 
 macro_rules! offset {
     ($field:ident) => {
@@ -42,20 +43,30 @@ pub fn is_there() -> bool {
     offset!(mm_root) != 0
 }
 
-/// Puts the mapping of an address into the scratch record: one of the three above. A global
-/// function, as `walk_frame`.
+/// The mapping of an address, with this slot of `SEARCH` as room.
+#[inline(always)]
+pub fn mapping_at(address: u64, slot: u32) -> Elsewhere {
+    match find_in_tree(address, slot) {
+        UNKNOWN => Elsewhere::Unknown,
+        FOUND => SEARCH.get_ptr(slot).map_or(Elsewhere::Nothing, |search| {
+            // SAFETY: the pointer came from a successful lookup; it is this program's alone.
+            Elsewhere::Mapped(unsafe { (*search).mapping })
+        }),
+        _ => Elsewhere::Nothing,
+    }
+}
+
+/// Puts the mapping of an address into the slot: one of the three above. A global function, as
+/// `walk_frame`.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn find_in_tree(address: u64, slot: u32) -> u64 {
-    let (Some(scratch), Some(search)) = (SCRATCH.get_ptr_mut(slot), SEARCH.get_ptr_mut(slot))
-    else {
-        return NOTHING;
-    };
-    // SAFETY: the pointers came from successful lookups; both are this CPU's, and of one
-    // program alone.
-    let (mapping, search) = unsafe { (&mut (*scratch).tables.mapping, &mut *search) };
+    let Some(search) = SEARCH.get_ptr_mut(slot) else { return NOTHING };
+    // SAFETY: the pointer came from a successful lookup; it is this CPU's, and of one program
+    // alone.
+    let search = unsafe { &mut *search };
     let Some(file) = find(search, address) else { return NOTHING };
-    let Vma { start, end, page, flags, key } = &mut search.found;
+    let Search { found: Vma { start, end, page, flags, key }, mapping, .. } = search;
     if *flags & VM_EXEC == 0 {
         return NOTHING;
     }

@@ -21,3 +21,9 @@ pub const OPENING_CALLS: &[i64] = &[libc::SYS_openat];
 
 /// Where `struct task_struct` keeps where a thread's own variables are.
 pub const THREAD_POINTER: &str = "thread.uw.tp_value";
+
+/// Whether the kernel's function of this name is where interrupts enter: those of
+/// arch/arm64/kernel/entry.S, as `el0t_64_irq`.
+pub fn is_interrupt_entry(name: &str) -> bool {
+    name.starts_with("el") && (name.ends_with("_irq") || name.ends_with("_fiq"))
+}

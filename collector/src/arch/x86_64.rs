@@ -20,3 +20,10 @@ pub const OPENING_CALLS: &[i64] = &[libc::SYS_open, libc::SYS_openat];
 
 /// Where `struct task_struct` keeps where a thread's own variables are.
 pub const THREAD_POINTER: &str = "thread.fsbase";
+
+/// Whether the kernel's function of this name is where interrupts enter: those that
+/// `DECLARE_IDTENTRY_SYSVEC` and `DECLARE_IDTENTRY_IRQ` of arch/x86/include/asm/idtentry.h make.
+pub fn is_interrupt_entry(name: &str) -> bool {
+    let name = name.strip_prefix("asm_").unwrap_or(name);
+    name.starts_with("sysvec_") || name == "common_interrupt"
+}

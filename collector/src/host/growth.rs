@@ -28,24 +28,36 @@ pub struct Mark {
 /// Sizes a file had in an epoch. Each replaces the size before it. The first is the size when the
 /// epoch began or when the file was opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Growth(Vec<Mark>);
+pub struct Growth {
+    marks: Vec<Mark>,
+    /// When it had the last of them at last. Not a mark until it has another.
+    looked_ns: u64,
+}
 
 impl Growth {
     /// All of them, the oldest first.
     #[must_use]
     pub fn marks(&self) -> &[Mark] {
-        &self.0
+        &self.marks
     }
 
     /// It has this size now.
     pub fn now(&mut self, size: u64) {
-        if self.0.last().is_some_and(|last| last.size == size) {
+        self.at(now_ns(), size);
+    }
+
+    fn at(&mut self, time_ns: u64, size: u64) {
+        let last = self.marks.last().copied();
+        if last.is_some_and(|last| last.size == size) {
+            self.looked_ns = time_ns;
             return;
         }
-        if self.0.len() >= MAX_MARKS {
-            self.0.pop();
+        self.marks.truncate(MAX_MARKS - 2);
+        // It grew between two looks, and not since it had grown before.
+        if let Some(last) = last.filter(|last| last.time_ns < self.looked_ns) {
+            self.marks.push(Mark { time_ns: self.looked_ns, ..last });
         }
-        self.0.push(Mark { time_ns: now_ns(), size });
+        self.marks.push(Mark { time_ns, size });
     }
 
     /// Looks at the size it has.
@@ -62,7 +74,7 @@ impl Growth {
 
     /// Another epoch begins.
     pub fn end_epoch(&mut self) {
-        self.0.drain(..self.0.len().saturating_sub(1));
+        self.marks.drain(..self.marks.len().saturating_sub(1));
     }
 }
 
@@ -71,4 +83,19 @@ impl Growth {
 pub fn size(file: &File) -> Option<u64> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     statx(file, c"", flags, StatxFlags::SIZE).ok().map(|found| found.stx_size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_quiet_grew_after_the_last_look() {
+        let mut growth = Growth::default();
+        for (time_ns, size) in [(10, 24), (20, 24), (90, 24), (100, 48), (110, 72)] {
+            growth.at(time_ns, size);
+        }
+        let marks: Vec<_> = growth.marks().iter().map(|it| (it.time_ns, it.size)).collect();
+        assert_eq!(marks, [(10, 24), (90, 24), (100, 48), (110, 72)]);
+    }
 }

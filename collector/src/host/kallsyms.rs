@@ -10,6 +10,8 @@ use std::ops::Range;
 use stackwire_model::{KernelAddr, KernelOffset};
 use stackwire_proto::kallsyms::{Symbol, symbols as symbols_of};
 
+use crate::arch;
+
 /// Where the kernel lists its symbols.
 pub const PATH: &str = "/proc/kallsyms";
 
@@ -34,39 +36,44 @@ pub struct KernelLayout {
     /// Name and base, the kernel itself first with an empty name.
     modules: Vec<(String, KernelAddr)>,
     runs: Vec<Run>,
-    /// The function that switches from one thread to another.
-    scheduler: Option<Range<KernelAddr>>,
+    /// Functions that mean something in the stack of a wake-up, by address.
+    marked: Vec<(Range<KernelAddr>, Mark)>,
 }
 
-/// Where threads leave their CPU; a compiler may append something to the name.
-const SCHEDULER: &str = "__schedule";
-/// Module of BPF programs.
-const PROGRAMS: &str = "bpf";
-/// Frames that a tracepoint puts in front of the function it is in.
-const MAX_TRACING: usize = 16;
+/// What a function means in the stack of a wake-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mark {
+    /// An interrupt of a device, a timer or another CPU enters the kernel here.
+    Interrupt,
+    /// It runs programs at the tracepoint: include/trace/bpf_probe.h, kernel/trace/bpf_trace.c.
+    Tracing,
+}
+
+impl Mark {
+    fn of(name: &str) -> Option<Self> {
+        match name {
+            "bpf_trace_run1" | "__bpf_trace_sched_wakeup_template" | "__traceiter_sched_waking" => {
+                Some(Self::Tracing)
+            }
+            name => arch::is_interrupt_entry(name).then_some(Self::Interrupt),
+        }
+    }
+}
+
+/// From where a thread was woken, by a kernel stack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WokenFrom<'a> {
+    /// By an interrupt, which ran this.
+    Interrupt(&'a [u64]),
+    /// By the thread whose stack it is.
+    Thread(&'a [u64]),
+}
 
 impl KernelLayout {
     /// Nothing is known: kallsyms could not be read.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
-    }
-
-    /// The stack of a thread that leaves its CPU, leaf first, without the frames of the program
-    /// that took it and of the tracepoint that called that.
-    #[must_use]
-    pub fn without_tracing<'a>(&self, stack: &'a [u64]) -> &'a [u64] {
-        let address = |&frame: &u64| KernelAddr(frame.wrapping_sub(1));
-        let inside = |frame: &u64| {
-            self.scheduler.as_ref().is_some_and(|scheduler| scheduler.contains(&address(frame)))
-        };
-        let first = stack.iter().take(MAX_TRACING).position(inside).unwrap_or_else(|| {
-            let is_program = |frame: &&u64| {
-                self.locate(address(frame)).is_some_and(|(name, _)| name == PROGRAMS)
-            };
-            stack.iter().take_while(is_program).count()
-        });
-        &stack[first..]
     }
 
     /// Name of the module (empty for the kernel itself) and offset from its base.
@@ -76,6 +83,26 @@ impl KernelLayout {
         let run = self.runs.get(after.checked_sub(1)?).filter(|run| address < run.end)?;
         let (name, base) = self.modules.get(run.module)?;
         Some((name, KernelOffset(address.since(*base)?)))
+    }
+
+    /// Takes apart a kernel stack, leaf first, that a program at `sched_waking` took.
+    #[must_use]
+    pub fn woken_from<'a>(&self, stack: &'a [u64]) -> WokenFrom<'a> {
+        let is = |mark: Mark| move |&address: &u64| self.mark(KernelAddr(address)) == Some(mark);
+        let program = stack.iter().rposition(is(Mark::Tracing)).map_or(0, |last| last + 1);
+        let stack = &stack[program..];
+        let Some(first) = stack.iter().position(is(Mark::Interrupt)) else {
+            return WokenFrom::Thread(stack);
+        };
+        let is_entry = is(Mark::Interrupt);
+        let entries = stack[first..].iter().take_while(|address| is_entry(address)).count();
+        WokenFrom::Interrupt(&stack[..first + entries])
+    }
+
+    fn mark(&self, address: KernelAddr) -> Option<Mark> {
+        let after = self.marked.partition_point(|(at, _)| at.start <= address);
+        let (at, mark) = self.marked.get(after.checked_sub(1)?)?;
+        at.contains(&address).then_some(*mark)
     }
 }
 
@@ -112,19 +139,12 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
         return (KernelLayout::default(), String::new());
     };
     symbols.retain(|&(address, _, module)| module != KERNEL || address >= kernel_base);
-
-    let is_scheduler = |name: &str| {
-        let rest = name.strip_prefix(SCHEDULER);
-        rest.is_some_and(|rest| {
-            rest.is_empty() || rest.starts_with(".constprop") || rest.starts_with(".isra")
-        })
-    };
-    let at = symbols.iter().position(|&(_, name, module)| module == KERNEL && is_scheduler(name));
-    let scheduler = at.and_then(|at| {
-        let start = symbols[at].0;
-        let next = symbols[at..].iter().find(|&&(address, ..)| address > start);
-        next.map(|&(end, ..)| start..end)
-    });
+    let own = symbols.iter().filter(|&&(.., module)| module == KERNEL);
+    let behind = own.clone().skip(1).map(|&(address, ..)| address);
+    let marked = own
+        .zip(behind)
+        .filter_map(|(&(start, name, _), end)| Some((start..end, Mark::of(name)?)))
+        .collect();
 
     let mut bases: Vec<Option<KernelAddr>> = vec![None; names.len()];
     bases[KERNEL] = Some(kernel_base);
@@ -165,7 +185,7 @@ pub fn parse(text: &str) -> (KernelLayout, String) {
     let modules = names.iter().zip(bases);
     let modules =
         modules.map(|(name, base)| ((*name).to_owned(), base.unwrap_or_default())).collect();
-    (KernelLayout { modules, runs, scheduler }, snapshot)
+    (KernelLayout { modules, runs, marked }, snapshot)
 }
 
 /// Takes a snapshot apart: the lines of BPF programs, and those before and behind them.
@@ -212,18 +232,19 @@ nonsense
         assert_eq!(locate(u64::MAX), None);
     }
 
+    #[cfg(target_arch = "x86_64")]
     #[test]
-    fn a_switch_begins_in_the_scheduler() {
-        let scheduler = "ffffffff81000200 t __schedule\nffffffff81000300 T schedule\n";
-        let program = 0xffff_ffff_c040_0010;
-        let stack = [program, 0xffff_ffff_8100_0110, 0xffff_ffff_8100_0280, 0xffff_ffff_8100_0310];
-        let (layout, _) =
-            parse(&TEXT.replace("ffffffff81000800", &format!("{scheduler}ffffffff81000800")));
-        assert_eq!(layout.without_tracing(&stack), &stack[2..]);
-        // Where it has another name, frames of programs alone are dropped.
-        let (layout, _) = parse(TEXT);
-        assert_eq!(layout.without_tracing(&stack), &stack[1..]);
-        assert_eq!(KernelLayout::default().without_tracing(&stack), stack);
+    fn what_an_interrupt_ran_ends_where_it_entered() {
+        let text = TEXT.replace("do_syscall", "asm_sysvec_irq_work").replace(
+            "ffffffff81000800 D not_code",
+            "ffffffff81000200 t sysvec_irq_work\nffffffff81000300 t wake_up\n\
+             ffffffff81000400 t bpf_trace_run1\nffffffff81000500 t other",
+        );
+        let (layout, _) = parse(&text);
+        let stack = [0x510, 0x410, 0x345, 0x234, 0x123, 0x310].map(|at| 0xffff_ffff_8100_0000 + at);
+        assert_eq!(layout.woken_from(&stack), WokenFrom::Interrupt(&stack[2..5]));
+        assert_eq!(layout.woken_from(&stack[5..]), WokenFrom::Thread(&stack[5..]));
+        assert_eq!(KernelLayout::default().woken_from(&stack), WokenFrom::Thread(&stack));
     }
 
     #[test]

@@ -5,9 +5,12 @@
 //! later.
 
 mod btf;
+mod drained;
+mod load_error;
 pub(crate) mod mapped;
 mod object;
 mod offsets;
+mod sched_stats;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,12 +19,18 @@ use std::time::{Duration, Instant};
 
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stackwire_collector_ebpf::{Counter, RING_BYTES, SampleHeader, Waiting};
+use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
+use stackwire_collector_ebpf::{Counter, RING_BYTES, Waiting};
 use stackwire_model::Event;
+use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
 
-pub use self::object::{BTF_PATH, Filter, LoadError};
+pub use self::drained::{Batch, RawSample};
+pub use self::load_error::{BTF_PATH, LoadError};
+pub use self::object::Filter;
 use self::object::{Object, Waiters};
+use self::sched_stats::{SchedSums, counters};
+use crate::clock::now_ns;
 use crate::host::cpu_list;
 use crate::sources::pace::Pace;
 use crate::sources::perf_event::{PerfEvent, Sampled};
@@ -64,79 +73,46 @@ const SHORT_TURNS: u32 = 40;
 
 const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
 
-/// A sample, its frames still in the arena of its [`Batch`].
-#[derive(Clone, Copy, Debug)]
-pub struct RawSample {
-    /// The fixed part.
-    pub header: SampleHeader,
-    start: usize,
-}
-
-/// What one drain brought, samples and events each in time order.
-#[derive(Debug, Default)]
-pub struct Batch {
-    /// Samples not yet taken by [`Batch::advance`].
-    pub samples: Vec<RawSample>,
-    /// Side-band events.
-    pub events: Vec<side_band::Event>,
-    /// Ring records that did not decode.
-    pub malformed: u64,
-    frames: Vec<u64>,
-}
-
-impl Batch {
-    /// User frames of a sample, leaf first.
-    #[must_use]
-    pub fn user(&self, sample: &RawSample) -> &[u64] {
-        &self.frames[sample.start..][..usize::from(sample.header.user_frames)]
-    }
-
-    /// Kernel frames of a sample, leaf first.
-    #[must_use]
-    pub fn kernel(&self, sample: &RawSample) -> &[u64] {
-        let start = sample.start + usize::from(sample.header.user_frames);
-        &self.frames[start..][..usize::from(sample.header.kernel_frames)]
-    }
-
-    /// Forgets the first `samples` samples and `events` events; keeps the rest for the next drain.
-    pub fn advance(&mut self, samples: usize, events: usize) {
-        self.events.drain(..events);
-        if samples == self.samples.len() {
-            self.samples.clear();
-            self.frames.clear();
-            return;
-        }
-        self.samples.drain(..samples);
-        let mut kept = Vec::new();
-        for sample in &mut self.samples {
-            let frames =
-                usize::from(sample.header.user_frames) + usize::from(sample.header.kernel_frames);
-            let start = kept.len();
-            kept.extend_from_slice(&self.frames[sample.start..][..frames]);
-            sample.start = start;
-        }
-        self.frames = kept;
-    }
-}
-
 /// The running kernel side.
 pub struct Sampler {
     object: Object,
     /// `None`: nobody asked where threads wait.
     waiters: Option<Waiters>,
+    /// `None`: nobody asked how threads are scheduled.
+    sched: Option<SchedSums>,
+    /// Counters that were asked for.
+    counters: Vec<PerfCounter>,
     ring: RingBuf<MapData>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
     events: BTreeMap<u32, Vec<PerfEvent>>,
     /// By CPU and place in `kinds`, of those that are counted one by one.
     paces: BTreeMap<(u32, usize), Pace>,
-    kinds: Vec<Event>,
+    kinds: Vec<Kind>,
     frequency: u32,
     refused: BTreeSet<u32>,
     buffer: Vec<u8>,
     /// A short turn is allowed while this time is in the past. Each short turn moves it forward by
     /// its share of a second. It is never more than a second ago.
     spent: Instant,
+}
+
+/// An event, and when it takes a sample at first.
+#[derive(Debug)]
+struct Kind {
+    event: Event,
+    when: Sampled,
+}
+
+impl Kind {
+    fn new(event: &Event, frequency: u32) -> Self {
+        let when = if event.is_counted_singly() {
+            Sampled::EachOf(Pace::FIRST)
+        } else {
+            Sampled::PerSecond(frequency)
+        };
+        Self { event: event.clone(), when }
+    }
 }
 
 impl fmt::Debug for Sampler {
@@ -158,24 +134,44 @@ impl Sampler {
     /// # Errors
     /// See [`SamplerError`].
     pub fn start(filter: &Filter, kinds: &[Event], frequency: u32) -> Result<Self, SamplerError> {
-        let mut object = Object::load(filter)?;
+        let cpus = online_cpus()?;
+        let mut filter = filter.clone();
+        let counters: Vec<PerfCounter> =
+            if filter.config.add_up == 0 { Vec::new() } else { counters(&cpus) };
+        let counting = PerfCounter::events().into_iter().zip(&counters);
+        let counting: Vec<Event> =
+            counting.filter(|(_, it)| it.missing.is_none()).map(|(event, _)| event).collect();
+        filter.config.counters = counting.len() as u32;
+        let mut object = Object::load(&filter)?;
         let (ring, wakeups) = (object.take_samples()?, object.take_wakeups()?);
         let waits = filter.config.wait_states != 0;
         let waiters = waits.then(|| object.take_waiting()).transpose()?;
+        let mut sched = None;
+        if filter.config.add_up != 0 {
+            let (sums, places, running) = object.take_sched_sums()?;
+            sched = Some(SchedSums::new(sums, places, running, counting)?);
+        }
+        let mut kinds: Vec<Kind> = kinds.iter().map(|kind| Kind::new(kind, frequency)).collect();
+        if kinds.is_empty() {
+            // For its ring, that tells of processes and mappings.
+            kinds.push(Kind { event: Event::dummy(), when: Sampled::Never });
+        }
         let mut sampler = Self {
             object,
             waiters,
+            sched,
+            counters,
             ring,
             wakeups,
             events: BTreeMap::new(),
             paces: BTreeMap::new(),
-            kinds: kinds.to_vec(),
+            kinds,
             frequency,
             refused: BTreeSet::new(),
             buffer: Vec::new(),
             spent: a_second_ago(),
         };
-        for cpu in online_cpus()? {
+        for cpu in cpus {
             sampler.attach(cpu)?;
         }
         for &cpu in sampler.events.keys() {
@@ -183,6 +179,10 @@ impl Sampler {
         }
         if waits {
             sampler.object.watch()?;
+        }
+        if let Some(sched) = &mut sampler.sched {
+            sched.begin(now_ns())?;
+            sampler.object.add_up()?;
         }
         Ok(sampler)
     }
@@ -221,6 +221,9 @@ impl Sampler {
         }
         for cpu in gone {
             self.events.remove(&cpu);
+        }
+        if let Some(sched) = &mut self.sched {
+            sched.keep(&online);
         }
         for cpu in online {
             if !self.events.contains_key(&cpu) {
@@ -330,7 +333,7 @@ impl Sampler {
         let Some(waiters) = &mut self.waiters else { return };
         let noted = waiters.get(&tid, 0).ok();
         let noted = noted.and_then(|bytes| Waiting::read_from_bytes(&bytes).ok());
-        if noted.is_some_and(|noted| noted.since_ns == since_ns && noted.stack == 0) {
+        if noted.is_some_and(|noted| noted.since_ns == since_ns && noted.user_stack == 0) {
             let _ = waiters.remove(&tid);
         }
     }
@@ -338,6 +341,31 @@ impl Sampler {
     /// Has the kernel side tell of stacks again, by their number and the place it is noted in.
     pub fn forget(&self, place: u32, number: u64) {
         self.object.forget(place, number);
+    }
+
+    /// Counters that were asked for.
+    #[must_use]
+    pub fn counters(&self) -> &[PerfCounter] {
+        &self.counters
+    }
+
+    /// What has run on its CPU since the last switch there, and is not in the sums.
+    #[must_use]
+    pub fn running(&self) -> Vec<OnCpu> {
+        self.sched.as_ref().map(SchedSums::running).unwrap_or_default()
+    }
+
+    /// Sums of how threads are scheduled, by `key_of` a process or thread. From kernel 5.19 on it
+    /// takes no capability.
+    pub fn sched_sums(&self) -> impl Iterator<Item = (u64, SchedStats)> + '_ {
+        self.sched.iter().flat_map(SchedSums::read)
+    }
+
+    /// Drops the sums of one that ended.
+    pub fn forget_sched(&mut self, key: u64) {
+        if let Some(sched) = &mut self.sched {
+            sched.forget(key);
+        }
     }
 
     /// Notes threads that wait already, each with its id; not those that have been seen to wait or
@@ -367,38 +395,31 @@ impl Sampler {
 
     fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
         let mut events: Vec<PerfEvent> = Vec::with_capacity(self.kinds.len());
-        if self.kinds.is_empty() {
-            // For its ring, that tells of processes and mappings.
-            let dummy = Event::dummy();
-            let error = |error| self.open_error(cpu, &dummy, error);
-            let perf = dummy.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
-            events.push(PerfEvent::open(cpu, perf, Sampled::EachOf(1), None).map_err(error)?);
-        }
         let mut paces = Vec::new();
-        for (number, kind) in self.kinds.iter().enumerate() {
+        for (number, Kind { event: kind, when }) in self.kinds.iter().enumerate() {
             let error = |error| self.open_error(cpu, kind, error);
             let perf = kind.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
-            let sampled = if kind.is_counted_singly() {
+            let event = PerfEvent::open(cpu, perf, *when, events.first()).map_err(error)?;
+            if *when != Sampled::Never {
+                event.set_program(self.object.sampling_program(number)?).map_err(error)?;
+            }
+            if let Sampled::EachOf(_) = when {
                 let pace = Pace::new(self.object.overflows(cpu, number), Instant::now());
                 paces.push(((cpu, number), pace));
-                Sampled::EachOf(Pace::FIRST)
-            } else {
-                Sampled::PerSecond(self.frequency)
-            };
-            let event = PerfEvent::open(cpu, perf, sampled, events.first()).map_err(error)?;
-            event.set_program(self.object.sampling_program(number)?).map_err(error)?;
+            }
             events.push(event);
         }
         self.events.insert(cpu, events);
         self.paces.extend(paces);
+        if let Some(sched) = &mut self.sched {
+            sched.open(cpu);
+        }
         Ok(())
     }
 
     fn enable(&self, cpu: u32) -> Result<(), SamplerError> {
-        let dummy = [Event::dummy()];
-        let kinds = if self.kinds.is_empty() { &dummy[..] } else { &self.kinds };
-        for (event, kind) in self.events.get(&cpu).into_iter().flatten().zip(kinds) {
-            event.enable().map_err(|error| self.open_error(cpu, kind, error))?;
+        for (event, kind) in self.events.get(&cpu).into_iter().flatten().zip(&self.kinds) {
+            event.enable().map_err(|error| self.open_error(cpu, &kind.event, error))?;
         }
         Ok(())
     }
@@ -452,22 +473,5 @@ mod tests {
         assert!(open_hint(libc::EACCES, 2).contains("CAP_PERFMON"));
         assert!(open_hint(libc::ENOENT, 2).contains("cpu-clock"));
         assert_eq!(open_hint(libc::EINVAL, 2), "");
-    }
-
-    #[test]
-    fn a_batch_keeps_the_frames_of_what_is_left() {
-        let mut batch = Batch::default();
-        for (time_ns, ip) in [(1, 10), (2, 20), (3, 30)] {
-            let start = batch.frames.len();
-            batch.frames.extend([ip, ip + 1]);
-            let header =
-                SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
-            batch.samples.push(RawSample { header, start });
-        }
-        batch.advance(2, 0);
-        let left = batch.samples[0];
-        assert_eq!((batch.user(&left), batch.kernel(&left)), (&[30][..], &[31][..]));
-        batch.advance(1, 0);
-        assert!(batch.samples.is_empty() && batch.frames.is_empty());
     }
 }

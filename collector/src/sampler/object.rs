@@ -3,67 +3,35 @@
 //! The object is checked in; `make ebpf` rebuilds it and `tests` compare its digest with the
 //! sources. Attaches nothing to perf events: `sampler/mod.rs` does.
 
+use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 
-use aya::maps::{HashMap, MapData, MapError, ProgramArray, RingBuf};
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, ProgramArray, RingBuf};
 use aya::programs::raw_trace_point::RawTracePointLinkId;
-use aya::programs::{PerfEvent as PerfEventProgram, Program, RawTracePoint};
+use aya::programs::tp_btf::BtfTracePointLinkId;
+use aya::programs::{BtfTracePoint, Iter, PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
+use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
     COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, PICK, Picker, SAMPLE, TOLD_STACKS,
     Unwind, WALK, Waiting,
 };
 use zerocopy::IntoBytes;
 
-use super::btf::BtfError;
+use super::btf::{Btf, Named};
+use super::load_error::{BTF_PATH, LoadError, load_error, missing};
 use super::mapped::Mapped;
-use super::offsets::{has_previous_state, offsets};
+use super::offsets::offsets;
 use crate::arch;
 use crate::unwind::Descriptors;
 
+/// Slots of `SCRATCH` and `SEARCH` there are without programs at wake-ups.
+const WITHOUT_WAKERS: u32 = 3;
+
 const FRAME_POINTERS: u32 = Unwind::FramePointers as u32;
-
-/// Where the kernel publishes its BTF (CONFIG_DEBUG_INFO_BTF).
-pub const BTF_PATH: &str = "/sys/kernel/btf/vmlinux";
-
-/// The programs could not be loaded.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LoadError {
-    /// No programs for this processor.
-    #[error(
-        "there are no eBPF programs for {} yet: record on an x86_64 host; captures are resolved anywhere", arch::MACHINE.name()
-    )]
-    NoObject,
-    /// No BTF.
-    #[error(
-        "cannot read {BTF_PATH}: {0}; Stackwire needs a kernel built with CONFIG_DEBUG_INFO_BTF (any distribution kernel from 5.15 on)"
-    )]
-    NoBtf(std::io::Error),
-    /// BTF without what is needed.
-    #[error(transparent)]
-    Btf(#[from] BtfError),
-    /// A kernel whose tracepoint does not say why a thread leaves the CPU.
-    #[error(
-        "this kernel cannot tell why threads wait: its tracepoint sched_switch has no previous state; --offcpu needs kernel 5.18 or newer"
-    )]
-    NoPreviousState,
-    /// No capability.
-    #[error(
-        "cannot load eBPF programs: permission denied; give the collector CAP_BPF and CAP_PERFMON (`make install` does), or run it as root"
-    )]
-    Denied,
-    /// Lockdown.
-    #[error(
-        "cannot load eBPF programs: this kernel does not let eBPF read kernel memory (lockdown=confidentiality); boot with lockdown=integrity or without lockdown"
-    )]
-    Lockdown,
-    /// Anything else the kernel or the loader said.
-    #[error("cannot load eBPF programs: {0}")]
-    Kernel(String),
-}
 
 /// What is to be sampled, in kernel terms.
 #[derive(Clone, Debug, Default)]
@@ -79,6 +47,12 @@ pub struct Filter {
 /// Threads that have waited, by their ids.
 pub type Waiters = HashMap<MapData, u32, [u8; size_of::<Waiting>()]>;
 
+/// Sums of how threads are scheduled, by `key_of` a process or thread.
+pub type Sums = HashMap<MapData, u64, [u8; size_of::<SchedStats>()]>;
+
+/// What runs on each CPU, at index 0.
+pub type Running = PerCpuArray<MapData, [u8; size_of::<OnCpu>()]>;
+
 /// The loaded object.
 pub struct Object {
     ebpf: Ebpf,
@@ -86,16 +60,21 @@ pub struct Object {
     pickers: Mapped,
     /// `None`: waits are not recorded.
     told: Option<Mapped>,
+    /// With each wait it is recorded who ended it.
+    wakers: bool,
     /// The kernel empties them with the last descriptor.
     _stages: Vec<ProgramArray<MapData>>,
-    /// Programs that watch where threads wait, while they do.
-    watching: Vec<Watching>,
+    /// Reading it to its end has the kernel side tell of kernel stacks of threads that wait.
+    answers: Option<File>,
+    watching: Watching,
 }
 
-/// A program that is attached, by its name.
+/// Programs that watch where threads wait, while they do.
+#[derive(Default)]
 struct Watching {
-    name: &'static str,
-    link: RawTracePointLinkId,
+    switches: Option<BtfTracePointLinkId>,
+    /// Others, each by its name.
+    others: Vec<(&'static str, RawTracePointLinkId)>,
 }
 
 impl Object {
@@ -105,13 +84,16 @@ impl Object {
     /// See [`LoadError`].
     pub fn load(filter: &Filter) -> Result<Self, LoadError> {
         let object = arch::OBJECT.ok_or(LoadError::NoObject)?;
-        let btf = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
-        let (config, layout) = offsets(filter.config, &btf)?;
-        if config.wait_states != 0 && !has_previous_state(&btf)? {
-            return Err(LoadError::NoPreviousState);
-        }
-        drop(btf);
-        let waits = config.wait_states != 0;
+        let waits = filter.config.wait_states != 0;
+        let wakers = waits && filter.config.wakers != 0;
+        let (config, layout, types) = {
+            // 5 MB, dropped before anything is loaded.
+            let bytes = std::fs::read(BTF_PATH).map_err(LoadError::NoBtf)?;
+            let kernel = Btf::new(&bytes)?;
+            let (config, layout) = offsets(filter.config, &kernel)?;
+            let types = if waits { types_of_waits(&kernel)? } else { aya::Btf::new() };
+            (config, layout, types)
+        };
         let mut loader = loader();
         loader.override_global("CONFIG", config.as_bytes(), true).override_global(
             "LAYOUT",
@@ -120,12 +102,26 @@ impl Object {
         );
         if !waits {
             loader.map_max_entries("WAITING", 1).map_max_entries("TOLD", 1);
+            loader.map_max_entries("REMEMBERED", 1);
         }
+        if !wakers {
+            loader.map_max_entries("WAKERS", 1);
+            // Without the slot of programs at a wake-up, the last.
+            loader.map_max_entries("SCRATCH", WITHOUT_WAKERS);
+            loader.map_max_entries("SEARCH", WITHOUT_WAKERS);
+        }
+        let adds_up = config.add_up != 0;
+        if !adds_up {
+            loader.map_max_entries("SCHED_STATS", 1).map_max_entries("RUNNABLE", 1);
+        }
+        loader.map_max_entries("HARDWARE", (config.counters * MAX_CPUS).max(1));
         let mut ebpf = loader.load(object).map_err(load_error)?;
 
-        let (walk, walk_waiting) = match config.unwind {
-            FRAME_POINTERS => ("walk_frame_pointers", "walk_waiting_frame_pointers"),
-            _ => ("walk_tables", "walk_waiting_tables"),
+        let [walk, walk_waiting, walk_waker] = match config.unwind {
+            FRAME_POINTERS => {
+                ["walk_frame_pointers", "walk_waiting_frame_pointers", "walk_waker_frame_pointers"]
+            }
+            _ => ["walk_tables", "walk_waiting_tables", "walk_waker_tables"],
         };
         let sampling: Vec<String> = (0..filter.events).map(sampling_name).collect();
         let mut others: Vec<&str> = sampling.iter().map(String::as_str).collect();
@@ -140,10 +136,15 @@ impl Object {
             others.push("follow_fork");
         }
         if waits {
-            others.extend(WATCHERS.map(|(name, _)| name));
-            others.push(walk_waiting);
+            others.extend(["switch", "wakeup", "answer_waiting", walk_waiting]);
         }
-        verify(&mut ebpf, walk, &others)?;
+        if wakers {
+            others.extend(["waking", walk_waker]);
+        }
+        if adds_up {
+            others.extend(SCHEDULER.map(|(name, _)| name));
+        }
+        verify(&mut ebpf, walk, &others, &types)?;
         let mut stages = take_stages(&mut ebpf, "STAGES")?;
         let pick = (config.counted != 0).then_some((PICK, "pick"));
         for (place, name) in [(SAMPLE, "sample"), (WALK, walk)].into_iter().chain(pick) {
@@ -151,10 +152,21 @@ impl Object {
             stages.set(place, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
         }
         let mut all_stages = vec![stages];
+        let mut answers = None;
         if waits {
             let mut stages = take_stages(&mut ebpf, "WAIT_STAGES")?;
-            let program: &mut RawTracePoint = program(&mut ebpf, walk_waiting)?;
-            stages.set(0, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
+            let walk: &mut BtfTracePoint = program(&mut ebpf, walk_waiting)?;
+            stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
+            all_stages.push(stages);
+            // Opened now: it takes a capability, reading from it does not.
+            let answer: &mut Iter = program(&mut ebpf, "answer_waiting")?;
+            let link = answer.attach().and_then(|link| answer.take_link(link));
+            answers = Some(link.map_err(load_error)?.into_file().map_err(load_error)?);
+        }
+        if wakers {
+            let mut stages = take_stages(&mut ebpf, "WAKER_STAGES")?;
+            let walk: &mut RawTracePoint = program(&mut ebpf, walk_waker)?;
+            stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
             all_stages.push(stages);
         }
         if config.unwind != FRAME_POINTERS {
@@ -164,18 +176,13 @@ impl Object {
         if filter.follow {
             attach(&mut ebpf, "follow_fork", "sched_process_fork")?;
         }
-        let mapped = |name: &str, bytes: usize| {
-            let found = ebpf.map(name).ok_or_else(|| missing(name))?;
-            let aya::maps::Map::Array(data) = found else { return Err(missing(name)) };
-            let fd = data.fd().as_fd();
-            // The one map of these that the collector writes to.
-            let map = if name == "TOLD" { Mapped::read_write } else { Mapped::read_only };
-            map(fd, bytes).map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
-        };
-        let counters = mapped("COUNTERS", MAX_CPUS as usize * COUNTERS_PER_CPU as usize * 8)?;
-        let pickers = mapped("PICKERS", MAX_CPUS as usize * MAX_EVENTS * size_of::<Picker>())?;
-        let told = waits.then(|| mapped("TOLD", TOLD_STACKS as usize * 8)).transpose()?;
-        Ok(Self { ebpf, counters, pickers, told, _stages: all_stages, watching: Vec::new() })
+        let read_only = |name: &str, bytes: usize| mapped(&ebpf, name, bytes, Mapped::read_only);
+        let counters = read_only("COUNTERS", MAX_CPUS as usize * COUNTERS_PER_CPU as usize * 8)?;
+        let pickers = read_only("PICKERS", MAX_CPUS as usize * MAX_EVENTS * size_of::<Picker>())?;
+        let told = || mapped(&ebpf, "TOLD", TOLD_STACKS as usize * 8, Mapped::read_write);
+        let told = waits.then(told).transpose()?;
+        let watching = Watching::default();
+        Ok(Self { ebpf, counters, pickers, told, wakers, answers, _stages: all_stages, watching })
     }
 
     /// Lets samples of these processes through.
@@ -201,19 +208,59 @@ impl Object {
     /// # Errors
     /// See [`LoadError`].
     pub fn watch(&mut self) -> Result<(), LoadError> {
-        for (name, tracepoint) in WATCHERS {
-            let program: &mut RawTracePoint = program(&mut self.ebpf, name)?;
-            let link = program.attach(tracepoint).map_err(load_error)?;
-            self.watching.push(Watching { name, link });
+        let switch: &mut BtfTracePoint = program(&mut self.ebpf, "switch")?;
+        self.watching.switches = Some(switch.attach().map_err(load_error)?);
+        self.watch_at("wakeup", "sched_wakeup")?;
+        if self.wakers {
+            self.watch_at("waking", "sched_waking")?;
         }
         Ok(())
     }
 
-    /// Stops it.
+    /// Begins to add up how threads are scheduled.
+    ///
+    /// # Errors
+    /// See [`LoadError`].
+    pub fn add_up(&mut self) -> Result<(), LoadError> {
+        SCHEDULER.into_iter().try_for_each(|(name, tracepoint)| self.watch_at(name, tracepoint))
+    }
+
+    fn watch_at(&mut self, name: &'static str, tracepoint: &str) -> Result<(), LoadError> {
+        let program: &mut RawTracePoint = program(&mut self.ebpf, name)?;
+        let link = program.attach(tracepoint).map_err(load_error)?;
+        self.watching.others.push((name, link));
+        Ok(())
+    }
+
+    /// The sums of how threads are scheduled, the map of counters, and what runs, once.
+    ///
+    /// # Errors
+    /// When they were taken before.
+    pub fn take_sched_sums(&mut self) -> Result<(Sums, Array<MapData, u32>, Running), LoadError> {
+        let running = self.ebpf.take_map("ON_CPU").ok_or_else(|| missing("ON_CPU"))?;
+        let sums = self.ebpf.take_map("SCHED_STATS").ok_or_else(|| missing("SCHED_STATS"))?;
+        // What is put into it are descriptors of events, which aya knows no type of map for.
+        let Some(Map::PerfEventArray(places)) = self.ebpf.take_map("HARDWARE") else {
+            return Err(missing("HARDWARE"));
+        };
+        let places = Map::Array(places).try_into().map_err(load_error)?;
+        let running = running.try_into().map_err(load_error)?;
+        Ok((sums.try_into().map_err(load_error)?, places, running))
+    }
+
+    /// Stops it, after the kernel side has told of the kernel stacks of threads that wait.
     pub fn stop_watching(&mut self) {
-        for Watching { name, link } in self.watching.drain(..) {
+        if let Some(mut answers) = self.answers.take() {
+            // What could not be asked has no kernel stack.
+            let _ = io::copy(&mut answers, &mut io::sink());
+        }
+        // One that is not attached watches nothing.
+        if let Some(link) = self.watching.switches.take() {
+            let switch: Result<&mut BtfTracePoint, _> = program(&mut self.ebpf, "switch");
+            let _ = switch.map(|program| program.detach(link));
+        }
+        for (name, link) in self.watching.others.drain(..) {
             let program: Result<&mut RawTracePoint, _> = program(&mut self.ebpf, name);
-            // One that is not attached watches nothing.
             let _ = program.map(|program| program.detach(link));
         }
     }
@@ -243,7 +290,7 @@ impl Object {
     pub fn take_tables(&mut self) -> Result<Descriptors, LoadError> {
         let mut take = |name: &str| {
             let map = self.ebpf.take_map(name).ok_or_else(|| missing(name))?;
-            let aya::maps::Map::Array(data) = map else { return Err(missing(name)) };
+            let Map::Array(data) = map else { return Err(missing(name)) };
             data.fd().as_fd().try_clone_to_owned().map_err(load_error)
         };
         Ok(Descriptors {
@@ -313,8 +360,32 @@ impl Object {
     }
 }
 
-/// Programs that watch where threads wait, and at what.
-const WATCHERS: [(&str, &str); 2] = [("switch", "sched_switch"), ("wakeup", "sched_wakeup")];
+/// Programs that add up how threads are scheduled, and at what.
+const SCHEDULER: [(&str, &str); 4] = [
+    ("add_up", "sched_switch"),
+    ("add_up_wakeup", "sched_wakeup"),
+    ("add_up_new", "sched_wakeup_new"),
+    ("add_up_migration", "sched_migrate_task"),
+];
+
+/// What aya asks of the kernel's BTF for the programs that watch where threads wait.
+fn types_of_waits(kernel: &Btf<'_>) -> Result<aya::Btf, LoadError> {
+    let types = [Named::typedef("btf_trace_sched_switch"), Named::function("bpf_iter_task")];
+    aya::Btf::parse(&kernel.of_these(&types)?, Default::default()).map_err(load_error)
+}
+
+/// An array that the collector reads or writes without system calls.
+fn mapped(
+    ebpf: &Ebpf,
+    name: &str,
+    bytes: usize,
+    map: fn(BorrowedFd<'_>, usize) -> io::Result<Mapped>,
+) -> Result<Mapped, LoadError> {
+    let found = ebpf.map(name).ok_or_else(|| missing(name))?;
+    let Map::Array(data) = found else { return Err(missing(name)) };
+    map(data.fd().as_fd(), bytes)
+        .map_err(|error| LoadError::Kernel(format!("cannot map {name}: {error}")))
+}
 
 fn take_stages(ebpf: &mut Ebpf, name: &str) -> Result<ProgramArray<MapData>, LoadError> {
     ebpf.take_map(name).ok_or_else(|| missing(name))?.try_into().map_err(load_error)
@@ -352,7 +423,7 @@ where
 
 /// Loads programs, the walk beside the others: it takes the verifier three times as long as they
 /// do, and no sample can be taken before.
-fn verify(ebpf: &mut Ebpf, walk: &str, others: &[&str]) -> Result<(), LoadError> {
+fn verify(ebpf: &mut Ebpf, walk: &str, others: &[&str], types: &aya::Btf) -> Result<(), LoadError> {
     let (mut first, mut then) = (None, Vec::new());
     for (name, program) in ebpf.programs_mut() {
         if name == walk {
@@ -363,17 +434,18 @@ fn verify(ebpf: &mut Ebpf, walk: &str, others: &[&str]) -> Result<(), LoadError>
     }
     let first = first.ok_or_else(|| missing(walk))?;
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| load(first));
-        let then = then.into_iter().try_for_each(load);
+        let first = scope.spawn(|| load(first, types));
+        let then = then.into_iter().try_for_each(|program| load(program, types));
         first.join().map_err(|_panicked| missing(walk))?.and(then)
     })
 }
 
-/// Raw tracepoints: those with BTF would have aya read the kernel's.
-fn load(program: &mut Program) -> Result<(), LoadError> {
+fn load(program: &mut Program, types: &aya::Btf) -> Result<(), LoadError> {
     let loaded = match program {
         Program::PerfEvent(program) => program.load(),
         Program::RawTracePoint(program) => program.load(),
+        Program::BtfTracePoint(program) => program.load("sched_switch", types),
+        Program::Iter(program) => program.load("task", types),
         _ => return Err(missing("program of this kind")),
     };
     loaded.map_err(load_error)
@@ -382,63 +454,4 @@ fn load(program: &mut Program) -> Result<(), LoadError> {
 fn attach(ebpf: &mut Ebpf, name: &str, tracepoint: &str) -> Result<(), LoadError> {
     let program: &mut RawTracePoint = program(ebpf, name)?;
     program.attach(tracepoint).map(drop).map_err(load_error)
-}
-
-fn missing(what: &str) -> LoadError {
-    LoadError::Kernel(format!("the object has no {what}; it was not built from these sources"))
-}
-
-/// Tells "not allowed" from everything else, and keeps every cause in the text.
-fn load_error(error: impl std::error::Error + 'static) -> LoadError {
-    let mut text = error.to_string();
-    let mut denied = false;
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
-    while let Some(error) = cause {
-        if let Some(io) = error.downcast_ref::<std::io::Error>() {
-            denied |= io.kind() == std::io::ErrorKind::PermissionDenied;
-        }
-        let part = error.to_string();
-        if !text.contains(&part) {
-            text = format!("{text}: {part}");
-        }
-        cause = error.source();
-    }
-    let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
-    refusal(&text, denied, &lockdown)
-}
-
-/// What a refusal means, where `lockdown` is the state of the kernel's lockdown. Pure.
-fn refusal(text: &str, denied: bool, lockdown: &str) -> LoadError {
-    // The verifier then knows no helper that reads kernel memory, and names the one it was asked
-    // for.
-    if lockdown.contains("[confidentiality]") || text.contains("bpf_probe_read#") {
-        return LoadError::Lockdown;
-    }
-    if denied {
-        return LoadError::Denied;
-    }
-    // Of a verifier's log the last lines say what is wrong.
-    let lines: Vec<&str> = text.lines().collect();
-    match lines.as_slice() {
-        [first, .., a, b, c, d] => LoadError::Kernel([*first, "…", *a, *b, *c, *d].join("\n")),
-        _ => LoadError::Kernel(text.to_owned()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_refusal_says_what_to_do() {
-        let said = |text, denied, lockdown| refusal(text, denied, lockdown).to_string();
-        let open = "[none] integrity confidentiality\n";
-        let locked = "none integrity [confidentiality]\n";
-        assert!(said("x", true, open).contains("give the collector CAP_BPF and CAP_PERFMON"));
-        assert!(said("x", true, locked).contains("boot with lockdown=integrity"));
-        // As kernel 6.1 puts it where securityfs is not mounted.
-        let verifier = "unknown func bpf_probe_read#4";
-        assert!(said(verifier, false, "").contains("boot with lockdown=integrity"));
-        assert!(said("1\n2\n3\n4\n5\n6", false, open).ends_with("1\n…\n3\n4\n5\n6"));
-    }
 }

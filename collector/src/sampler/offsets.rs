@@ -8,13 +8,29 @@ use super::btf::{Btf, BtfError};
 use crate::arch;
 
 /// The configuration with the offsets of the running kernel, and those of its tree of mappings.
-pub fn offsets(config: Config, bytes: &[u8]) -> Result<(Config, Layout), BtfError> {
-    let btf = Btf::new(bytes)?;
+///
+/// # Errors
+/// See [`BtfError`]; [`BtfError::NoPreviousState`] when it is to be recorded why threads
+/// leave their CPU.
+pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfError> {
+    let asks_why = config.wait_states != 0 || config.add_up != 0;
+    if asks_why && !has_previous_state(btf)? {
+        return Err(BtfError::NoPreviousState);
+    }
     let members =
         ["flags", "pid", "tgid", "group_leader", "start_boottime", arch::THREAD_POINTER, "mm"];
     let [flags, pid, tgid, group_leader, start_boottime, thread_pointer, mm] =
         btf.offsets("task_struct", members)?;
+    let [policy, runtime, runtime_before] = if config.wait_states == 0 {
+        [0; 3]
+    } else {
+        let runs = ["policy", "se.sum_exec_runtime", "se.prev_sum_exec_runtime"];
+        btf.offsets("task_struct", runs)?
+    };
     let config = Config {
+        task_policy: policy,
+        task_runtime: runtime,
+        task_runtime_before: runtime_before,
         task_flags: flags,
         task_pid: pid,
         task_tgid: tgid,
@@ -27,16 +43,13 @@ pub fn offsets(config: Config, bytes: &[u8]) -> Result<(Config, Layout), BtfErro
     };
     // Kernels older than 6.1 have another tree: mappings are known there when the collector has
     // told them.
-    Ok((config, layout(&btf).unwrap_or_default()))
+    Ok((config, layout(btf).unwrap_or_default()))
 }
 
 /// Whether the tracepoint `sched_switch` says what the previous thread's state is: its programs get
 /// a pointer, then `preempt`, `prev`, `next` and, since 5.18, `prev_state`.
-///
-/// # Errors
-/// See [`BtfError`].
-pub fn has_previous_state(btf: &[u8]) -> Result<bool, BtfError> {
-    Ok(Btf::new(btf)?.parameters("btf_trace_sched_switch")? >= 5)
+fn has_previous_state(btf: &Btf<'_>) -> Result<bool, BtfError> {
+    Ok(btf.parameters("btf_trace_sched_switch")? >= 5)
 }
 
 fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {

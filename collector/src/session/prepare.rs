@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use stackwire_collector_ebpf as abi;
-use stackwire_model::{Share, Unwind as Walk, WaitState};
+use stackwire_model::{AddUp, Share, Unwind as Walk, WaitState};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
@@ -21,6 +21,7 @@ use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
 use crate::process::{Processes, family, waiting};
 use crate::sampler::{Filter, Sampler};
+use crate::sched::Totals;
 use crate::unwind::{Sources, Unwind};
 use crate::waits::Waits;
 use crate::wire::{self, Head, References, Sampling};
@@ -38,10 +39,11 @@ pub(super) fn prepare(
     outgoing: Outgoing,
     sources: Sources,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
-    let (filter, asked, sampling) = describe(config)?;
+    let (filter, asked, mut sampling) = describe(config)?;
     let raised = Raised::for_now();
     let mut sampler = Sampler::start(&filter, &config.events, config.frequency)?;
     drop(raised);
+    sampling.counters = sampler.counters().to_vec();
     let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
     let wanted = asked.as_deref().map(family);
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
@@ -93,7 +95,8 @@ pub(super) fn prepare(
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
     let mut names = KernelNames::default();
-    if config.kernel_stacks {
+    // Kernel stacks of waits are always taken: they are the reason.
+    if config.kernel_stacks || config.off_cpu.is_some() {
         // Without it kernel frames stay unnamed, which the report says; the capture is still worth
         // it.
         let text = std::fs::read_to_string(kallsyms::PATH).unwrap_or_default();
@@ -123,6 +126,8 @@ pub(super) fn prepare(
     rustix::rand::getrandom(&mut capture_id, rustix::rand::GetRandomFlags::INSECURE)
         .map_err(|error| SessionError::Internal(format!("no random numbers: {error}")))?;
     let identity = Identity::read();
+    let there = sampling.counters.iter().filter(|counter| counter.missing.is_none());
+    let counters = there.count();
     let share_all = config.share == Share::Always;
     let (host, epoch) = (identity.clone(), config.epoch);
     let head = Head { capture_id, identity: host, clocks, sampling, share_all, epoch };
@@ -135,6 +140,7 @@ pub(super) fn prepare(
         identity,
         references,
         outgoing,
+        sched: Totals::new(config.sched, counters, matches!(config.scope, Scope::Cgroup(_))),
         waits: config.off_cpu.as_ref().map(|_| Waits::new(config.events.len() as u8)),
         started,
         epoch_start: clocks.0,
@@ -159,7 +165,13 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         filter.config.wait_states = off_cpu.states.iter().fold(0, |bits, state| bits | bit(state));
         filter.config.wait_threshold_ns = off_cpu.threshold.as_nanos() as u32;
         filter.config.wait_event = config.events.len() as u32;
+        filter.config.wakers = off_cpu.wakers.into();
     }
+    filter.config.add_up = match config.sched {
+        AddUp::Nothing => abi::sched_stats::AddUp::Nothing,
+        AddUp::Processes => abi::sched_stats::AddUp::Processes,
+        AddUp::Threads => abi::sched_stats::AddUp::Threads,
+    } as u32;
     filter.config.kernel_stacks = config.kernel_stacks.into();
     let walk = match config.unwind {
         Walk::Auto => abi::Unwind::Auto,

@@ -24,8 +24,10 @@ const RING_PAGES: usize = 64;
 const WAKEUP_BYTES: u32 = 64 << 10;
 
 /// When an event takes a sample.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampled {
+    /// Never: it is there for its ring.
+    Never,
     /// So many times a second: the kernel adapts the period.
     PerSecond(u32),
     /// Once in this many occurrences.
@@ -75,6 +77,7 @@ impl PerfEvent {
             ..Default::default()
         };
         match sampled {
+            Sampled::Never => {}
             Sampled::PerSecond(frequency) => {
                 attr.__bindgen_anon_1.sample_freq = u64::from(frequency);
                 attr.set_freq(1);
@@ -96,22 +99,7 @@ impl PerfEvent {
         attr.set_watermark(1);
         attr.__bindgen_anon_2.wakeup_watermark = WAKEUP_BYTES;
 
-        // SAFETY: attr is fully initialised and outlives the call; the other arguments are
-        // integers.
-        let fd = unsafe {
-            perf_event_open_sys::perf_event_open(
-                &mut attr,
-                -1,
-                cpu as i32,
-                -1,
-                abi::PERF_FLAG_FD_CLOEXEC.into(),
-            )
-        };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel just returned this descriptor to us and nobody else has it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let fd = open(attr, cpu)?;
         let ring = match first {
             None => {
                 let page = rustix::param::page_size();
@@ -127,6 +115,21 @@ impl PerfEvent {
             }
         };
         Ok(Self { fd, ring, enabled_ns: 0 })
+    }
+
+    /// Opens an event on `cpu` that counts and takes no sample, enabled. It counts idle time too.
+    ///
+    /// # Errors
+    /// The system call's, as of [`PerfEvent::open`].
+    pub fn count(cpu: u32, event: PerfType) -> io::Result<Self> {
+        let attr = abi::perf_event_attr {
+            type_: event.kind,
+            config: event.config,
+            size: size_of::<abi::perf_event_attr>() as u32,
+            read_format: abi::PERF_FORMAT_TOTAL_TIME_ENABLED.into(),
+            ..Default::default()
+        };
+        Ok(Self { fd: open(attr, cpu)?, ring: None, enabled_ns: 0 })
     }
 
     /// Runs `program` at each overflow.
@@ -225,6 +228,25 @@ impl Ring {
         self.memory.copy(self.data_offset + start, first, into);
         self.memory.copy(self.data_offset, length - first, into);
     }
+}
+
+/// Opens an event of all tasks on a CPU.
+fn open(mut attr: abi::perf_event_attr, cpu: u32) -> io::Result<OwnedFd> {
+    // SAFETY: attr is fully initialised and outlives the call; the other arguments are integers.
+    let fd = unsafe {
+        perf_event_open_sys::perf_event_open(
+            &mut attr,
+            -1,
+            cpu as i32,
+            -1,
+            abi::PERF_FLAG_FD_CLOEXEC.into(),
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just returned this descriptor to us and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn check(result: i32) -> io::Result<()> {

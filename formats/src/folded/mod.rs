@@ -5,4 +5,4 @@ mod write;
 
 pub use self::read::read;
 pub use self::write::write;
-pub(crate) use self::write::{Marks, WAIT_MARK, clean, lines, lines_of};
+pub(crate) use self::write::{Marks, WAIT_MARK, clean, lines, lines_of, stack};

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use rustc_hash::FxHashMap;
-use stackwire_model::profile::{Executable, LocationId, Named, Sample};
+use stackwire_model::profile::{Executable, LocationId, Named, Sample, StackId};
 
 use crate::plain;
 
@@ -69,7 +69,7 @@ pub(crate) fn lines_of<'a>(
         counts.entry(stack).or_insert((sample.key, 0)).1 += weight;
     }
     let frames: Vec<String> = (0..profile.locations.len() as u32)
-        .map(|index| frames(profile, LocationId(index), marks))
+        .map(|index| frames_at(profile, LocationId(index), marks))
         .collect();
     let (mut folded, mut stack) = (BTreeMap::new(), Vec::new());
     for ((first, .., waits), (key, count)) in counts {
@@ -93,8 +93,17 @@ pub(crate) fn lines_of<'a>(
     folded
 }
 
+/// A stack as text, `root;…;leaf`.
+pub(crate) fn stack(profile: Named<'_>, user: Option<StackId>, kernel: Option<StackId>) -> String {
+    let frames = [kernel, user].into_iter().flatten().flat_map(|part| profile.profile.stack(part));
+    let frames: Vec<LocationId> = frames.collect();
+    let of = |&location: &LocationId| frames_at(profile, location, Marks::KERNEL);
+    let text: String = frames.iter().rev().map(of).collect();
+    text.strip_prefix(';').unwrap_or_default().to_owned()
+}
+
 /// The functions at a location, the outermost first, each after a semicolon.
-fn frames(profile: Named<'_>, location: LocationId, marks: Marks) -> String {
+fn frames_at(profile: Named<'_>, location: LocationId, marks: Marks) -> String {
     let executable = &profile.executables[profile.locations[location.index()].executable.index()];
     let functions = profile.lines(location).into_iter().rev().enumerate();
     let shown = functions.take_while(|(depth, _)| *depth == 0 || marks.inlined);

@@ -125,7 +125,8 @@ impl<'a> Reader<'a> {
             ("nanoseconds", period @ 1..) => 1_000_000_000 / period,
             _ => 0,
         };
-        let of = if kinds.first() == Some(&ValueKind::samples()) { 1 } else { shown };
+        let counts = [ValueKind::samples(), ValueKind::events()];
+        let of = if kinds.first().is_some_and(|it| counts.contains(it)) { 1 } else { shown };
         let event = Event::by_name(kinds.get(of).map_or("", |kind| &kind.kind));
         let frequency = u32::try_from(frequency).unwrap_or(0);
         let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
@@ -345,10 +346,11 @@ fn undefined(what: &str, id: u64) -> ReadError {
 /// and what they weigh, each.
 fn several(kinds: &[ValueKind]) -> Option<Vec<Event>> {
     let (first, others) = kinds.split_first_chunk::<2>()?;
-    if first[0] != ValueKind::samples() || others.is_empty() || !others.len().is_multiple_of(2) {
+    let event = Event { weight: first[1].clone(), ..Event::by_name(&first[1].kind) };
+    if first[0] != event.count() || others.is_empty() || !others.len().is_multiple_of(2) {
         return None;
     }
-    let mut events = vec![Event { weight: first[1].clone(), ..Event::by_name(&first[1].kind) }];
+    let mut events = vec![event];
     for pair in others.chunks_exact(2) {
         let name = pair[0].kind.strip_suffix("_sample").filter(|_| pair[0].unit == "count")?;
         let event = Event::by_name(name);

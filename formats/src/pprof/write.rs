@@ -12,12 +12,12 @@ use rustc_hash::FxHashMap;
 use stackwire_model::ValueKind;
 use stackwire_model::profile::labels::LabelValue;
 use stackwire_model::profile::{
-    Line, LocationId, Missing, Named, Profile, Resolution, Series, SeriesId,
+    Line, LocationId, Missing, Named, Profile, Resolution, Series, SeriesId, StackId,
 };
 
 use super::mappings::{Mappings, Strings};
 use super::proto;
-use crate::plain;
+use crate::{folded, plain};
 
 /// What is written besides the profile.
 #[derive(Clone, Debug, Default)]
@@ -179,6 +179,8 @@ struct Writer<'a> {
     location_ids: FxHashMap<LocationId, u64>,
     functions: Vec<proto::Function>,
     function_ids: HashMap<(u64, ByteString, ByteString), u64>,
+    /// Texts of labels that are stacks, by their user part and kernel part.
+    stack_labels: FxHashMap<(Option<StackId>, Option<StackId>), i64>,
     columns: Columns,
 }
 
@@ -200,8 +202,8 @@ impl Columns {
                 continue;
             }
             // As perf_to_profile calls them, where there are several.
-            let samples = match columns.kinds.as_slice() {
-                [] => ValueKind::samples(),
+            let count = match columns.kinds.as_slice() {
+                [] => series.event.count(),
                 _ => ValueKind::new(&format!("{}_sample", series.event.name), "count"),
             };
             columns.first.push(columns.kinds.len());
@@ -212,7 +214,7 @@ impl Columns {
             }
             match &series.types {
                 Some(types) => columns.kinds.extend_from_slice(&types.kinds),
-                None => columns.kinds.extend([samples, weight]),
+                None => columns.kinds.extend([count, weight]),
             }
         }
         columns
@@ -240,6 +242,7 @@ impl<'a> Writer<'a> {
             location_ids: FxHashMap::default(),
             functions: Vec::new(),
             function_ids: HashMap::new(),
+            stack_labels: FxHashMap::default(),
             columns: Columns::of(&profile, options.part),
         }
     }
@@ -272,7 +275,10 @@ impl<'a> Writer<'a> {
         let given = sample.key.labels.checked_sub(1).map(|at| &profile.label_sets[at as usize]);
         for found in given.into_iter().flatten() {
             label.push(match &found.value {
+                // It has no addresses to be named elsewhere.
+                LabelValue::Stack { .. } if self.unsymbolized => continue,
                 LabelValue::Text(text) => self.text_label(&found.key, text),
+                LabelValue::Stack { user, kernel } => self.stack_label(&found.key, *user, *kernel),
                 LabelValue::Number(num, unit) => proto::Label {
                     key: self.strings.index(&found.key),
                     str: 0,
@@ -299,6 +305,20 @@ impl<'a> Writer<'a> {
         let text = if text.is_empty() { "?".to_owned() } else { plain(text) };
         let (key, str) = (self.strings.index(key), self.strings.index(&text));
         proto::Label { key, str, ..proto::Label::default() }
+    }
+
+    fn stack_label(
+        &mut self,
+        key: &str,
+        user: Option<StackId>,
+        kernel: Option<StackId>,
+    ) -> proto::Label {
+        if let Some(&str) = self.stack_labels.get(&(user, kernel)) {
+            return proto::Label { key: self.strings.index(key), str, ..proto::Label::default() };
+        }
+        let label = self.text_label(key, &folded::stack(self.profile, user, kernel));
+        self.stack_labels.insert((user, kernel), label.str);
+        label
     }
 
     fn number_label(&mut self, key: &str, number: u32) -> proto::Label {

@@ -1,11 +1,16 @@
 //! The text report, whole or made for a terminal.
 
+mod beside;
+mod functions;
+mod options;
 mod problems;
 mod short;
 mod terminal;
 mod unwinding;
 mod write;
 
+pub(crate) use self::functions::{Counts, functions};
+pub use self::options::{Options, Sort, Window};
 pub use self::terminal::Terminal;
-pub(crate) use self::write::{Counts, by_value, functions, sources};
-pub use self::write::{Options, Sort, Window, write};
+pub use self::write::write;
+pub(crate) use self::write::{by_value, sources};

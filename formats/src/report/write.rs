@@ -4,47 +4,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use bytestring::ByteString;
-use stackwire_model::profile::{
-    LocationId, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
-};
+use stackwire_model::profile::{MissingReason, Named, Profile, Quality, Resolution, SeriesId};
 
+use super::functions::{Counts, functions};
+use super::options::{Options, Sort, Window};
 use super::short::short;
-use super::{problems, unwinding};
+use super::{beside, problems, unwinding};
 use crate::percent::share;
 use crate::plain;
-
-/// What a report shows.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Options<'a> {
-    /// The label whose values get their shares.
-    pub by: Option<&'a str>,
-    /// Functions listed; 20 unless told, and no more than the window has room for.
-    pub top: Option<usize>,
-    /// Which functions come first.
-    pub sort: Sort,
-    /// To fit into a window: no more functions than it has room for, and of all else what is wrong.
-    pub window: Option<Window>,
-}
-
-/// Which functions come first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Sort {
-    /// Those that take most themselves.
-    #[default]
-    Own,
-    /// Those that take most with all they call.
-    Total,
-}
-
-/// The size of a terminal, in characters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
-    /// Lines.
-    pub rows: usize,
-    /// Columns.
-    pub columns: usize,
-}
 
 /// Functions listed.
 const TOP: usize = 20;
@@ -59,14 +26,27 @@ const OTHER_ROWS: usize = 12;
 pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> io::Result<()> {
     head(&profile, &mut out)?;
     let series: Vec<SeriesId> = profile.sampled_series().collect();
+    let beside = beside::of_time(profile, &series);
+    // What shares the room.
+    let tables = series.len() - beside.len() + usize::from(!beside.is_empty());
+    let room = options
+        .window
+        .map_or(TOP, |window| (window.rows.saturating_sub(OTHER_ROWS) / tables).clamp(5, TOP));
+    let most = options.top.unwrap_or(room);
+    if !beside.is_empty() {
+        beside::write(profile, &beside, most, options, &mut out)?;
+    }
     for &id in &series {
-        if series.len() > 1 {
+        let is_shown = beside.contains(&id);
+        if series.len() > 1 && (!is_shown || options.by.is_some()) {
             writeln!(out, "\n{}", plain(&profile.amount_of(id)))?;
         }
         if let Some(key) = options.by {
             values(&profile, id, key, &mut out)?;
         }
-        top(profile, id, series.len(), options, &mut out)?;
+        if !is_shown {
+            top(profile, id, most, options, &mut out)?;
+        }
     }
     match options.window {
         Some(_) => problems::write(profile, &mut out)?,
@@ -121,85 +101,74 @@ fn values(profile: &Profile, series: SeriesId, key: &str, out: &mut impl Write) 
     let total = profile.total_of(series);
     let mut rows: Vec<_> = by_value(profile, series, key).into_iter().collect();
     rows.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
-    writeln!(out, "\n   share samples  {key}")?;
-    for (value, samples) in rows {
-        writeln!(out, "{:>6.2} % {samples:>7}  {}", share(samples, total), plain(&value))?;
+    let amounts = Amounts::of(profile, series);
+    writeln!(out, "\n   share {:>7}  {key}", amounts.unit())?;
+    for (value, amount) in rows {
+        let (share, amount) = (share(amount, total), amounts.text(amount));
+        writeln!(out, "{share:>6.2} % {amount}  {}", plain(&value))?;
     }
     Ok(())
 }
 
-/// Samples of a function.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counts {
-    /// In it.
-    pub own: u64,
-    /// In it or in what it called.
-    pub all: u64,
+/// How amounts of a series are written: nanoseconds are too many digits to read.
+#[derive(Clone, Copy)]
+enum Amounts {
+    Samples,
+    Nanoseconds,
 }
 
-/// Functions of a series, by name and file name of what they lie in.
-pub(crate) fn functions(
-    profile: Named<'_>,
-    series: SeriesId,
-) -> BTreeMap<(ByteString, String), Counts> {
-    // Names are compared once a location, not once a frame of each sample.
-    let mut numbers: HashMap<(ByteString, String), usize> = HashMap::new();
-    let mut number_of = |function, module: &str| {
-        let next = numbers.len();
-        *numbers.entry((function, module.to_owned())).or_insert(next)
-    };
-    let of_location = profile.locations.iter().enumerate().map(|(index, location)| {
-        let name = profile.executables[location.executable.index()].name();
-        let module = name.rsplit('/').next().unwrap_or_default();
-        let lines = profile.lines(LocationId(index as u32)).into_iter();
-        lines.map(|line| number_of(line.function, module)).collect()
-    });
-    let of_location: Vec<Vec<usize>> = of_location.collect();
-    let mut counts = vec![Counts::default(); numbers.len()];
-    // The sample each was last counted for: a function that calls itself counts once.
-    let mut counted = vec![usize::MAX; numbers.len()];
-    for (index, sample) in profile.samples_of(series).enumerate() {
-        let share = profile.share_of(sample);
-        let mut frames =
-            profile.frames(sample.key).flat_map(|at| &of_location[at.index()]).peekable();
-        if let Some(&&leaf) = frames.peek() {
-            counts[leaf].own += share;
-        }
-        for &function in frames {
-            if counted[function] != index {
-                counted[function] = index;
-                counts[function].all += share;
-            }
+impl Amounts {
+    fn of(profile: &Profile, series: SeriesId) -> Self {
+        let series = profile.series_of(series);
+        match series.shown_kind().unit.as_str() {
+            "nanoseconds" if !series.weighs_evenly() => Self::Nanoseconds,
+            _ => Self::Samples,
         }
     }
-    let found = numbers.into_iter().map(|(name, number)| (name, counts[number]));
-    found.filter(|(_, counts)| counts.all > 0).collect()
+
+    fn unit(self) -> &'static str {
+        match self {
+            Self::Samples => "samples",
+            Self::Nanoseconds => "s",
+        }
+    }
+
+    fn text(self, amount: u64) -> String {
+        match self {
+            Self::Samples => format!("{amount:>7}"),
+            Self::Nanoseconds => format!("{:>7.3}", amount as f64 / 1e9),
+        }
+    }
 }
 
 /// Columns before the name of a function.
 const BEFORE_NAMES: usize = 37;
 
-/// `of`: how many series there are, which share the room.
+/// At most `most` functions of a series.
 fn top(
     profile: Named<'_>,
     series: SeriesId,
-    of: usize,
+    most: usize,
     options: &Options<'_>,
     out: &mut impl Write,
 ) -> io::Result<()> {
     let total = profile.total_of(series);
-    let room = options
-        .window
-        .map_or(TOP, |window| (window.rows.saturating_sub(OTHER_ROWS) / of).clamp(5, TOP));
-    let most = options.top.unwrap_or(room);
     let weight = |counts: &Counts| match options.sort {
         Sort::Own => counts.own,
         Sort::Total => counts.all,
     };
-    let mut rows: Vec<_> =
-        functions(profile, series).into_iter().filter(|(_, counts)| weight(counts) > 0).collect();
+    let mut rows: Vec<_> = functions(profile, series, |it| profile.share_of(it))
+        .into_iter()
+        .filter(|(_, counts)| weight(counts) > 0)
+        .collect();
     rows.sort_by(|a, b| weight(&b.1).cmp(&weight(&a.1)).then_with(|| a.0.cmp(&b.0)));
-    writeln!(out, "\n    self           total          function")?;
+    let amounts = Amounts::of(&profile, series);
+    let amount = |count| amounts.text(count);
+    let unit = match amounts {
+        Amounts::Samples => " ",
+        Amounts::Nanoseconds => "s",
+    };
+    writeln!(out, "\n    self       {unit}   total       {unit}  function")?;
     for ((function, module), Counts { own, all }) in rows.iter().take(most) {
         let (function, module) = (plain(function), plain(module.trim_matches(['[', ']'])));
         let function = match options.window {
@@ -211,14 +180,17 @@ fn top(
         };
         writeln!(
             out,
-            "{:>6.2} % {own:>7} {:>6.2} % {all:>7}  {function} [{module}]",
+            "{:>6.2} % {} {:>6.2} % {}  {function} [{module}]",
             share(*own, total),
+            amount(*own),
             share(*all, total),
+            amount(*all),
         )?;
     }
     if let Some(more) = rows.len().checked_sub(most).filter(|&more| more > 0) {
         let rest: u64 = rows[most..].iter().map(|(_, counts)| counts.own).sum();
-        writeln!(out, "{:>6.2} % {rest:>7}                   {more} more", share(rest, total),)?;
+        let (part, rest) = (share(rest, total), amount(rest));
+        writeln!(out, "{part:>6.2} % {rest}                   {more} more")?;
     }
     Ok(())
 }

@@ -8,9 +8,9 @@
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
 
-use super::{Profile, SampleKey};
+use super::{Profile, SampleKey, StackId};
 
-/// A label that came with a sample from another profiler.
+/// A label of single samples: of a wait, or one that another profiler gave.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Label {
     /// Its key.
@@ -26,6 +26,13 @@ pub enum LabelValue {
     Text(String),
     /// A number with its unit, which may be empty.
     Number(i64, String),
+    /// A stack, of another thread for example. It is no text before it has names.
+    Stack {
+        /// Its user part.
+        user: Option<StackId>,
+        /// Its kernel part, which the user part called.
+        kernel: Option<StackId>,
+    },
 }
 
 /// The container and the pod in a cgroup's path, as labels.
@@ -114,7 +121,7 @@ pub fn same_pod(own: &str, other: &str) -> bool {
 }
 
 impl Profile {
-    /// Keys and values of all labels of samples with this key.
+    /// Keys and values of all labels of samples with this key, without those that are stacks.
     pub fn labels(&self, key: SampleKey) -> impl Iterator<Item = (&str, Cow<'_, str>)> {
         let thread = &self.threads[key.thread.index()];
         let process = &self.processes[thread.process.index()];
@@ -130,12 +137,13 @@ impl Profile {
             process.labels.iter().map(|(key, value)| (*key, Cow::Borrowed(value.as_str())));
         let given = key.labels.checked_sub(1).and_then(|at| self.label_sets.get(at as usize));
         let given = given.into_iter().flatten();
-        let given = given.map(|label| {
+        let given = given.filter_map(|label| {
             let value = match &label.value {
                 LabelValue::Text(text) => Cow::Borrowed(text.as_str()),
                 LabelValue::Number(number, unit) => Cow::Owned(format!("{number}{unit}")),
+                LabelValue::Stack { .. } => return None,
             };
-            (label.key.as_str(), value)
+            Some((label.key.as_str(), value))
         });
         own.chain(of_process).chain(given)
     }

@@ -25,12 +25,13 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
+use crate::sched::{PerfCounter, SchedStats};
 pub use crate::{
     Address, BuildId, Device, EndReason, ExecutableKey, FileId, FileOffset, KernelOffset,
     LostReason, UserAddr,
 };
 
-pub use self::builder::{Builder, Full, ValueError};
+pub use self::builder::{Builder, Full, Taken, ValueError};
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::jit_file::{JitFile, Mark, Snapshot};
 pub use self::location::{FrameKind, Location, lookup_address};
@@ -182,8 +183,40 @@ pub struct Moment {
     pub value: u64,
     /// Index into [`Profile::samples`].
     pub sample: u32,
+    place: Place,
+}
+
+/// On which CPU, and how many events it stands for: in one word, because there are millions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place(u32);
+
+/// Linux has at most 8,192 CPUs (`NR_CPUS`).
+const CPU_BITS: u32 = 13;
+
+impl Moment {
+    /// Most events one can stand for.
+    pub const MOST_EVENTS: u64 = (1 << (u32::BITS - CPU_BITS)) - 1;
+
+    /// One that was taken on a CPU and stands for so many events, at most
+    /// [`Moment::MOST_EVENTS`].
+    #[must_use]
+    pub fn new(time_ns: u64, value: u64, sample: u32, cpu: u32, count: u64) -> Self {
+        let count = count.min(Self::MOST_EVENTS) as u32;
+        let place = Place(count << CPU_BITS | cpu.min((1 << CPU_BITS) - 1));
+        Self { time_ns, value, sample, place }
+    }
+
     /// On which CPU.
-    pub cpu: u32,
+    #[must_use]
+    pub fn cpu(&self) -> u32 {
+        self.place.0 & ((1 << CPU_BITS) - 1)
+    }
+
+    /// How many events it stands for.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        u64::from(self.place.0 >> CPU_BITS)
+    }
 }
 
 /// How and where a profile was taken.
@@ -195,6 +228,8 @@ pub struct Origin {
     pub kernel_release: String,
     /// `uname -m`.
     pub machine: String,
+    /// Every process of the host was watched, none was chosen.
+    pub all_processes: bool,
     /// Kernel stacks were recorded.
     pub kernel_stacks: bool,
     /// Version of the collector; empty: another program took the profile.
@@ -207,6 +242,17 @@ pub struct Origin {
     pub cpu_description: String,
 }
 
+/// Whom [`SchedStats`] are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Who {
+    /// All threads of a process.
+    Process(ProcessId),
+    /// A thread.
+    Thread(ThreadId),
+    /// All those that there was no room to tell apart.
+    TheRest,
+}
+
 /// A profile.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
@@ -216,6 +262,10 @@ pub struct Profile {
     pub start_ns: u64,
     /// Length, nanoseconds.
     pub duration_ns: u64,
+    /// How processes and threads were scheduled, where that was recorded.
+    pub sched: BTreeMap<Who, SchedStats>,
+    /// Counters of those, in their order.
+    pub counters: Vec<PerfCounter>,
     /// Executables.
     pub executables: Vec<Executable>,
     /// Processes.
@@ -238,7 +288,7 @@ pub struct Profile {
     pub timeline: Vec<Moment>,
     /// The wall clock when the clock of sample times was zero, nanoseconds since the Unix epoch.
     pub clock_zero_ns: u64,
-    /// Labels other profilers gave samples.
+    /// Labels that samples have beside those of their threads and processes.
     pub label_sets: Vec<Vec<labels::Label>>,
     /// The values of each sample, by its index, for a series with [`Series::types`]. The count of
     /// such a sample is its value of the default kind.
@@ -309,7 +359,7 @@ mod tests {
             let key =
                 SampleKey { series: SeriesId(0), thread, user: None, kernel: None, labels: 0 };
             if sampled {
-                into.sample(key, 1, None, None).unwrap();
+                into.weighted(key, 1, 1).unwrap();
             }
         }
         let profile = into.build();

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{LocationId, Moment, Names, Profile, Sample, SeriesId};
+use super::{LocationId, Names, Profile, Sample, SeriesId};
 
 impl Profile {
     /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
@@ -16,10 +16,10 @@ impl Profile {
         for sample in &mut self.samples {
             (sample.count, sample.value) = (0, 0);
         }
-        for Moment { value, sample, .. } in &self.timeline {
-            let sample = &mut self.samples[*sample as usize];
-            sample.count += 1;
-            sample.value = sample.value.saturating_add(*value);
+        for moment in &self.timeline {
+            let sample = &mut self.samples[moment.sample as usize];
+            sample.count += moment.count();
+            sample.value = sample.value.saturating_add(moment.value);
         }
         self.retain(|_, sample| sample.count > 0);
         self.left_out += before - self.sample_count();

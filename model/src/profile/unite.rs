@@ -4,6 +4,7 @@
 
 use rustc_hash::FxHashMap;
 
+use super::labels::{Label, LabelValue};
 use super::{Frame, FrameId, LocationId, Names, Profile, Sample, SampleKey, Stack, StackId};
 
 /// Makes equal places one, then equal frames, stacks and samples. Places, frames and stacks that
@@ -25,14 +26,26 @@ pub fn unite(profile: &mut Profile, names: &Names) {
         stacks.push(*known.entry(*stack).or_insert(index as u32));
     }
     drop(known);
+    let united = |stack: Option<StackId>| stack.map(|stack| StackId(stacks[stack.index()]));
+    let mut known: FxHashMap<Vec<Label>, u32> = FxHashMap::default();
+    let mut label_sets = Vec::with_capacity(profile.label_sets.len());
+    for (labels, id) in profile.label_sets.iter_mut().zip(1..) {
+        for label in &mut *labels {
+            if let LabelValue::Stack { user, kernel } = &mut label.value {
+                (*user, *kernel) = (united(*user), united(*kernel));
+            }
+        }
+        label_sets.push(*known.entry(labels.clone()).or_insert(id));
+    }
+    drop(known);
     let mut known: FxHashMap<SampleKey, u32> = FxHashMap::default();
     let mut samples: Vec<Sample> = Vec::new();
     let mut values: Vec<Vec<i64>> = Vec::new();
     let mut numbers = Vec::with_capacity(profile.samples.len());
     for (index, sample) in profile.samples.iter().enumerate() {
-        let united = |stack: Option<StackId>| stack.map(|stack| StackId(stacks[stack.index()]));
         let (user, kernel) = (united(sample.key.user), united(sample.key.kernel));
-        let key = SampleKey { user, kernel, ..sample.key };
+        let labels = sample.key.labels.checked_sub(1).map_or(0, |at| label_sets[at as usize]);
+        let key = SampleKey { user, kernel, labels, ..sample.key };
         let number = *known.entry(key).or_insert(samples.len() as u32) as usize;
         numbers.push(number as u32);
         let more = profile.values.get(index);
@@ -84,7 +97,7 @@ mod tests {
 
     use super::*;
     use crate::profile::{
-        Builder, EndReason, Executable, Line, Location, Process, Quality, Resolution, Thread,
+        Builder, EndReason, Executable, Line, Location, Process, Quality, Resolution, Taken, Thread,
     };
     use crate::{Address, UserAddr};
 
@@ -101,8 +114,12 @@ mod tests {
             let at = Location { executable, process: Some(process), address, seen_ns };
             let location = into.location(at).unwrap();
             let user = Some(into.stack(&[location], EndReason::Root).unwrap());
-            let key = SampleKey { series, thread, user, kernel: None, labels: 0 };
-            into.sample(key, 5, Some(seen_ns), Some(0)).unwrap();
+            let key = "waker_stack".to_owned();
+            let labels = vec![Label { key, value: LabelValue::Stack { user, kernel: None } }];
+            let labels = into.labels(labels).unwrap();
+            let key = SampleKey { series, thread, user, kernel: None, labels };
+            let taken = Taken { count: 1, value: 5, time_ns: Some(seen_ns), cpu: Some(0) };
+            into.sample(key, taken).unwrap();
         }
         let mut profile = into.build();
         let named = |name: &str| Resolution::Found {

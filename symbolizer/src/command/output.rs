@@ -5,7 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use stackwire::formats::{flamegraph, folded, perf_data, pprof};
+use stackwire::formats::{flamegraph, folded, perf_data, pmu, pprof};
 use stackwire::profile::Named;
 use stackwire::{Profile, VERSION};
 
@@ -64,6 +64,9 @@ pub struct Outputs {
     pprof: Option<Output>,
     /// Of where threads wait.
     offcpu: Option<Output>,
+    /// Of how threads were scheduled.
+    pmu: Option<Output>,
+    pmu_as: pmu::Options,
     flamegraph: Option<Output>,
     flames: cli::Flames,
     folded: Option<Output>,
@@ -74,28 +77,33 @@ pub struct Outputs {
     jitted: bool,
 }
 
-/// Where pprofs go.
+/// Where outputs go that have names of their own.
 #[derive(Clone, Debug, Default)]
-pub struct Pprofs {
-    /// That of what is sampled, and of all series where there is none of waits.
+pub struct Paths {
+    /// The pprof of what is sampled, and of all series where there is none of waits.
     pub sampled: Option<PathBuf>,
-    /// That of where threads wait.
+    /// The pprof of where threads wait.
     pub waits: Option<PathBuf>,
+    /// How threads were scheduled.
+    pub pmu: Option<PathBuf>,
 }
 
 impl Outputs {
     /// Makes sure that all can be written.
     pub fn prepare(
-        pprofs: &Pprofs,
+        paths: &Paths,
         outputs: &cli::Outputs,
+        pmu_as: pmu::Options,
         placer: &Placer,
     ) -> anyhow::Result<Self> {
         let optional = |path: &Option<PathBuf>| {
             path.as_deref().map(|path| Output::prepare(path, placer)).transpose()
         };
         Ok(Self {
-            pprof: optional(&pprofs.sampled)?,
-            offcpu: optional(&pprofs.waits)?,
+            pprof: optional(&paths.sampled)?,
+            offcpu: optional(&paths.waits)?,
+            pmu: optional(&paths.pmu)?,
+            pmu_as,
             flamegraph: optional(&outputs.flamegraph)?,
             flames: outputs.flames,
             folded: optional(&outputs.folded)?,
@@ -113,6 +121,28 @@ impl Outputs {
         by: Option<&str>,
         kept: Option<String>,
     ) -> anyhow::Result<()> {
+        let mut written = String::new();
+        if let Some(pmu) = self.pmu {
+            written = format!("{}: {}", scheduled(&profile), pmu.path.display());
+            pmu.finish(|out| pmu::write(&profile, self.pmu_as, out))?;
+        }
+        if profile.samples.is_empty() {
+            let others = [&self.pprof, &self.offcpu, &self.flamegraph, &self.folded];
+            let others = others.into_iter().chain([&self.perf_data]).flatten();
+            let others: Vec<_> = others.map(|output| output.path.display().to_string()).collect();
+            if !others.is_empty() {
+                written.push_str(&format!("\nno samples: not written: {}", others.join(", ")));
+            }
+            for note in &profile.notes {
+                written.push_str(&format!("\nnote: {note}"));
+            }
+            if let Some(kept) = kept {
+                written.push('\n');
+                written.push_str(&kept);
+            }
+            say(&written);
+            return Ok(());
+        }
         let pprofs = [
             (self.pprof, self.offcpu.as_ref().map(|_| pprof::Part::Sampled)),
             (self.offcpu, Some(pprof::Part::Waits)),
@@ -122,7 +152,10 @@ impl Outputs {
             .filter_map(|(output, part)| Some((output?, part.unwrap_or_default())))
             .collect();
         let paths: Vec<&Path> = pprofs.iter().map(|(output, _)| output.path.as_path()).collect();
-        let mut written = summary(profile, self.unsymbolized, &paths);
+        if !written.is_empty() {
+            written.push('\n');
+        }
+        written.push_str(&summary(profile, self.unsymbolized, &paths));
         if let Some(kept) = kept {
             written.push('\n');
             written.push_str(&kept);
@@ -158,6 +191,17 @@ impl Outputs {
         }
         say(&written);
         Ok(())
+    }
+}
+
+impl cli::PmuAs {
+    /// The same, for the library.
+    pub fn options(self) -> pmu::Options {
+        let format = match self.pmu_format {
+            cli::PmuFormat::Text => pmu::Format::Text,
+            cli::PmuFormat::Json => pmu::Format::Json,
+        };
+        pmu::Options { format, per_pid: self.per_pid }
     }
 }
 
@@ -199,6 +243,20 @@ fn place(path: &Path) -> PathBuf {
 /// Not something like `/dev/null`, which may well be named twice.
 fn is_plain(path: &Path) -> bool {
     std::fs::metadata(path).map_or(true, |found| found.is_file())
+}
+
+/// One line of how threads were scheduled.
+fn scheduled(profile: &Profile) -> String {
+    let switches = profile.sched.values().map(|it| it.switches.all());
+    let switches = switches.fold(0, u64::saturating_add);
+    let seconds = profile.duration_ns as f64 / 1e9;
+    format!(
+        "{switches} context switches of {} in {seconds:.1} s",
+        match profile.sched.len() {
+            1 => "1 process".to_owned(),
+            some => format!("{some} processes or threads"),
+        }
+    )
 }
 
 /// One line a run: how much there is, how well it is named, how whole the stacks are, and how much

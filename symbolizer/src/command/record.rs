@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{Builder, Kept, Names, OffCpu, Profile, Session, SessionError, Sources};
+use stackwire::{AddUp, Builder, Kept, Names, OffCpu, Profile, Session, SessionError, Sources};
 
 use super::Failure;
-use super::output::{Outputs, Pprofs, check_distinct};
+use super::output::{Outputs, Paths, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
-use crate::cli::{self, Record};
+use crate::cli::{self, PmuFormat, Record};
 use crate::say::say;
 
 /// Without `--duration`, as perf-agent has it.
@@ -25,21 +25,23 @@ const DEFAULT_DURATION: Duration = Duration::from_secs(10);
 pub fn run(arguments: Record) -> Result<(), Failure> {
     check(&arguments)?;
     let comm = comm(&arguments);
-    let (pprofs, beside) = names(&arguments, comm.as_deref());
+    let (paths, beside) = names(&arguments, comm.as_deref());
     let beside = beside.filter(|_| !arguments.no_capture && arguments.capture.is_none());
     let capture = arguments.capture.as_ref().or(beside.as_ref());
-    let paths = [
-        pprofs.sampled.as_ref(),
-        pprofs.waits.as_ref(),
+    let written = [
+        paths.sampled.as_ref(),
+        paths.waits.as_ref(),
+        paths.pmu.as_ref(),
         capture,
         arguments.outputs.flamegraph.as_ref(),
         arguments.outputs.folded.as_ref(),
         arguments.outputs.perf_data_output.as_ref(),
     ];
-    let paths: Vec<&Path> = paths.into_iter().flatten().map(PathBuf::as_path).collect();
-    check_distinct(&paths)?;
+    let written: Vec<&Path> = written.into_iter().flatten().map(PathBuf::as_path).collect();
+    check_distinct(&written)?;
     let placer = Placer::start()?;
-    let outputs = Outputs::prepare(&pprofs, &arguments.outputs, &placer)?;
+    let outputs =
+        Outputs::prepare(&paths, &arguments.outputs, arguments.pmu_as.options(), &placer)?;
     let mut kept = capture.map(|path| Kept::at(path)).transpose()?;
     let promise = kept.as_ref().zip(capture).map(|(it, path)| placer.promise(it.first(), path));
     let promise = promise.transpose().context("cannot write the capture")?;
@@ -79,7 +81,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         unasked.map(|promise| promise.remove()).transpose().ok();
         return Err(anyhow!("there is no profile of a command that did not run").into());
     }
-    if profile.samples.is_empty() {
+    if profile.samples.is_empty() && profile.sched.is_empty() {
         unasked.map(|promise| promise.remove()).transpose().ok();
         let nothing = no_samples(&profile, comm.as_deref(), took);
         return match status {
@@ -124,7 +126,9 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
         let clocks = profile.series.iter().all(|series| series.event.is_clock());
         let waits = profile.series.iter().all(|series| series.event.is_wait);
         let names: Vec<_> = profile.series.iter().map(|it| it.event.name.as_str()).collect();
-        let did = if clocks {
+        let did = if names.is_empty() {
+            "was not switched to or from".to_owned()
+        } else if clocks {
             "used no CPU".to_owned()
         } else if waits {
             "did not wait".to_owned()
@@ -158,6 +162,11 @@ fn check(arguments: &Record) -> Result<(), Failure> {
             );
         }
     }
+    if arguments.pmu_as.per_pid && !(arguments.all && arguments.pmu) {
+        return usage(
+            "--per-pid divides what --pmu finds of the whole host: add -a --pmu, or leave it out; with --pid every process is told apart",
+        );
+    }
     if arguments.follow && arguments.all {
         return usage("--all samples children already: leave out --follow");
     }
@@ -190,10 +199,15 @@ fn start(
         builder = builder.profile();
     }
     if arguments.offcpu {
-        let cli::Waits { offcpu_states, offcpu_threshold, .. } = &arguments.waits;
+        let cli::Waits { offcpu_states, offcpu_threshold, offcpu_wakers, .. } = &arguments.waits;
         let (states, threshold) = (offcpu_states.clone(), *offcpu_threshold);
-        builder = builder.off_cpu(OffCpu { states, threshold });
+        builder = builder.off_cpu(OffCpu { states, threshold, wakers: *offcpu_wakers });
     }
+    builder = builder.counters(match (arguments.pmu, arguments.per_thread) {
+        (false, _) => AddUp::Nothing,
+        (true, false) => AddUp::Processes,
+        (true, true) => AddUp::Threads,
+    });
     for &pid in arguments.pid.iter().chain(&command) {
         builder = builder.pid(pid);
     }
@@ -366,25 +380,42 @@ fn beside(pprof: &Path) -> Option<PathBuf> {
 
 /// Whether samples are taken of events, and not waits alone.
 fn samples(arguments: &Record) -> bool {
-    arguments.profile || !arguments.offcpu
+    arguments.profile || !(arguments.offcpu || arguments.pmu)
 }
 
-/// Where pprofs go, and where the capture goes unless told.
-fn names(arguments: &Record, comm: Option<&str>) -> (Pprofs, Option<PathBuf>) {
+/// Where outputs go, and where the capture goes unless told.
+fn names(arguments: &Record, comm: Option<&str>) -> (Paths, Option<PathBuf>) {
     let samples = samples(arguments);
     let sampled = arguments.profile_output.clone().filter(|_| samples);
     let waits = arguments.waits.offcpu_output.clone();
-    let beside_told = sampled.as_ref().or(waits.as_ref()).map(|path| beside(path));
-    let (auto, capture) = auto_names(comm, samples, arguments.offcpu);
-    let told = Pprofs { sampled, waits };
-    let pprofs =
-        Pprofs { sampled: told.sampled.or(auto.sampled), waits: told.waits.or(auto.waits) };
-    (pprofs, beside_told.unwrap_or(Some(capture)))
+    let pmu = arguments.pmu_output.clone().filter(|path| path != Path::new("auto"));
+    let told = sampled.as_ref().or(waits.as_ref()).or(pmu.as_ref());
+    let beside_told = told.map(|path| beside(path));
+    let wanted = Wanted {
+        sampled: samples,
+        waits: arguments.offcpu,
+        pmu: arguments.pmu.then_some(arguments.pmu_as.pmu_format),
+    };
+    let (auto, capture) = auto_names(comm, wanted);
+    let paths = Paths {
+        sampled: sampled.or(auto.sampled),
+        waits: waits.or(auto.waits),
+        pmu: pmu.or(auto.pmu),
+    };
+    (paths, beside_told.unwrap_or(Some(capture)))
 }
 
-/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, `….-off-cpu.pb.gz` and `….stackwire`, without a name when not
-/// one process is sampled; the second within a minute ends in `-2`.
-fn auto_names(comm: Option<&str>, sampled: bool, waits: bool) -> (Pprofs, PathBuf) {
+/// Which outputs there are.
+#[derive(Clone, Copy)]
+struct Wanted {
+    sampled: bool,
+    waits: bool,
+    pmu: Option<PmuFormat>,
+}
+
+/// `COMM-YYYYMMDDHHMM-on-cpu.pb.gz`, `….-off-cpu.pb.gz`, `….-pmu.txt` and `….stackwire`; without a
+/// name when not one process is sampled; the second within a minute ends in `-2`.
+fn auto_names(comm: Option<&str>, wanted: Wanted) -> (Paths, PathBuf) {
     let now = jiff::Zoned::now().strftime("%Y%m%d%H%M").to_string();
     // A thread may call itself anything, `../../etc/x` included.
     let safe = |c: char| if c.is_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
@@ -396,20 +427,30 @@ fn auto_names(comm: Option<&str>, sampled: bool, waits: bool) -> (Pprofs, PathBu
         Some(comm) => format!("{}-{now}", comm.chars().map(safe).collect::<String>()),
         None => now,
     };
-    let on_cpu = sampled.then_some("on-cpu");
-    let off_cpu = waits.then_some("off-cpu");
     let mut number = 1;
     loop {
         let path = |part: &str, end: &str| match number {
             1 => PathBuf::from(format!("{name}-{part}.{end}")),
             number => PathBuf::from(format!("{name}-{part}-{number}.{end}")),
         };
-        let pprof = |part: Option<&str>| part.map(|part| path(part, "pb.gz"));
-        let pprofs = Pprofs { sampled: pprof(on_cpu), waits: pprof(off_cpu) };
-        let capture = path(on_cpu.or(off_cpu).unwrap_or_default(), "stackwire");
-        let all = [Some(&capture), pprofs.sampled.as_ref(), pprofs.waits.as_ref()];
+        let paths = Paths {
+            sampled: wanted.sampled.then(|| path("on-cpu", "pb.gz")),
+            waits: wanted.waits.then(|| path("off-cpu", "pb.gz")),
+            pmu: wanted.pmu.map(|format| match format {
+                PmuFormat::Text => path("pmu", "txt"),
+                PmuFormat::Json => path("pmu", "json"),
+            }),
+        };
+        let first = match wanted {
+            Wanted { sampled: true, .. } => "on-cpu",
+            Wanted { waits: true, .. } => "off-cpu",
+            _ => "pmu",
+        };
+        let capture = path(first, "stackwire");
+        let Paths { sampled, waits, pmu } = &paths;
+        let all = [Some(&capture), sampled.as_ref(), waits.as_ref(), pmu.as_ref()];
         if !all.into_iter().flatten().any(|path| path.symlink_metadata().is_ok()) {
-            return (pprofs, capture);
+            return (paths, capture);
         }
         number += 1;
     }

@@ -8,13 +8,13 @@ use anyhow::{Context, anyhow};
 use regex::Regex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire::formats::report::{self, Window};
-use stackwire::formats::{compare, flamegraph, folded};
+use stackwire::formats::{compare, flamegraph, folded, pmu};
 use stackwire::profile::{Named, Names, Profile, unite};
 use stackwire::{Artifacts, Inputs, Sources, lay_out, resolve};
 use stackwire_rights::capabilities;
 
 use super::Failure;
-use super::output::{Output, Outputs, Pprofs, check_distinct, title};
+use super::output::{Output, Outputs, Paths, check_distinct, title};
 use super::place::Placer;
 use crate::cli::{Report, Resolve, Slice, Sort};
 
@@ -23,16 +23,27 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let pprof = arguments.output.clone().unwrap_or_else(|| first.with_extension("pb.gz"));
     let wanted = &arguments.outputs;
     let waits = &arguments.offcpu_output;
-    let others = [waits, &wanted.flamegraph, &wanted.folded, &wanted.perf_data_output];
+    let others = [
+        &arguments.pmu_output,
+        waits,
+        &wanted.flamegraph,
+        &wanted.folded,
+        &wanted.perf_data_output,
+    ];
     check_inputs(&arguments.captures, [&pprof].into_iter().chain(others.into_iter().flatten()))?;
     let placer = Placer::start()?;
-    let pprofs = Pprofs { sampled: Some(pprof), waits: waits.clone() };
-    let outputs = Outputs::prepare(&pprofs, &arguments.outputs, &placer)?;
+    let pmu = arguments.pmu_output.clone();
+    let paths = Paths { sampled: Some(pprof), waits: waits.clone(), pmu };
+    let pmu_as = arguments.pmu_as.options();
+    let outputs = Outputs::prepare(&paths, &arguments.outputs, pmu_as, &placer)?;
     let timeline = wanted.perf_data_output.is_some();
     let captures = Captures::open(&arguments.captures, &arguments.slice, timeline)?;
     placer.confine()?;
     let sources = arguments.symbols.sources()?;
     let Loaded { profile, names, artifacts } = captures.load(&sources, &arguments.slice)?;
+    if profile.samples.is_empty() && (arguments.pmu_output.is_none() || profile.left_out > 0) {
+        return Err(no_samples(&profile).into());
+    }
     let named = names.of(&profile);
     outputs.write(named, arguments.slice.by.as_deref(), None)?;
     if let Some(directory) = &wanted.perf_buildid_dir {
@@ -67,6 +78,22 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let sources = arguments.symbols.sources()?;
     let loaded = sides.into_iter().map(|side| side.load(&sources, slice));
     let loaded = loaded.collect::<Result<Vec<_>, _>>()?;
+    if arguments.pmu {
+        if loaded.iter().all(|side| side.profile.sched.is_empty()) {
+            let none = "the capture does not say how threads were scheduled: record it with --pmu";
+            return Err(anyhow!(none).into());
+        }
+        let scheduled = loaded.iter().map(|side| &side.profile).next();
+        let options = arguments.pmu_as.options();
+        let write = |out: &mut dyn Write, _| match scheduled {
+            Some(profile) => pmu::write(profile, options, out),
+            None => Ok(()),
+        };
+        return shown(print(write));
+    }
+    if let Some(empty) = loaded.iter().find(|side| side.profile.samples.is_empty()) {
+        return Err(no_samples(&empty.profile).into());
+    }
     let profiles: Vec<_> = loaded.iter().map(|side| side.names.of(&side.profile)).collect();
     let printed = match *profiles.as_slice() {
         [before, after] => {
@@ -107,8 +134,12 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
             if asked_for { Ok(()) } else { print(shown) }
         }
     };
+    shown(printed)
+}
+
+/// `report | head` has seen enough.
+fn shown(printed: std::io::Result<()>) -> Result<(), Failure> {
     match printed {
-        // `report | head` has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         other => Ok(other.context("cannot print the report")?),
     }
@@ -226,7 +257,7 @@ impl Captures {
                 profile.keep_functions(&names, matches(&slice.focus), matches(&slice.ignore));
             }
         }
-        if profile.samples.is_empty() {
+        if profile.samples.is_empty() && profile.sched.is_empty() {
             Err(no_samples(&profile))
         } else {
             Ok(Loaded { profile, names, artifacts })

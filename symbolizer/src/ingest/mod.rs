@@ -5,23 +5,23 @@
 //! the error names the place that is wrong. What was added of it before is harmless: entries of
 //! tables, no samples.
 
+mod greeting;
 mod stacks;
 mod tables;
+mod waits;
 
-use stackwire_model::{Event, FileOffset, UserAddr, Wait};
+use stackwire_model::{FileOffset, UserAddr};
 use stackwire_proto::v1;
 
+pub use self::greeting::{Context, hello};
 use self::stacks::Stacks;
 use self::tables::Reader;
+use self::waits::Waits;
 
-use crate::profile::labels::{Label, LabelValue};
 use crate::profile::{
-    Builder, Executable, ExecutableId, Mapping, Origin, SampleKey, SeriesId, Thread, ThreadId,
-    UnwindTables, labels,
+    Builder, Executable, ExecutableId, Mapping, SampleKey, Taken, Thread, ThreadId, UnwindTables,
+    Who,
 };
-
-/// Most events of a capture.
-const MAX_EVENTS: usize = 64;
 
 /// A message that does not hold together.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -53,99 +53,6 @@ pub enum IngestError {
         /// What.
         what: String,
     },
-}
-
-/// The part of a greeting that is needed to read epochs: where on the wall clock the monotonic
-/// times of a capture lie, and in which container the collector runs.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Context {
-    monotonic_ns: u64,
-    realtime_ns: u64,
-    container: v1::Container,
-    /// The processes were chosen one by one.
-    chosen: bool,
-    /// What was sampled; see [`Context::begin`].
-    events: Vec<Event>,
-    frequency: u32,
-    series: Vec<SeriesId>,
-}
-
-impl Context {
-    /// Begins its capture.
-    pub fn begin(&mut self, into: &mut Builder, number: usize, origin: Origin) {
-        into.capture(number, origin, self.wall(0));
-        let events = self.events.iter().take(MAX_EVENTS);
-        let events = events
-            .map(|event| {
-                // Waits are not sampled by a clock.
-                let frequency = if event.perf.is_some() { self.frequency } else { 0 };
-                (event.clone(), frequency)
-            })
-            .collect();
-        // Without series its epochs are refused, each with a note.
-        self.series = into.series(events).unwrap_or_default();
-    }
-
-    /// Nanoseconds since the Unix epoch.
-    #[must_use]
-    pub fn wall(&self, monotonic_ns: u64) -> u64 {
-        self.realtime_ns.saturating_add(monotonic_ns).saturating_sub(self.monotonic_ns)
-    }
-
-    /// The same of a time that may be unknown, 0.
-    fn known(&self, monotonic_ns: u64) -> u64 {
-        if monotonic_ns == 0 { 0 } else { self.wall(monotonic_ns) }
-    }
-
-    /// Labels of a process in this cgroup. The collector's own environment has the names of its
-    /// pod. They hold for processes in that pod. When no cgroup tells the pods, they hold for
-    /// processes that were chosen one by one.
-    fn labels(&self, cgroup: &str) -> Vec<(&'static str, String)> {
-        let mut found = labels::of_cgroup(cgroup);
-        let own = &self.container;
-        let unknown =
-            labels::pod_uid(cgroup).is_none() && labels::pod_uid(&own.cgroup_path).is_none();
-        // Another container's process is not in the collector's because nobody says so.
-        let other = labels::container_id(cgroup);
-        let other = other.is_some() && other != labels::container_id(&own.cgroup_path);
-        if labels::same_pod(&own.cgroup_path, cgroup) || self.chosen && unknown && !other {
-            let names = [
-                ("pod_name", &own.pod_name),
-                ("namespace", &own.namespace),
-                ("container_name", &own.container_name),
-            ];
-            let told = names.into_iter().filter(|(_, name)| !name.is_empty());
-            found.extend(told.map(|(key, name)| (key, name.clone())));
-        }
-        found
-    }
-}
-
-/// Takes a greeting apart.
-#[must_use]
-pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
-    let sampling = hello.sampling.clone().unwrap_or_default();
-    let events = sampling.all_events();
-    let origin = Origin {
-        hostname: hello.hostname.clone(),
-        kernel_release: hello.kernel_release.clone(),
-        machine: hello.machine.clone(),
-        kernel_stacks: sampling.kernel_stacks,
-        collector: hello.collector_version.clone(),
-        cpus: (hello.cpus, hello.cpus_online),
-        cpu_id: hello.cpu_id.clone(),
-        cpu_description: hello.cpu_description.clone(),
-    };
-    let context = Context {
-        monotonic_ns: hello.clock_monotonic_ns,
-        realtime_ns: hello.clock_realtime_ns,
-        container: hello.container.clone().unwrap_or_default(),
-        chosen: !sampling.pids.is_empty(),
-        events,
-        frequency: sampling.frequency,
-        series: Vec::new(),
-    };
-    (origin, context)
 }
 
 /// Whether a process wrote code while it was sampled.
@@ -257,16 +164,20 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     }
     let mut stacks = Stacks::new(reader, nodes, executables.clone())?;
     let mut keys = Vec::new();
-    // Label sets by what they say.
-    let mut waits = std::collections::HashMap::new();
+    let mut waits = Waits::new(reader)?;
     for samples in &epoch.samples {
         let count = samples.time_delta.len();
         let columns = [&samples.thread, &samples.cpu, &samples.user_stack, &samples.kernel_stack];
         if columns.iter().any(|column| column.len() != count)
             || !(samples.value.len() == count || samples.value.len() == 1)
-            || [&samples.wait_state, &samples.wait_open]
-                .iter()
-                .any(|column| column.len() > 1 && column.len() != count)
+            || [
+                samples.wait_state.len(),
+                samples.wait_open.len(),
+                samples.count.len(),
+                samples.waker.len(),
+            ]
+            .iter()
+            .any(|&length| length > 1 && length != count)
         {
             return Err(reader.ragged("samples"));
         }
@@ -277,24 +188,42 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
             let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
             let seen_ns = writing[process as usize].seen(context.wall(time_ns));
             let of = (processes[process as usize], seen_ns);
+            let waker = waits.waker(samples, index)?;
+            let labels = match (samples.wait(index), waker) {
+                (None, _) => 0,
+                (Some(wait), None) => waits.labels(wait, None, into)?,
+                (Some(wait), Some((number, waker))) => {
+                    // Without a process there is a kernel stack alone, which means the same in all
+                    // of them.
+                    let at = waker.process.saturating_sub(1);
+                    let process = reader.at(&processes, at, "process")?;
+                    let of = (process, writing[at as usize].seen(context.wall(time_ns)));
+                    let user = if waker.process == 0 { 0 } else { waker.user_stack };
+                    let user = stacks.stack(user, of, into)?;
+                    let kernel = stacks.stack(waker.kernel_stack, of, into)?;
+                    waits.labels(wait, Some((number, user, kernel)), into)?
+                }
+            };
             keys.push(SampleKey {
                 series,
                 thread,
                 user: stacks.stack(samples.user_stack[index], of, into)?,
                 kernel: stacks.stack(samples.kernel_stack[index], of, into)?,
-                labels: match samples.wait(index) {
-                    Some(wait) => match waits.get(&wait) {
-                        Some(&known) => known,
-                        None => {
-                            let new = into.labels(of_wait(wait)).map_err(|e| reader.invalid(e))?;
-                            waits.insert(wait, new);
-                            new
-                        }
-                    },
-                    None => 0,
-                },
+                labels,
             });
         }
+    }
+    let mut sched = Vec::with_capacity(epoch.sched.len());
+    for wire in &epoch.sched {
+        let process = wire.process.checked_sub(1);
+        let process = process.map(|index| reader.at(&processes, index, "process")).transpose()?;
+        let thread = wire.thread.checked_sub(1);
+        let thread = thread.map(|index| reader.at(&threads, index, "thread")).transpose()?;
+        sched.push(match (process, thread) {
+            (_, Some((thread, _))) => Who::Thread(thread),
+            (Some(process), None) => Who::Process(process),
+            (None, None) => Who::TheRest,
+        });
     }
     // Nothing can be wrong from here on: an epoch counts whole or not at all.
     let mut keys = keys.into_iter();
@@ -303,9 +232,17 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         for ((index, delta), key) in samples.time_delta.iter().enumerate().zip(&mut keys) {
             let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
             time_ns = time_ns.wrapping_add(*delta as u64);
-            let at = Some(context.wall(time_ns));
-            into.sample(key, value, at, Some(samples.cpu[index])).map_err(|e| reader.invalid(e))?;
+            let taken = Taken {
+                count: samples.events(index),
+                value,
+                time_ns: Some(context.wall(time_ns)),
+                cpu: Some(samples.cpu[index]),
+            };
+            into.sample(key, taken).map_err(|e| reader.invalid(e))?;
         }
+    }
+    for (who, wire) in sched.into_iter().zip(&epoch.sched) {
+        into.sched(who, &context.sched(wire));
     }
     for lost in &epoch.lost {
         into.lost(lost.reason().into(), lost.count, lost.samples);
@@ -320,23 +257,6 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     });
     into.span(context.wall(epoch.start_ns), context.wall(epoch.end_ns));
     Ok(Met { executables, mapped })
-}
-
-/// How the thread waited, and which part of the wait is outside the capture.
-fn of_wait(wait: Wait) -> Vec<Label> {
-    let label = |key: &str, value: &str| Label {
-        key: key.to_owned(),
-        value: LabelValue::Text(value.to_owned()),
-    };
-    let open = match (wait.began_before, wait.goes_on) {
-        (false, false) => None,
-        (true, false) => Some("start"),
-        (false, true) => Some("end"),
-        (true, true) => Some("start,end"),
-    };
-    let mut labels = vec![label("state", wait.state.name())];
-    labels.extend(open.map(|open| label("open", open)));
-    labels
 }
 
 /// What is lost after the last epoch, or in epochs that are not there: totals at the end less what
@@ -392,14 +312,19 @@ mod tests {
         }
     }
 
+    fn begun(into: &mut Builder) -> Context {
+        let (clock_monotonic_ns, clock_realtime_ns) = (1000, 9000);
+        let wire = v1::Hello { clock_monotonic_ns, clock_realtime_ns, ..Default::default() };
+        let (origin, mut context) = hello(&wire);
+        context.begin(into, 0, origin);
+        context
+    }
+
     fn build(wire: &v1::Epoch) -> Result<crate::profile::Profile, IngestError> {
         let mut builder = Builder::new();
-        let events = vec![Event::cpu_clock()];
-        let (monotonic_ns, realtime_ns) = (1000, 9000);
-        let clock = &mut Context { monotonic_ns, realtime_ns, events, ..Context::default() };
-        clock.begin(&mut builder, 0, Origin::default());
-        epoch(wire, clock, &mut builder)?;
-        epoch(wire, clock, &mut builder)?;
+        let context = begun(&mut builder);
+        epoch(wire, &context, &mut builder)?;
+        epoch(wire, &context, &mut builder)?;
         Ok(builder.build())
     }
 
@@ -416,6 +341,36 @@ mod tests {
             .collect();
         assert_eq!(offsets, [0xf0, 0xff], "leaf first and exact, then the caller less one");
         assert_eq!((profile.start_ns, profile.duration_ns), (9000, 4000));
+    }
+
+    #[test]
+    fn counters_of_hosts_that_have_others_keep_their_names() {
+        let counter = |name: &str, missing: &str| v1::Counter {
+            name: name.to_owned(),
+            missing: missing.to_owned(),
+        };
+        let mut builder = Builder::new();
+        // The first has no cycles, and its sums begin with page faults.
+        for (number, (missing, sums)) in
+            [("none", vec![7]), ("", vec![100, 9])].into_iter().enumerate()
+        {
+            let counters = vec![counter("cycles", missing), counter("page-faults", "")];
+            let sampling = v1::Sampling { counters, ..Default::default() };
+            let wire = v1::Hello { sampling: Some(sampling), ..Default::default() };
+            let (origin, mut context) = hello(&wire);
+            context.begin(&mut builder, number, origin);
+            let sum = |value| v1::CounterSum { value, ..Default::default() };
+            let counters = sums.into_iter().map(sum).collect();
+            let sched = vec![v1::SchedStats { counters, ..Default::default() }];
+            let wire = v1::Epoch { sched, ..Default::default() };
+            epoch(&wire, &context, &mut builder).unwrap();
+        }
+        let profile = builder.build();
+        let names: Vec<_> = profile.counters.iter().map(|it| it.name.as_str()).collect();
+        let stats = &profile.sched[&Who::TheRest];
+        let values: Vec<_> = stats.counters.iter().map(|sum| sum.value).collect();
+        assert_eq!((names, values), (vec!["cycles", "page-faults"], vec![100, 16]));
+        assert!(profile.counters.iter().all(|it| it.missing.is_none()));
     }
 
     #[test]
@@ -486,9 +441,7 @@ mod tests {
                 ..Default::default()
             }];
             let mut builder = Builder::new();
-            let events = vec![Event::cpu_clock()];
-            let mut context = Context { events, ..Context::default() };
-            context.begin(&mut builder, 0, Origin::default());
+            let context = begun(&mut builder);
             epoch(&wire, &context, &mut builder).map(drop)
         };
         wide(1).unwrap();

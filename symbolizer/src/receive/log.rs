@@ -20,7 +20,7 @@ use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
 use stackwire_symbols::table;
 
 use crate::capture::{Assembler, CaptureError};
-use crate::profile::{ArtifactHash, Executable};
+use crate::profile::{ArtifactHash, Executable, Profile};
 use crate::receive::handed::{Taken, key};
 use crate::resolve::Pinned;
 
@@ -161,6 +161,12 @@ impl Log {
         })
     }
 
+    /// What was added so far.
+    #[must_use]
+    pub fn profile(&self) -> &Profile {
+        self.assembler.profile()
+    }
+
     /// Adds a message; when this returns, an epoch is on disk.
     ///
     /// # Errors
@@ -178,8 +184,10 @@ impl Log {
                 self.sync()?;
                 self.next_epoch = sealed.number + 1;
                 self.epochs += 1;
-                let counts = epoch.samples.iter().map(|samples| samples.thread.len() as u64);
-                self.samples += counts.sum::<u64>();
+                for samples in &epoch.samples {
+                    self.samples +=
+                        (0..samples.thread.len()).map(|at| samples.events(at)).sum::<u64>();
+                }
                 let start = self.span.map_or(epoch.start_ns, |(start, _)| start);
                 self.span = Some((start, epoch.end_ns));
                 for lost in epoch.lost {

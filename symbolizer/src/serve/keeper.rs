@@ -234,8 +234,9 @@ impl Keeper {
 
     fn resolve(&self, log: Log) {
         let (samples, lost) = log.totals();
+        let scheduled = !log.profile().sched.is_empty();
         let closed = log.close();
-        if samples == 0 && lost.is_empty() {
+        if samples == 0 && lost.is_empty() && !scheduled {
             // Nothing happened in it that anyone could miss.
             let _ = fs::remove_file(&closed.path);
             return;

@@ -3,10 +3,10 @@
 //! Also knows the names of logs, and removes the oldest. Called by `keeper.rs`.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use stackwire_formats::pprof;
+use stackwire_formats::{pmu, pprof};
 
 use super::Config;
 use crate::capture::{self, Artifacts};
@@ -14,7 +14,7 @@ use crate::profile::{Profile, unite};
 use crate::receive::log::Closed;
 use crate::resolve::{Pinned, resolve};
 
-/// Resolves a window, writes its profile, and keeps its log as a capture like any other.
+/// Resolves a window, writes its profiles, and keeps its log as a capture like any other.
 pub(super) fn finish(config: &Config, closed: Closed) {
     let Closed { path, pinned, assembler } = closed;
     keep(config, &path, write_profile(config, &path, assembler.finish(), pinned));
@@ -29,10 +29,13 @@ pub(super) fn finish_old(config: &Config, path: &Path) {
     keep(config, path, written);
 }
 
-fn keep(config: &Config, path: &Path, written: anyhow::Result<Option<PathBuf>>) {
+fn keep(config: &Config, path: &Path, written: anyhow::Result<Vec<PathBuf>>) {
     match written {
-        Ok(Some(written)) => tracing::info!("wrote {}", written.display()),
-        Ok(None) => {}
+        Ok(written) => {
+            for written in written {
+                tracing::info!("wrote {}", written.display());
+            }
+        }
         Err(error) => {
             tracing::warn!("cannot write the profile of {}: {error}", path.display());
         }
@@ -65,15 +68,13 @@ fn write_profile(
     path: &Path,
     (mut profile, artifacts): (Profile, Artifacts),
     pinned: Pinned,
-) -> anyhow::Result<Option<PathBuf>> {
-    if profile.samples.is_empty() {
+) -> anyhow::Result<Vec<PathBuf>> {
+    if profile.samples.is_empty() && profile.sched.is_empty() {
         for (reason, (count, _)) in &profile.lost {
             tracing::warn!("{}: no samples, lost {count} {}", path.display(), reason.text());
         }
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    let names = resolve(&profile, &artifacts, &config.sources.with_pinned(pinned));
-    unite(&mut profile, &names);
     let start = jiff::Timestamp::from_nanosecond(i128::from(profile.start_ns))?;
     let host: String = profile
         .origin
@@ -87,16 +88,38 @@ fn write_profile(
         .and_then(|stem| stem.to_str())
         .and_then(|stem| stem.get(..8))
         .unwrap_or("capture");
-    let name = format!("{host}-{}-{id}-on-cpu.pb.gz", start.strftime("%Y%m%d%H%M%S%3f"));
-    let written = config.output_dir.join(name);
-    let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;
-    pprof::write(
-        names.of(&profile),
-        &pprof::Options { tags: config.tags.clone(), ..pprof::Options::default() },
-        io::BufWriter::new(&out),
-    )?;
-    out.persist(&written)?;
-    Ok(Some(written))
+    let name = format!("{host}-{}-{id}", start.strftime("%Y%m%d%H%M%S%3f"));
+    let mut written = Vec::new();
+    let mut write = |part: &str, write: &dyn Fn(&mut dyn io::Write) -> io::Result<()>| {
+        let path = config.output_dir.join(format!("{name}-{part}"));
+        let out = tempfile::NamedTempFile::new_in(&config.output_dir)?;
+        let mut buffered = io::BufWriter::new(&out);
+        write(&mut buffered)?;
+        buffered.flush()?;
+        drop(buffered);
+        out.persist(&path)?;
+        written.push(path);
+        anyhow::Ok(())
+    };
+    if !profile.sched.is_empty() {
+        let options = pmu::Options { format: pmu::Format::Json, per_pid: true };
+        write("pmu.json", &|out| pmu::write(&profile, options, out))?;
+    }
+    if !profile.samples.is_empty() {
+        let names = resolve(&profile, &artifacts, &config.sources.with_pinned(pinned));
+        unite(&mut profile, &names);
+        let is_wait = |id| profile.series_of(id).event.is_wait;
+        let parts = [
+            ("on-cpu.pb.gz", pprof::Part::Sampled, profile.sampled_series().any(|id| !is_wait(id))),
+            ("off-cpu.pb.gz", pprof::Part::Waits, profile.sampled_series().any(is_wait)),
+        ];
+        for (name, part, _) in parts.into_iter().filter(|(.., is_there)| *is_there) {
+            let tags = config.tags.clone();
+            let options = pprof::Options { tags, part, ..pprof::Options::default() };
+            write(name, &|out| pprof::write(names.of(&profile), &options, out))?;
+        }
+    }
+    Ok(written)
 }
 
 /// Removes the oldest finished logs beyond `most` bytes.

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stackwire_cache::Cache;
-use stackwire_model::{Event, OffCpu, Share, Unwind};
+use stackwire_model::{AddUp, Event, OffCpu, Share, Unwind};
 
 use super::SessionError;
+use super::exporter::{Exporting, MetricsExporter};
 
 /// What is sampled.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +29,7 @@ pub struct Builder {
     pub(super) frequency: u32,
     pub(super) events: Vec<Event>,
     pub(super) off_cpu: Option<OffCpu>,
+    pub(super) sched: AddUp,
     pub(super) kernel_stacks: bool,
     pub(super) unwind: Unwind,
     pub(super) duration: Option<Duration>,
@@ -37,6 +39,7 @@ pub struct Builder {
     pub(super) cache: Option<Arc<Cache>>,
     pub(super) timeline: bool,
     pub(super) buildid_dir: Option<PathBuf>,
+    pub(super) exporting: Option<Exporting>,
 }
 
 impl Builder {
@@ -48,6 +51,7 @@ impl Builder {
             frequency: 99,
             events: vec![Event::cpu_clock()],
             off_cpu: None,
+            sched: AddUp::Nothing,
             kernel_stacks: true,
             unwind: Unwind::default(),
             duration: None,
@@ -57,6 +61,7 @@ impl Builder {
             cache: None,
             timeline: false,
             buildid_dir: None,
+            exporting: None,
         }
     }
 
@@ -95,6 +100,21 @@ impl Builder {
     #[must_use]
     pub fn off_cpu(mut self, which: OffCpu) -> Self {
         self.off_cpu = Some(which);
+        self
+    }
+
+    /// Adds up how processes or threads are scheduled, and what hardware counters count meanwhile.
+    #[must_use]
+    pub fn counters(mut self, of: AddUp) -> Self {
+        self.sched = of;
+        self
+    }
+
+    /// Hands snapshots of what [`Builder::counters`] adds up to an exporter: each `interval`, a
+    /// second or more, and once at the end.
+    #[must_use]
+    pub fn export(mut self, exporter: impl MetricsExporter + 'static, interval: Duration) -> Self {
+        self.exporting = Some(Exporting::new(Box::new(exporter), interval));
         self
     }
 
@@ -201,9 +221,17 @@ impl Builder {
                 .arg("--offcpu")
                 .arg(format!("--offcpu-states={}", states.join(",")))
                 .arg(format!("--offcpu-threshold={}ns", off_cpu.threshold.as_nanos()));
-            if self.profile {
-                command.arg("--profile");
+            if off_cpu.wakers {
+                command.arg("--offcpu-wakers");
             }
+        }
+        match self.sched {
+            AddUp::Nothing => {}
+            AddUp::Processes => drop(command.arg("--pmu")),
+            AddUp::Threads => drop(command.args(["--pmu", "--per-thread"])),
+        }
+        if self.profile {
+            command.arg("--profile");
         }
         let events: Vec<&str> = self.events.iter().map(|event| event.name.as_str()).collect();
         command

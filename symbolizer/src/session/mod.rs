@@ -2,6 +2,7 @@
 //! socket, resolves what came. For `stackwire record` and for programs that embed the symbolizer.
 
 mod builder;
+mod exporter;
 mod stream;
 
 use std::fs::File;
@@ -20,6 +21,7 @@ use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
 
 pub use self::builder::Builder;
+pub use self::exporter::{MetricsExporter, WriteExporter};
 use self::stream::OneStream;
 use crate::profile::{Names, Profile, unite};
 use crate::receive::grpc::{NotKept, service};
@@ -31,7 +33,7 @@ use crate::resolve::{Sources, lay_out, resolve};
 #[non_exhaustive]
 pub enum SessionError {
     /// Nothing to do.
-    #[error("nothing to sample: call profile() or off_cpu() on the builder")]
+    #[error("nothing to sample: call profile(), off_cpu() or counters() on the builder")]
     NothingToDo,
     /// No collector.
     #[error(
@@ -125,7 +127,8 @@ impl Builder {
     /// # Errors
     /// See [`SessionError`].
     pub fn spawn(self, kept: Option<Kept>) -> Result<Spawned, SessionError> {
-        if !self.profile && self.off_cpu.is_none() {
+        let adds_up = self.sched != stackwire_model::AddUp::Nothing;
+        if !self.profile && self.off_cpu.is_none() && !adds_up {
             return Err(SessionError::NothingToDo);
         }
         let collector = match &self.collector {
@@ -183,7 +186,8 @@ impl Spawned {
         let (finished, finish) = mpsc::channel();
         let state = Mutex::new(Some((log, kept, greeted, finished)));
         let (open, closing) = tokio::sync::watch::channel(false);
-        let acceptor = Arc::new(OneStream { cache, timeline: builder.timeline, state });
+        let (timeline, exporting) = (builder.timeline, builder.exporting);
+        let acceptor = Arc::new(OneStream { cache, timeline, exporting, state });
         {
             let _guard = runtime.enter();
             listener.set_nonblocking(true).map_err(setup)?;

@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use stackwire_cache::Cache;
 use stackwire_proto::v1;
+use stackwire_proto::v1::collector_message::Body;
 
 use super::Kept;
+use super::exporter::Exporting;
 use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Keep, NotKept};
 use crate::receive::log::{Answer, Closed, Files, Log, LogError};
@@ -22,6 +24,7 @@ pub(super) type Ends = (File, Option<Kept>, Sender<Result<(), NotKept>>, Sender<
 pub(super) struct OneStream {
     pub cache: Option<Arc<Cache>>,
     pub timeline: bool,
+    pub exporting: Option<Exporting>,
     pub state: Mutex<Option<Ends>>,
 }
 
@@ -48,12 +51,14 @@ impl Accept for OneStream {
         });
         // The session may have given up waiting, and then needs no answer.
         let _ = greeted.send(log.as_ref().map(|_| ()).map_err(Clone::clone));
-        Ok(Box::new(KeepOne { log: log?, finished }))
+        let exporting = self.exporting.clone();
+        Ok(Box::new(KeepOne { log: log?, exporting, finished }))
     }
 }
 
 struct KeepOne {
     log: Log,
+    exporting: Option<Exporting>,
     finished: Sender<(Closed, bool)>,
 }
 
@@ -63,14 +68,21 @@ impl Keep for KeepOne {
     }
 
     fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError> {
-        self.log.add(message)
+        let answer = self.log.add(message)?;
+        if let (Some(exporting), Some(Body::Epoch(_))) = (&mut self.exporting, &message.body) {
+            exporting.look(self.log.profile(), false);
+        }
+        Ok(answer)
     }
 
     fn pause(&self) -> Option<Duration> {
         None
     }
 
-    fn finish(self: Box<Self>) {
+    fn finish(mut self: Box<Self>) {
+        if let Some(exporting) = &mut self.exporting {
+            exporting.look(self.log.profile(), true);
+        }
         let ended = self.log.has_ended();
         let _ = self.finished.send((self.log.close(), ended));
     }

@@ -57,6 +57,7 @@
 //! - 6: nodes of half a cache line, ranges with their nodes, files by number.
 
 mod readable;
+mod sweep;
 mod text;
 mod write;
 

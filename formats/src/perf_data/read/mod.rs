@@ -3,8 +3,10 @@
 //!
 //! The crate that reads the records trusts sizes in them: `guard.rs` looks at those first.
 
+mod chain;
 mod guard;
 mod kernel;
+mod series;
 mod stack_copy;
 
 use std::fs::File;
@@ -12,8 +14,7 @@ use std::io::{BufReader, Read, Seek};
 use std::ops::Range;
 
 use linux_perf_data::linux_perf_event_reader::{
-    AttrFlags, CpuMode, EventRecord, Mmap2FileId, PerfEventType, RawData, SampleFormat,
-    SampleRecord, SamplingPolicy, SoftwareCounterType,
+    AttrFlags, CpuMode, EventRecord, Mmap2FileId, RawData, SampleFormat, SampleRecord,
 };
 use linux_perf_data::{
     AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
@@ -22,24 +23,19 @@ use linux_perf_data::{
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
     ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey,
-    SeriesId, StackId,
+    SeriesId, StackId, Taken,
 };
 use stackwire_model::{
-    BuildId, Device, Event, ExecutableKey, FileId, FileOffset, KernelAddr, Machine, UserAddr,
-    ValueKind,
+    BuildId, Device, ExecutableKey, FileId, FileOffset, KernelAddr, Machine, UserAddr,
 };
 use stackwire_unwind::MACHINE;
 
+use self::chain::Chain;
 use self::kernel::Kernel;
+use self::series::Sampled;
 use self::stack_copy::{Copied, Walker};
 use crate::tasks::{Map, TaskId, Tasks};
 use crate::{Host, ReadError};
-
-/// Above this, entries of a call chain say in what mode those after them are: `PERF_CONTEXT_MAX`
-/// and below.
-const CONTEXT_MAX: u64 = -4095i64 as u64;
-const CONTEXT_KERNEL: u64 = -128i64 as u64;
-const CONTEXT_USER: u64 = -512i64 as u64;
 
 /// Reads a file, which may be one that was written to a pipe.
 ///
@@ -66,19 +62,6 @@ pub fn read(
             PerfFileReader::parse_file(input).map_err(error)?;
         Reader::new(perf_file, modified, into, host)?.run(record_iter, number)
     }
-}
-
-/// The stacks of a sample, leaf first, each address with how it is to be read; and why the user
-/// stack ends.
-type Chains = (Vec<(KernelAddr, FrameKind)>, Vec<(UserAddr, FrameKind)>, EndReason);
-
-/// What the next addresses of a chain are of.
-#[derive(Clone, Copy)]
-enum Mode {
-    Kernel,
-    User,
-    /// A guest, a hypervisor: not code of this host.
-    Other,
 }
 
 struct Reader<'a> {
@@ -201,6 +184,7 @@ impl<'a> Reader<'a> {
             hostname: text(self.file.hostname()),
             kernel_release: text(self.file.os_release()),
             machine: text(self.file.arch()),
+            all_processes: false,
             kernel_stacks: self.file.event_attributes().iter().any(kernel),
             collector: String::new(),
             cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
@@ -346,7 +330,9 @@ impl<'a> Reader<'a> {
         let pid = sample.pid.unwrap_or(0) as u32;
         let tid = sample.tid.unwrap_or(0) as u32;
         let (thread, process) = self.tasks.thread(self.into, TaskId { pid, tid })?;
-        let (kernel, user, end) = self.chains(sample, pid);
+        let mut chain = Chain::of(sample);
+        let end = self.walk_copy(sample, pid, &mut chain);
+        let Chain { kernel, user } = chain;
         let kernel = self.kernel_stack(&kernel)?;
         let user = self.tasks.stack(self.into, pid, &user, end)?;
         if let Some(user) = user {
@@ -357,81 +343,41 @@ impl<'a> Reader<'a> {
             self.span = Some((first.min(time), last.max(time)));
         }
         let key = SampleKey { series, thread, user, kernel, labels: 0 };
-        self.into.sample(key, sample.period.unwrap_or(period), time, sample.cpu)?;
+        let value = sample.period.unwrap_or(period);
+        self.into.sample(key, Taken { count: 1, value, time_ns: time, cpu: sample.cpu })?;
         self.taken += 1;
         Ok(())
     }
 
-    /// Makes a series of each event, in the order they were asked for.
+    /// Makes a series of each event.
     fn begin_series(&mut self) -> Result<(), ReadError> {
-        let mut places = Vec::new();
-        let mut events = Vec::new();
-        for (index, attribute) in self.file.event_attributes().iter().enumerate() {
-            let (frequency, period) = match attribute.attr.sampling_policy {
-                SamplingPolicy::Frequency(asked) => (u32::try_from(asked).unwrap_or(0), 1),
-                SamplingPolicy::Period(fixed) => (0, fixed.get()),
-                SamplingPolicy::NoSampling => (0, 1),
-            };
-            let mut event = Event::by_name(&event_name(attribute));
-            // Whatever it is called.
-            match attribute.attr.type_ {
-                PerfEventType::Software(
-                    SoftwareCounterType::CpuClock | SoftwareCounterType::TaskClock,
-                ) => event.weight = ValueKind::cpu(),
-                // perf adds it for what is no sample.
-                PerfEventType::Software(SoftwareCounterType::Dummy) => continue,
-                _ => {}
-            }
-            events.push((event, frequency));
-            places.push((index, period));
-        }
-        let series = self.into.series(events)?.into_iter().zip(places);
-        self.series = series.map(|(series, (index, period))| (index, (series, period))).collect();
+        let sampled = series::sampled(self.file.event_attributes());
+        let events = sampled.iter().map(|it| (it.event.clone(), it.frequency)).collect();
+        let ids = self.into.series(events)?;
+        let weighed = |(id, it): (SeriesId, &Sampled)| (it.index, (id, it.period));
+        self.series = ids.into_iter().zip(&sampled).map(weighed).collect();
         Ok(())
     }
 
-    /// Kernel and user addresses of a sample, leaf first, and why the user stack ends.
-    fn chains(&mut self, sample: &SampleRecord<'_>, pid: u32) -> Chains {
-        let (mut kernel, mut user) = (Vec::new(), Vec::new());
-        let mut mode = match sample.cpu_mode {
-            CpuMode::Kernel => Mode::Kernel,
-            _ => Mode::User,
+    /// Walks the copy of the stack that was taken with a sample, if any. Says why the user stack
+    /// ends.
+    fn walk_copy(&mut self, sample: &SampleRecord<'_>, pid: u32, chain: &mut Chain) -> EndReason {
+        let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack) else {
+            return EndReason::NotSaid;
         };
-        let chain = sample.callchain;
-        let kind = |is_first| if is_first { FrameKind::Exact } else { FrameKind::Caller };
-        for index in 0..chain.map_or(0, |chain| chain.len()) {
-            let Some(address) = chain.and_then(|chain| chain.get(index)) else { break };
-            match (address, mode) {
-                (CONTEXT_KERNEL, _) => mode = Mode::Kernel,
-                (CONTEXT_USER, _) => mode = Mode::User,
-                (CONTEXT_MAX.., _) => mode = Mode::Other,
-                (_, Mode::Kernel) => kernel.push((KernelAddr(address), kind(kernel.is_empty()))),
-                (_, Mode::User) => user.push((UserAddr(address), kind(user.is_empty()))),
-                (_, Mode::Other) => {}
-            }
+        if self.machine != MACHINE {
+            return EndReason::NotSaid;
         }
-        if chain.is_none_or(|chain| chain.is_empty())
-            && let Some(ip) = sample.ip
-        {
-            match sample.cpu_mode {
-                CpuMode::Kernel => kernel.push((KernelAddr(ip), FrameKind::Exact)),
-                _ => user.push((UserAddr(ip), FrameKind::Exact)),
-            }
+        let stack = stack.as_slice();
+        let size = usize::try_from(*size).unwrap_or(0).min(stack.len());
+        let copied = Copied { registers, stack: &stack[..size] };
+        let (walked, why) = self.walker.walk(&copied, pid, &self.tasks, self.into, self.host);
+        // Never fewer than the kernel found by frame pointers.
+        if walked.len() < chain.user.len() {
+            return EndReason::NotSaid;
         }
-        let mut end = EndReason::NotSaid;
-        if let (Some(registers), Some((stack, size))) = (&sample.user_regs, &sample.user_stack)
-            && self.machine == MACHINE
-        {
-            let stack = stack.as_slice();
-            let size = usize::try_from(*size).unwrap_or(0).min(stack.len());
-            let copied = Copied { registers, stack: &stack[..size] };
-            let (walked, why) = self.walker.walk(&copied, pid, &self.tasks, self.into, self.host);
-            // Never fewer than the kernel found by frame pointers.
-            if walked.len() >= user.len() {
-                (user, end) = (walked, why);
-            }
-        }
-        (kernel, user, end)
+        chain.user = walked;
+        why
     }
 
     fn kernel_stack(
@@ -494,15 +440,6 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Its name without modifiers: `cycles` of `cycles:P`, and all of `sched:sched_switch`.
-fn event_name(attribute: &AttributeDescription) -> String {
-    let name = attribute.name().unwrap_or("samples");
-    let plain = name.rsplit_once(':').filter(|(_, modifiers)| {
-        !modifiers.is_empty() && modifiers.chars().all(|letter| "ukhGHpPSDWeb".contains(letter))
-    });
-    plain.map_or(name, |(name, _)| name).to_owned()
-}
-
 /// A build-id of 20 bytes whose end is padding.
 fn trimmed(mut id: &[u8]) -> Option<BuildId> {
     // perf before 5.10 did not say how long it is.
@@ -517,6 +454,7 @@ fn text(raw: RawData<'_>) -> String {
     let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
 }
+
 /// What a record says of a mapping; an empty range where it would end beyond all addresses.
 fn mapped(address: u64, length: u64, offset: u64) -> (Range<UserAddr>, FileOffset) {
     let start = UserAddr(address);

@@ -12,7 +12,7 @@ mod record;
 
 use std::io::{self, Seek, SeekFrom, Write};
 
-use stackwire_model::profile::{Executable, Profile};
+use stackwire_model::profile::{Executable, Moment, Profile};
 
 use self::play::Player;
 use self::record::Mode;
@@ -34,8 +34,8 @@ pub struct Options {
 /// # Errors
 /// Those of the writer; `InvalidInput` when the samples have no times.
 pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -> io::Result<()> {
-    let samples: u64 = profile.sample_count();
-    if profile.timeline.len() as u64 != samples {
+    let with_times: u64 = profile.timeline.iter().map(Moment::count).sum();
+    if with_times != profile.sample_count() {
         let message = "its samples have no times, which perf.data is made of";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
     }
@@ -55,8 +55,7 @@ pub fn write(profile: &Profile, options: &Options, mut out: impl Write + Seek) -
         build_ids.extend(executable.build_id().map(|id| (id, mode, name)));
     }
     let cpus = profile.origin.cpus;
-    let highest =
-        profile.timeline.iter().map(|moment| moment.cpu.saturating_add(1)).max().unwrap_or(1);
+    let highest = profile.timeline.iter().map(|moment| moment.cpu() + 1).max().unwrap_or(1);
     let head = header::Head {
         origin: &profile.origin,
         series: &profile.series,

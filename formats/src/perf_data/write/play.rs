@@ -275,7 +275,7 @@ impl<'a, W: Write> Player<'a, W> {
         let key = self.profile.samples[moment.sample as usize].key;
         let thread = &self.profile.threads[key.thread.index()];
         let process = &self.profile.processes[thread.process.index()];
-        let at = self.at(process, thread.tid, moment.time_ns, moment.cpu);
+        let at = self.at(process, thread.tid, moment.time_ns, moment.cpu());
         let name = &mut self.names[self.task_of[key.thread.index()] as usize];
         if *name != thread.comm {
             *name = &thread.comm;

@@ -10,13 +10,14 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use self::ids::Ids;
-pub use self::samples::ValueError;
+pub use self::samples::{Taken, ValueError};
 use super::labels::Label;
 use super::{
     ArtifactHash, EndReason, Executable, ExecutableId, Frame, FrameId, JitFile, Line, Location,
-    LocationId, Mapping, Process, ProcessId, Profile, Stack, StackId, Thread, ThreadId,
+    LocationId, Mapping, Process, ProcessId, Profile, Stack, StackId, Thread, ThreadId, Who,
 };
 use crate::Address;
+use crate::sched::{PerfCounter, SchedStats};
 
 /// Most entries any table of a profile takes; more is a hostile stream.
 const MAX_ENTRIES: usize = 16 << 20;
@@ -70,6 +71,12 @@ impl Builder {
         builder
     }
 
+    /// The profile so far.
+    #[must_use]
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
     /// The profile.
     #[must_use]
     pub fn build(self) -> Profile {
@@ -109,6 +116,28 @@ impl Builder {
     pub fn thread(&mut self, thread: Thread) -> Result<ThreadId, Full> {
         let table = &mut self.profile.threads;
         own(&mut self.threads, table, thread, "threads").map(ThreadId)
+    }
+
+    /// Adds to how somebody was scheduled.
+    pub fn sched(&mut self, who: Who, stats: &SchedStats) {
+        *self.profile.sched.entry(who).or_default() += stats;
+    }
+
+    /// Notes which counters a capture has; the place of each in the profile. One that another
+    /// capture has is there.
+    pub fn counters(&mut self, counters: &[PerfCounter]) -> Vec<usize> {
+        let known = &mut self.profile.counters;
+        let place = |new: &PerfCounter| {
+            if let Some(place) = known.iter().position(|it| it.name == new.name) {
+                if new.missing.is_none() {
+                    known[place].missing = None;
+                }
+                return place;
+            }
+            known.push(new.clone());
+            known.len() - 1
+        };
+        counters.iter().map(place).collect()
     }
 
     /// What is known of an executable.

@@ -39,28 +39,39 @@ pub enum ValueError {
     Full(#[from] Full),
 }
 
+/// How a sample was taken.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken {
+    /// How many events it stands for, at most [`Moment::MOST_EVENTS`].
+    pub count: u64,
+    /// Its weight, in the unit of its event.
+    pub value: u64,
+    /// When, nanoseconds since the Unix epoch, if known.
+    pub time_ns: Option<u64>,
+    /// On which CPU, if known.
+    pub cpu: Option<u32>,
+}
+
 impl Builder {
-    /// Adds one sample, taken at a time (nanoseconds since the Unix epoch) on a CPU, as far as they
-    /// are known.
-    pub fn sample(
-        &mut self,
-        key: SampleKey,
-        value: u64,
-        time_ns: Option<u64>,
-        cpu: Option<u32>,
-    ) -> Result<(), Full> {
+    /// Adds one sample.
+    pub fn sample(&mut self, key: SampleKey, taken: Taken) -> Result<(), Full> {
+        let Taken { count, value, time_ns, cpu } = taken;
+        let count = count.min(Moment::MOST_EVENTS);
         let mut key = key;
         if let Some(cpu) = cpu.filter(|_| self.by_cpu) {
             let value = LabelValue::Number(cpu.into(), String::new());
-            key.labels = self.labels(vec![Label { key: "cpu".to_owned(), value }])?;
+            let given = key.labels.checked_sub(1).map(|at| &self.profile.label_sets[at as usize]);
+            let mut labels = given.cloned().unwrap_or_default();
+            labels.push(Label { key: "cpu".to_owned(), value });
+            key.labels = self.labels(labels)?;
         }
-        let id = self.add(key, 1, value)?;
+        let id = self.add(key, count, value)?;
         if let Some(time_ns) = time_ns.filter(|_| self.timeline) {
             let cpu = cpu.unwrap_or(0);
             if self.profile.timeline.len() >= MAX_ENTRIES {
                 return Err(Full("samples"));
             }
-            self.profile.timeline.push(Moment { time_ns, value, sample: id, cpu });
+            self.profile.timeline.push(Moment::new(time_ns, value, id, cpu, count));
         }
         Ok(())
     }

@@ -1,0 +1,92 @@
+//! Tells the collector of stacks, each once, by a number: a hash of what is in it.
+//!
+//! Called by `sources/off_cpu.rs` and `sources/wakers.rs`.
+
+use stackwire_collector_ebpf::{
+    KernelEnd, MAX_USER_FRAMES, RecordKind, SampleHeader, TOLD_STACKS, UserEnd, masked,
+};
+
+use crate::maps::{Scratch, TOLD, hand_over, wake_collector};
+
+/// Tells of the user stack whose walk is over; returns its number.
+#[inline(always)]
+pub fn tell_user(scratch: &mut Scratch) -> u64 {
+    // The bound, for the verifier, which does not know what the walk promised.
+    let depth = scratch.walk.depth as usize;
+    let frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
+    let end = scratch.walk.end;
+    if end == UserEnd::NoMappingsYet as u64 {
+        wake_collector();
+    }
+    scratch.header.user_frames = frames as u16;
+    scratch.header.kernel_frames = 0;
+    scratch.header.user_end = end as u8;
+    scratch.header.kernel_end = KernelEnd::None as u8;
+    tell(scratch, frames)
+}
+
+/// Tells of the kernel stack in place of the frames, of so many; returns its number.
+#[inline(always)]
+pub fn tell_kernel(scratch: &mut Scratch, (frames, end): (usize, KernelEnd), now_ns: u64) -> u64 {
+    scratch.header.time_ns = now_ns;
+    // It means the same in every process.
+    scratch.header.pid = 0;
+    scratch.header.user_frames = 0;
+    scratch.header.kernel_frames = frames as u16;
+    scratch.header.user_end = 0;
+    scratch.header.kernel_end = end as u8;
+    tell(scratch, frames)
+}
+
+/// Tells the collector of a stack if it does not know it; returns its number.
+#[inline(always)]
+fn tell(scratch: &mut Scratch, frames: usize) -> u64 {
+    let header = &mut scratch.header;
+    header.kind = RecordKind::Stack as u8;
+    let ends = u64::from(header.kernel_end) << 8 | u64::from(header.user_end);
+    let lengths = u64::from(header.user_frames) << 16 | u64::from(header.kernel_frames);
+    let mut number = mixed(u64::from(header.pid) << 32 | ends << 16, lengths);
+    for index in 0..MAX_USER_FRAMES {
+        if index >= frames {
+            break;
+        }
+        // SAFETY: the index is less than the length of the array.
+        number = mixed(number, unsafe { *scratch.frames.as_ptr().add(index) });
+    }
+    // 0 stands for none.
+    number |= 1;
+    scratch.header.period = number;
+    let Some(told) = TOLD.get_ptr_mut(place(number)) else { return number };
+    // SAFETY: the pointer came from a successful lookup. Of two CPUs that write here one is lost,
+    // and its stacks are told again.
+    if unsafe { core::ptr::read_volatile(told) } == number {
+        return number;
+    }
+    let frames = if frames > MAX_USER_FRAMES { MAX_USER_FRAMES } else { frames };
+    let bytes = size_of::<SampleHeader>() + frames * 8;
+    // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.
+    if unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) } {
+        // SAFETY: as above.
+        unsafe { core::ptr::write_volatile(told, number) };
+    }
+    number
+}
+
+/// Whether the collector knows the stack with this number.
+#[inline(always)]
+pub fn is_told(number: u64) -> bool {
+    // SAFETY: the pointer came from a successful lookup.
+    TOLD.get_ptr(place(number))
+        .is_some_and(|told| unsafe { core::ptr::read_volatile(told) } == number)
+}
+
+#[inline(always)]
+fn place(number: u64) -> u32 {
+    masked::<{ TOLD_STACKS as u64 - 1 }>(number >> 8) as u32
+}
+
+/// A step of the hash: a multiplication by an odd number and a rotation, as FxHash has.
+#[inline(always)]
+pub fn mixed(hash: u64, word: u64) -> u64 {
+    (hash.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
