@@ -402,13 +402,17 @@ fn no_btf() {
     {
         return;
     }
-    for what in ["--profile", "--offcpu", "--pmu"] {
+    let record = |what: &[&str]| {
         let mut shell = Command::new("unshare");
         shell.args(["-m", "sh", "-c", "mount -t tmpfs none /sys/kernel/btf && exec \"$@\"", "sh"]);
         shell.arg(binary("stackwire-collector"));
-        Ran::of(shell.args(["--all", "--duration=1s", "--output=/dev/null", what]))
-            .failed(1, "this kernel has no /sys/kernel/btf/vmlinux");
+        Ran::of(shell.args(["--all", "--duration=1s", "--output=/dev/null"]).args(what))
+    };
+    for what in [&["--profile", "--source=bpf"][..], &["--offcpu"], &["--pmu"]] {
+        record(what).failed(1, "this kernel has no /sys/kernel/btf/vmlinux");
     }
+    // Perf events need none.
+    record(&["--profile"]).succeeded();
 }
 
 /// As kernels before 5.18 are: the tracepoint has fewer arguments. Here those of `sched_waking`.
@@ -452,7 +456,7 @@ fn another_pid_namespace() {
     }
     let mut command = Command::new("unshare");
     command.args(["-pf", "--mount-proc"]).arg(binary("stackwire-collector"));
-    Ran::of(command.args(["--all", "--duration=1s", "--output=/dev/null"]))
+    Ran::of(command.args(["--all", "--duration=1s", "--output=/dev/null", "--source=bpf"]))
         .failed(1, "hostPID: true");
 }
 

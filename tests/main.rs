@@ -76,6 +76,8 @@ mod serving;
 mod symbolize;
 /// The whole host: short processes, labels, accounting, a full ring.
 mod system_wide;
+/// Perf events without eBPF: no capability at all, copies of stacks, what is lost.
+mod unprivileged;
 /// Unwinding in the kernel: whole stacks, mappings that change, executables that lie.
 mod unwinding;
 /// Users of one host: forged files, many rules, many mappings.

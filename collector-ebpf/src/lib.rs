@@ -11,8 +11,11 @@ pub mod arch;
 mod picker;
 mod record;
 pub mod sched_stats;
+mod wait;
 /// What walking by tables takes: the tables, a rule, the step, the kernel's tree of mappings.
 mod walk {
+    #[cfg(not(target_arch = "bpf"))]
+    pub mod copied;
     pub mod frame;
     pub mod masked;
     pub mod memory;
@@ -25,10 +28,15 @@ mod walk {
 pub use picker::Picker;
 pub use record::{
     COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
-    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, MAX_WAITING, PICK, RING_BYTES, RecordKind,
-    SAMPLE, SampleHeader, Scope, Stratum, TOLD_STACKS, Unwind, UserEnd, WAIT_WORDS, WALK,
-    WOKEN_WORDS, Wait, WaitState, Waiting, Waker, Woken, waits_behind,
+    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, RecordKind, SAMPLE,
+    SampleHeader, Scope, Unwind, UserEnd, WALK,
 };
+pub use wait::{
+    MAX_WAITING, Stratum, TOLD_STACKS, WAIT_WORDS, WOKEN_WORDS, Wait, WaitState, Waiting, Waker,
+    Woken, waits_behind,
+};
+#[cfg(not(target_arch = "bpf"))]
+pub use walk::copied::CopiedStack;
 pub use walk::masked::masked;
 pub use walk::memory::Memory;
 pub use walk::rule::{NO_RULE, Rule, cfa, fp, ra};

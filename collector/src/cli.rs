@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    AddUp, Config, Destination, Event, Limits, OffCpu, Scope, Share, Target, Unwind, VERSION,
-    WaitState,
+    AddUp, Config, Destination, Event, Limits, OffCpu, Scope, Share, Source, Target, Unwind,
+    VERSION, WaitState,
 };
 
 /// Sample stacks with eBPF and stream them unsymbolized.
@@ -98,6 +98,15 @@ pub struct Args {
     /// all that have samples (into a capture file, too).
     #[arg(long, value_name = "WHICH", default_value = "missing", value_parser = PossibleValuesParser::new(Share::ALL.map(Share::name)).try_map(|name| name.parse::<Share>()))]
     share_executables: Share,
+    /// With what samples are taken: with eBPF, which takes CAP_BPF and CAP_PERFMON (bpf); through
+    /// perf events alone, which need no capability for processes of the same user (perf); with
+    /// eBPF, and where it is refused through perf events (auto).
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Source::ALL.map(Source::name)).try_map(|name| name.parse::<Source>()))]
+    source: Source,
+    /// Bytes of user stacks that perf events copy, 1024 to 64512. Unless told, 8192, and more where
+    /// stacks are deeper.
+    #[arg(long, value_name = "BYTES")]
+    stack_bytes: Option<u32>,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers
     /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]
@@ -151,6 +160,8 @@ impl Args {
         config.off_cpu = self.offcpu.then_some(off_cpu);
         config.frequency = self.sample_rate;
         config.kernel_stacks = self.kernel_stacks;
+        config.source = self.source;
+        config.stack_bytes = self.stack_bytes;
         config.unwind = self.unwind;
         config.unwind_cache = self.unwind_cache_dir.or_else(unwind_cache);
         config.duration = self.duration;

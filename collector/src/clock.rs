@@ -24,6 +24,13 @@ pub fn realtime_ns() -> u64 {
     nanoseconds(ClockId::Realtime)
 }
 
+/// What `CLOCK_BOOTTIME` is ahead of `CLOCK_MONOTONIC`, nanoseconds: the time the host was
+/// suspended.
+#[must_use]
+pub fn boottime_offset_ns() -> i64 {
+    nanoseconds(ClockId::Boottime).wrapping_sub(nanoseconds(ClockId::Monotonic)) as i64
+}
+
 fn nanoseconds(clock: ClockId) -> u64 {
     let now = clock_gettime(clock);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64

@@ -1,12 +1,13 @@
 //! A validated configuration: what to sample, how, and where to send it. Nothing reads arguments
 //! after this; of the environment `host/mod.rs` reads who the collector's own pod is.
 
+use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::MAX_EVENTS;
-use stackwire_model::{AddUp, Event, OffCpu, Share, Unwind};
+use stackwire_model::{AddUp, Event, NoBpf, OffCpu, Share, Source, Unwind};
 use stackwire_rights::capabilities::as_user;
 
 use crate::outbox::Limits;
@@ -37,6 +38,9 @@ const CGROUP2: i64 = 0x6367_7270;
 /// a profile's count of events holds.
 const MAX_THRESHOLD: Duration = Duration::from_millis(100);
 
+/// Bytes of a user stack that can be copied.
+const STACK_BYTES: RangeInclusive<u32> = 1 << 10..=63 << 10;
+
 /// Where a capture goes.
 #[derive(Clone, Debug)]
 pub enum Destination {
@@ -61,6 +65,10 @@ pub struct Config {
     pub frequency: u32,
     /// Record kernel stacks.
     pub kernel_stacks: bool,
+    /// With what samples are taken.
+    pub source: Source,
+    /// Bytes of user stacks that perf events copy. None: few, and more where stacks are deeper.
+    pub stack_bytes: Option<u32>,
     /// How user stacks are walked.
     pub unwind: Unwind,
     /// Where unwind tables are kept from run to run.
@@ -139,6 +147,14 @@ pub enum ConfigError {
         "this is not the host's pid namespace, so pids here are not those the kernel samples; run the collector with hostPID: true (Kubernetes) or --pid=host (Docker)"
     )]
     PidNamespace,
+    /// A copy that is none.
+    #[error("stacks are copied in multiples of 8 bytes, 1 to 63 KiB of them")]
+    StackBytes,
+    /// Perf events alone do not tell it.
+    #[error(
+        "where threads wait and how they are scheduled is recorded with eBPF alone: leave out the source, or record CPU time"
+    )]
+    NeedsBpf,
     /// No BTF.
     #[error(
         "this kernel has no {BTF_PATH}; Stackwire needs one built with CONFIG_DEBUG_INFO_BTF, as distribution kernels from 5.15 on are"
@@ -164,6 +180,8 @@ impl Config {
             sched: AddUp::Nothing,
             frequency: 99,
             kernel_stacks: true,
+            source: Source::default(),
+            stack_bytes: None,
             unwind: Unwind::default(),
             unwind_cache: None,
             duration: None,
@@ -223,14 +241,34 @@ impl Config {
                 }
             }
         }
-        if !Path::new(BTF_PATH).exists() {
-            return Err(ConfigError::NoBtf);
+        if self.stack_bytes.is_some_and(|bytes| !STACK_BYTES.contains(&bytes) || bytes % 8 != 0) {
+            return Err(ConfigError::StackBytes);
         }
+        match (self.source, self.no_bpf()) {
+            (Source::Perf, _) if self.needs_bpf() => Err(ConfigError::NeedsBpf),
+            (Source::Auto, _) if !self.needs_bpf() => Ok(()),
+            (Source::Auto | Source::Bpf, Some(NoBpf::NoBtf)) => Err(ConfigError::NoBtf),
+            (Source::Auto | Source::Bpf, Some(_)) => Err(ConfigError::PidNamespace),
+            (_, None) | (Source::Perf, _) => Ok(()),
+        }
+    }
+
+    /// Whether something is recorded that perf events do not tell.
+    #[must_use]
+    pub fn needs_bpf(&self) -> bool {
+        self.off_cpu.is_some() || self.sched != AddUp::Nothing
+    }
+
+    /// What of this host is in the way of eBPF, as far as can be told without trying.
+    #[must_use]
+    pub fn no_bpf(&self) -> Option<NoBpf> {
         // PROC_PID_INIT_INO of include/linux/proc_ns.h.
-        if std::fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() != 0xEFFF_FFFC) {
-            return Err(ConfigError::PidNamespace);
+        let in_another = |of: std::fs::Metadata| of.ino() != 0xEFFF_FFFC;
+        if !Path::new(BTF_PATH).exists() {
+            return Some(NoBpf::NoBtf);
         }
-        Ok(())
+        let is_elsewhere = std::fs::metadata("/proc/self/ns/pid").is_ok_and(in_another);
+        is_elsewhere.then_some(NoBpf::PidNamespace)
     }
 }
 

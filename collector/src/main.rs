@@ -29,7 +29,9 @@ fn main() -> ExitCode {
                     | ConfigError::EventTwice(_)
                     | ConfigError::NoWaitState
                     | ConfigError::Threshold(_)
-                    | ConfigError::NoDuration,
+                    | ConfigError::NoDuration
+                    | ConfigError::StackBytes
+                    | ConfigError::NeedsBpf,
                 ) => ExitCode::from(2),
                 _ => ExitCode::FAILURE,
             }

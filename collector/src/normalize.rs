@@ -138,7 +138,7 @@ pub fn kernel(
 }
 
 fn user_end(end: u8) -> EndReason {
-    const ENDS: [(UserEnd, EndReason); 14] = [
+    const ENDS: [(UserEnd, EndReason); 16] = [
         (UserEnd::Unreadable, EndReason::Unreadable),
         (UserEnd::DepthLimit, EndReason::DepthLimit),
         (UserEnd::NoFramePointer, EndReason::NoFramePointer),
@@ -153,6 +153,8 @@ fn user_end(end: u8) -> EndReason {
         (UserEnd::TablesReplaced, EndReason::TablesReplaced),
         (UserEnd::UnknownSwitch, EndReason::UnknownSwitch),
         (UserEnd::OverShare, EndReason::OverShare),
+        (UserEnd::CopyEnded, EndReason::CopyEnded),
+        (UserEnd::NotSaid, EndReason::NotSaid),
     ];
     let found = ENDS.iter().find(|(number, _)| *number as u8 == end);
     found.map_or(EndReason::Root, |&(_, end)| end)

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::sched_stats::{SwitchReason, THE_REST};
-use stackwire_collector_ebpf::{Counter, RecordKind};
+use stackwire_collector_ebpf::{Counter, RecordKind, UserEnd};
 use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
@@ -20,11 +20,11 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
-use crate::process::{Processes, maps};
+use crate::process::{Processes, ThreadNames, maps};
 use crate::sampler::{Batch, RawSample, Sampler};
 use crate::sched::{Scheduled, Totals};
 use crate::sources::side_band::Change;
-use crate::unwind::{Stats, Unwind};
+use crate::unwind::{CopiedStacks, Stats, Unwind};
 use crate::waits::{Over, Taken, Waits};
 use crate::wire::{self, References, Span};
 
@@ -33,6 +33,10 @@ const EPOCH_BYTES: usize = 24 << 20;
 /// How long a sample waits for events that happened before it and are not in their ring yet.
 const SETTLE: Duration = Duration::from_millis(5);
 
+/// How long a sample waits for the table its stack is to be walked by.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Copied stacks that may wait: beyond it, they are walked as far as tables are there.
+const MAX_COPIED: usize = 64 << 20;
 /// Mappings asked about in a turn: a process may map a file without end, and all others wait.
 const MAX_ASKED: usize = 32;
 
@@ -57,10 +61,16 @@ pub struct Summary {
 #[derive(Debug)]
 pub struct Pipeline {
     started: Instant,
-    sampler: Sampler,
+    sampler: Box<dyn Sampler>,
     processes: Processes,
     /// `None`: stacks are walked by frame pointers.
     unwind: Option<Unwind>,
+    /// `None`: the kernel side walks user stacks.
+    copied: Option<CopiedStacks>,
+    /// A stack that was walked.
+    walked: Vec<u64>,
+    /// `None`: samples say what their threads are called.
+    threads: Option<ThreadNames>,
     layout: KernelLayout,
     names: KernelNames,
     identity: Identity,
@@ -92,11 +102,15 @@ pub struct Pipeline {
 #[derive(Debug)]
 pub struct Parts {
     /// The kernel side.
-    pub sampler: Sampler,
+    pub sampler: Box<dyn Sampler>,
     /// What is known of processes.
     pub processes: Processes,
     /// Publishes unwind tables; `None`: stacks are walked by frame pointers.
     pub unwind: Option<Unwind>,
+    /// Walks stacks that were copied; `None`: the kernel side walks user stacks.
+    pub copied: Option<CopiedStacks>,
+    /// Names of threads; `None`: samples say them.
+    pub threads: Option<ThreadNames>,
     /// Where the kernel's code is.
     pub layout: KernelLayout,
     /// What it is called.
@@ -136,12 +150,15 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, handover, outbox } = parts.outgoing;
-        let Parts { waits, sched, started, epoch_start, epoch_length, .. } = parts;
+        let Parts { copied, threads, waits, sched, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
             processes,
             unwind,
+            copied,
+            walked: Vec::new(),
+            threads,
             layout,
             names,
             identity,
@@ -179,7 +196,7 @@ impl Pipeline {
         let mut second = Instant::now();
         while !stop() && self.outbox.stopped().is_none() {
             // What has been drained and not settled yet is not waited for in the rings.
-            let pending = !self.batch.events.is_empty();
+            let pending = !self.batch.events.is_empty() || !self.batch.samples.is_empty();
             let at_most = if pending { SETTLE } else { Duration::from_millis(50) };
             let cut_short = self.sampler.wait(at_most);
             self.take(SETTLE, cut_short);
@@ -196,6 +213,9 @@ impl Pipeline {
                 second = Instant::now();
                 self.sampler.follow_hotplug(&mut self.batch);
                 self.refused_cpus = self.refused_cpus.max(self.sampler.refused_cpus());
+                if let Some(copied) = &mut self.copied {
+                    self.sampler.note_cut(copied.take_tally());
+                }
                 if self.processes.all_ended() {
                     break;
                 }
@@ -205,6 +225,11 @@ impl Pipeline {
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
+        // Those of young programs wait for their tables, none for longer than `PATIENCE`.
+        while !self.batch.samples.is_empty() {
+            std::thread::sleep(SETTLE);
+            self.take(Duration::ZERO, false);
+        }
         self.add_waiting();
         self.add_sched();
         self.add_running();
@@ -222,6 +247,7 @@ impl Pipeline {
         self.identify();
         let mut events = 0;
         let mut samples = 0;
+        let mut waits_for_table = false;
         while let Some(&sample) =
             self.batch.samples.get(samples).filter(|sample| sample.header.time_ns <= until)
         {
@@ -230,10 +256,15 @@ impl Pipeline {
                 self.apply(events);
                 events += 1;
             }
-            self.add(&sample);
+            waits_for_table = !self.add(&sample);
+            if waits_for_table {
+                break;
+            }
             samples += 1;
         }
-        while self.batch.events.get(events).is_some_and(|event| event.time_ns <= until) {
+        while !waits_for_table
+            && self.batch.events.get(events).is_some_and(|event| event.time_ns <= until)
+        {
             self.apply(events);
             events += 1;
         }
@@ -243,7 +274,56 @@ impl Pipeline {
         }
     }
 
-    fn add(&mut self, sample: &RawSample) {
+    /// False: the table is not there yet that its stack is to be walked by.
+    fn add(&mut self, sample: &RawSample) -> bool {
+        let is_of_perf = self.threads.is_some();
+        if is_of_perf {
+            return self.add_of_perf(sample);
+        }
+        self.add_of_ebpf(sample);
+        true
+    }
+
+    /// Adds a sample that says neither when its process began nor how its thread is called, and
+    /// whose stack may have been copied.
+    fn add_of_perf(&mut self, sample: &RawSample) -> bool {
+        let pid = sample.header.pid;
+        let mut header = sample.header;
+        header.start_boottime_ns = self.processes.start_of(pid);
+        let process = self.processes.sampled(pid, header.start_boottime_ns, header.cgroup_id);
+        if let Some(threads) = &mut self.threads {
+            header.comm = threads.of(pid, header.tid, &process.comm);
+        }
+        let user = self.batch.user(sample);
+        self.walked.clear();
+        if let Some(copied) = self.batch.copied(sample)
+            && let Some(walker) = &mut self.copied
+        {
+            // Walked by what was mapped when it was taken.
+            self.processes.told(header.time_ns);
+            if let Some(unwind) = &mut self.unwind {
+                unwind.update(&mut self.processes, &[], false);
+            }
+            let Some(process) = self.processes.get(pid) else { return true };
+            let end = walker.walk(&copied, process, user, &mut self.walked);
+            let age_ns = now_ns().saturating_sub(header.time_ns);
+            if end == UserEnd::NoTableYet
+                && age_ns < PATIENCE.as_nanos() as u64
+                && self.batch.copied_bytes() < MAX_COPIED
+            {
+                return false;
+            }
+            header.user_end = end as u8;
+        } else {
+            self.walked.extend_from_slice(user);
+        }
+        let kernel = self.batch.kernel(sample);
+        let (processes, layout) = (&mut self.processes, &self.layout);
+        self.epoch.add(&header, &self.walked, kernel, Taken::ONE, processes, layout);
+        true
+    }
+
+    fn add_of_ebpf(&mut self, sample: &RawSample) {
         let header = &sample.header;
         let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
         let (processes, layout) = (&mut self.processes, &self.layout);
@@ -307,6 +387,9 @@ impl Pipeline {
             _ => {}
         }
         self.processes.apply(event);
+        if let Some(threads) = &mut self.threads {
+            threads.apply(event);
+        }
         if let Change::Exit { tid } = event.change
             && tid == event.pid
             && let Some(process) = self.processes.get(event.pid)
@@ -480,6 +563,7 @@ impl Pipeline {
             (LostReason::WaitsRingFullNs, self.sampler.counter(Counter::WaitsLostNs)),
             (LostReason::WaitsUnseen, self.sampler.counter(Counter::WaitsUnseen)),
             (LostReason::WaitsUnseenNs, self.sampler.counter(Counter::WaitsUnseenNs)),
+            (LostReason::OutsideNamespace, self.sampler.counter(Counter::Outside)),
             (LostReason::ThreadsFull, self.sampler.counter(Counter::ThreadsFull)),
             (LostReason::WaitStacks, self.waits.as_ref().map_or(0, Waits::without_stacks)),
         ]

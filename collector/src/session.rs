@@ -1,6 +1,7 @@
 //! A capture from start to stop, for `main.rs` and for programs that embed the collector.
 
 mod prepare;
+mod side;
 
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;

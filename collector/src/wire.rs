@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use stackwire_model::sched::PerfCounter;
-use stackwire_model::{Event, ExecutableKey, LostReason};
+use stackwire_model::{Event, ExecutableKey, LostReason, NoBpf};
 use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
@@ -52,6 +52,10 @@ pub struct Sampling {
     pub follow: bool,
     /// Counters read at each switch, where it is recorded how threads are scheduled.
     pub counters: Vec<PerfCounter>,
+    /// Why they are not taken with eBPF, if they are not.
+    pub no_bpf: Option<NoBpf>,
+    /// Time in the kernel is not sampled.
+    pub kernel_excluded: bool,
 }
 
 /// Artifacts that executables and processes of an epoch refer to.
@@ -92,6 +96,8 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
             cgroup: sampling.cgroup.clone(),
             follow: sampling.follow,
             counters: sampling.counters.iter().map(Into::into).collect(),
+            no_bpf: sampling.no_bpf.map_or(v1::NoBpf::Unspecified, Into::into).into(),
+            kernel_excluded: sampling.kernel_excluded,
         }),
         share_all: *share_all,
         container: Some(v1::Container {

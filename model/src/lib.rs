@@ -21,6 +21,6 @@ pub use executable::{Device, ExecutableKey, FileId};
 pub use machine::Machine;
 pub use profile::Profile;
 pub use reason::{EndReason, LostReason};
-pub use sampling::{Share, UnknownName, Unwind};
+pub use sampling::{NoBpf, Share, Source, UnknownName, Unwind};
 pub use sched::{AddUp, Histogram, SchedStats};
 pub use wait::{OffCpu, Wait, WaitState};

@@ -38,6 +38,8 @@ pub enum EndReason {
     UnknownSwitch,
     /// The user of the process has had their share of the collector's unwind tables.
     OverShare,
+    /// It was walked from a copy of its top, and goes on behind that.
+    CopyEnded,
     /// A reason a newer collector knows.
     Other,
     /// Who took it did not say.
@@ -66,6 +68,7 @@ impl EndReason {
             Self::TablesReplaced => "unwind tables replaced meanwhile",
             Self::UnknownSwitch => "code that changes stacks in an unknown way",
             Self::OverShare => "no unwind table: limit of its user or process",
+            Self::CopyEnded => "deeper than the copy of the stack",
             Self::Other => "for a reason this version does not know",
             Self::NotSaid => "not said by who took it",
         }
@@ -103,6 +106,8 @@ pub enum LostReason {
     WaitsUnseen,
     /// Nanoseconds that passed in them and until the thread waited again.
     WaitsUnseenNs,
+    /// Samples of processes outside the collector's pid namespace.
+    OutsideNamespace,
     /// A reason a newer collector knows.
     Other,
 }
@@ -119,6 +124,7 @@ impl LostReason {
                 | Self::MalformedRecord
                 | Self::WaitsRingFull
                 | Self::WaitsUnseen
+                | Self::OutsideNamespace
         )
     }
 
@@ -140,6 +146,7 @@ impl LostReason {
             Self::WaitStacks => "waits without their stacks: ring buffer full",
             Self::WaitsUnseen => "waits: the kernel did not show their end",
             Self::WaitsUnseenNs => "nanoseconds until their threads waited again",
+            Self::OutsideNamespace => "samples: of processes outside the collector's pid namespace",
             Self::Other => "for a reason this version does not know",
         }
     }

@@ -50,6 +50,77 @@ impl FromStr for Unwind {
     }
 }
 
+/// With what samples are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Source {
+    /// With eBPF, and where that is refused through perf events.
+    #[default]
+    Auto,
+    /// With eBPF, which takes CAP_BPF and CAP_PERFMON. The kernel side walks user stacks.
+    Bpf,
+    /// Through perf events alone. The kernel copies the top of user stacks, and user space walks
+    /// them.
+    Perf,
+}
+
+impl Source {
+    /// Every choice.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Bpf, Self::Perf];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Bpf => "bpf",
+            Self::Perf => "perf",
+        }
+    }
+}
+
+impl FromStr for Source {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        by_name(Self::ALL, Self::name, name)
+    }
+}
+
+/// Why samples are not taken with eBPF.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoBpf {
+    /// The collector lacks the capabilities.
+    Denied,
+    /// The kernel's lockdown.
+    Lockdown,
+    /// The kernel has no BTF.
+    NoBtf,
+    /// There are no programs for this processor.
+    NoPrograms,
+    /// eBPF knows the host's pids, and the collector is in another pid namespace.
+    PidNamespace,
+    /// The kernel did not take the programs.
+    Kernel,
+    /// Nobody wanted it.
+    NotAsked,
+}
+
+impl NoBpf {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Denied => "the collector has no CAP_BPF and CAP_PERFMON",
+            Self::Lockdown => "this kernel does not let eBPF read its memory (lockdown)",
+            Self::NoBtf => "this kernel has no BTF",
+            Self::NoPrograms => "there are no eBPF programs for this processor",
+            Self::PidNamespace => "the collector is not in the host's pid namespace",
+            Self::Kernel => "the kernel did not load the eBPF programs",
+            Self::NotAsked => "as asked for",
+        }
+    }
+}
+
 /// Which files of processes leave the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Share {
@@ -93,6 +164,7 @@ mod tests {
     fn everything_is_known_by_its_name() {
         assert_eq!(Unwind::ALL.map(|it| it.name().parse()), Unwind::ALL.map(Ok));
         assert_eq!(Share::ALL.map(|it| it.name().parse()), Share::ALL.map(Ok));
+        assert_eq!(Source::ALL.map(|it| it.name().parse()), Source::ALL.map(Ok));
         assert_eq!("lbr".parse::<Unwind>().unwrap_err().to_string(), "there is no \"lbr\"");
     }
 }

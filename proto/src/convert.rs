@@ -3,8 +3,8 @@
 use stackwire_model::profile::Moment;
 use stackwire_model::sched::{CounterSum, Histogram, PerfCounter, SchedStats, Switches};
 use stackwire_model::{
-    BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, PerfType, ValueKind,
-    Wait, WaitState,
+    BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, NoBpf, PerfType,
+    ValueKind, Wait, WaitState,
 };
 
 use crate::v1;
@@ -90,6 +90,36 @@ impl From<&v1::Event> for Event {
     }
 }
 
+impl From<NoBpf> for v1::NoBpf {
+    fn from(why: NoBpf) -> Self {
+        match why {
+            NoBpf::Denied => Self::Denied,
+            NoBpf::Lockdown => Self::Lockdown,
+            NoBpf::NoBtf => Self::NoBtf,
+            NoBpf::NoPrograms => Self::NoPrograms,
+            NoBpf::PidNamespace => Self::PidNamespace,
+            NoBpf::Kernel => Self::Kernel,
+            NoBpf::NotAsked => Self::NotAsked,
+        }
+    }
+}
+
+/// None: samples were taken with eBPF.
+impl From<v1::NoBpf> for Option<NoBpf> {
+    fn from(why: v1::NoBpf) -> Self {
+        Some(match why {
+            v1::NoBpf::Unspecified => return None,
+            v1::NoBpf::Denied => NoBpf::Denied,
+            v1::NoBpf::Lockdown => NoBpf::Lockdown,
+            v1::NoBpf::NoBtf => NoBpf::NoBtf,
+            v1::NoBpf::NoPrograms => NoBpf::NoPrograms,
+            v1::NoBpf::PidNamespace => NoBpf::PidNamespace,
+            v1::NoBpf::Kernel => NoBpf::Kernel,
+            v1::NoBpf::NotAsked => NoBpf::NotAsked,
+        })
+    }
+}
+
 impl From<EndReason> for v1::EndReason {
     fn from(reason: EndReason) -> Self {
         match reason {
@@ -110,6 +140,7 @@ impl From<EndReason> for v1::EndReason {
             EndReason::TablesReplaced => Self::TablesReplaced,
             EndReason::UnknownSwitch => Self::UnknownSwitch,
             EndReason::OverShare => Self::OverShare,
+            EndReason::CopyEnded => Self::CopyEnded,
             EndReason::Other | EndReason::NotSaid => Self::Unspecified,
         }
     }
@@ -136,6 +167,7 @@ impl From<v1::EndReason> for EndReason {
             v1::EndReason::TablesReplaced => Self::TablesReplaced,
             v1::EndReason::UnknownSwitch => Self::UnknownSwitch,
             v1::EndReason::OverShare => Self::OverShare,
+            v1::EndReason::CopyEnded => Self::CopyEnded,
             v1::EndReason::Unspecified => Self::Other,
         }
     }
@@ -158,6 +190,7 @@ impl From<LostReason> for v1::LostReason {
             LostReason::WaitStacks => Self::WaitStacks,
             LostReason::WaitsUnseen => Self::WaitsUnseen,
             LostReason::WaitsUnseenNs => Self::WaitsUnseenNs,
+            LostReason::OutsideNamespace => Self::OutsideNamespace,
             LostReason::Other => Self::Unspecified,
         }
     }
@@ -181,6 +214,7 @@ impl From<v1::LostReason> for LostReason {
             v1::LostReason::WaitStacks => Self::WaitStacks,
             v1::LostReason::WaitsUnseen => Self::WaitsUnseen,
             v1::LostReason::WaitsUnseenNs => Self::WaitsUnseenNs,
+            v1::LostReason::OutsideNamespace => Self::OutsideNamespace,
             v1::LostReason::Unspecified => Self::Other,
         }
     }

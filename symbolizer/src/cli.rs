@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::{Event, Share, Unwind, VERSION, WaitState};
+use stackwire::{Event, Share, Source, Unwind, VERSION, WaitState};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -93,6 +93,15 @@ pub struct Record {
     /// is a series of its own.
     #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
     pub event: Vec<Event>,
+    /// With what samples are taken: with eBPF, which takes CAP_BPF and CAP_PERFMON (bpf); through
+    /// perf events alone, which need no capability for your own processes (perf); with eBPF, and
+    /// where it is refused through perf events (auto).
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Source::ALL.map(Source::name)).try_map(|name| name.parse::<Source>()))]
+    pub source: Source,
+    /// Bytes of user stacks that perf events copy, 1024 to 64512. Unless told, 8192, and more where
+    /// stacks are deeper.
+    #[arg(long, value_name = "BYTES")]
+    pub stack_bytes: Option<u32>,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers
     /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]

@@ -123,6 +123,21 @@ pub(crate) fn handover() -> &'static Path {
     BUILT.get_or_init(|| with_threads("handover"))
 }
 
+/// `spread`, without frame pointers.
+pub(crate) fn spread() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let (out, source) = (output("spread"), source("spread.c"));
+        run(Command::new("gcc")
+            .args(["-O2", "-g"])
+            .arg(source)
+            .arg("-o")
+            .arg(&out)
+            .arg("-lpthread"));
+        out
+    })
+}
+
 /// `crowd`.
 pub(crate) fn crowd() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

@@ -1,10 +1,14 @@
 //! How to leave a frame, as rules say it: what the unwind compiler (`unwind/`) writes into tables
 //! and [`step`](crate::unwind::step) reads. Numbers of registers are `arch/`'s.
 
+#[cfg(not(target_arch = "bpf"))]
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
 use crate::arch::{RBP, RSP};
 
 /// How to leave a frame. 24 bytes without padding; kinds are constants, not enums, since rules come
 /// from outside.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, IntoBytes, KnownLayout))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Rule {

@@ -14,9 +14,14 @@ pub fn living_task(pid: u32) -> Option<u32> {
     if !ended(pid) {
         return None;
     }
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
-    let mut tasks = tasks.filter_map(|task| task.file_name().to_str()?.parse::<u32>().ok());
-    tasks.find(|&task| task != pid && !ended(task))
+    threads(pid).into_iter().find(|&task| task != pid && !ended(task))
+}
+
+/// Threads of a process; none where it is gone.
+#[must_use]
+pub fn threads(pid: u32) -> Vec<u32> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// Whether the process has a thread left: its main thread may have ended before the others.

@@ -10,6 +10,7 @@ pub mod executable;
 mod family;
 mod history;
 mod image;
+mod introduce;
 mod life;
 pub mod maps;
 pub mod text;
@@ -24,8 +25,9 @@ use std::rc::Rc;
 use self::executable::{Executables, Kind};
 pub use self::family::family;
 pub use self::image::{Mapping, Mappings, Process};
+pub use self::introduce::ThreadNames;
 use self::life::is_running;
-pub use self::life::{has_ended, living_task};
+pub use self::life::{has_ended, living_task, threads};
 pub use self::wanted::Wanted;
 use crate::clock::now_ns;
 

@@ -1,7 +1,11 @@
-//! What one look at the rings brought. Pure. Filled by `mod.rs`, emptied by `pipeline.rs`.
+//! What one look at the rings brought. Pure. Filled by `ebpf.rs` or `perf.rs`, emptied by
+//! `pipeline.rs`.
+
+use std::ops::Range;
 
 use stackwire_collector_ebpf::SampleHeader;
 
+use crate::sources::perf_sample::Registers;
 use crate::sources::side_band;
 
 /// A sample, its frames still in the arena of its [`Batch`].
@@ -10,6 +14,24 @@ pub struct RawSample {
     /// The fixed part.
     pub header: SampleHeader,
     pub(super) start: usize,
+    /// Index into [`Batch::copies`] + 1; 0: its user stack has been walked.
+    copy: u32,
+}
+
+/// What a user stack is to be walked from.
+#[derive(Clone, Debug)]
+struct Copy {
+    registers: Registers,
+    stack: Range<usize>,
+}
+
+/// The same, to look at.
+#[derive(Clone, Copy, Debug)]
+pub struct Copied<'a> {
+    /// Registers of user mode.
+    pub registers: &'a Registers,
+    /// Memory from the stack pointer on.
+    pub stack: &'a [u8],
 }
 
 /// What one drain brought, samples and events each in time order.
@@ -22,9 +44,37 @@ pub struct Batch {
     /// Ring records that did not decode.
     pub malformed: u64,
     pub(super) frames: Vec<u64>,
+    copies: Vec<Copy>,
+    /// Copied stacks, one behind the other.
+    stacks: Vec<u8>,
 }
 
 impl Batch {
+    /// Adds a sample whose frames from `start` on are in the arena. `copied`: its user stack is
+    /// still to be walked, from this; its frames are those the kernel found by frame pointers.
+    pub fn push(&mut self, header: SampleHeader, start: usize, copied: Option<Copied<'_>>) {
+        let copy = copied.map_or(0, |Copied { registers, stack }| {
+            let first = self.stacks.len();
+            self.stacks.extend_from_slice(stack);
+            self.copies.push(Copy { registers: *registers, stack: first..self.stacks.len() });
+            self.copies.len() as u32
+        });
+        self.samples.push(RawSample { header, start, copy });
+    }
+
+    /// What the user stack of a sample is to be walked from; None: it has been walked.
+    #[must_use]
+    pub fn copied(&self, sample: &RawSample) -> Option<Copied<'_>> {
+        let copy = self.copies.get((sample.copy as usize).checked_sub(1)?)?;
+        Some(Copied { registers: &copy.registers, stack: self.stacks.get(copy.stack.clone())? })
+    }
+
+    /// Bytes of copied stacks.
+    #[must_use]
+    pub fn copied_bytes(&self) -> usize {
+        self.stacks.len()
+    }
+
     /// User frames of a sample, leaf first.
     #[must_use]
     pub fn user(&self, sample: &RawSample) -> &[u64] {
@@ -44,18 +94,28 @@ impl Batch {
         if samples == self.samples.len() {
             self.samples.clear();
             self.frames.clear();
+            self.copies.clear();
+            self.stacks.clear();
             return;
         }
         self.samples.drain(..samples);
         let mut kept = Vec::new();
+        let (mut copies, mut stacks) = (Vec::new(), Vec::new());
         for sample in &mut self.samples {
+            if let Some(copy) = (sample.copy as usize).checked_sub(1) {
+                let Copy { registers, stack } = self.copies[copy].clone();
+                let first = stacks.len();
+                stacks.extend_from_slice(&self.stacks[stack]);
+                copies.push(Copy { registers, stack: first..stacks.len() });
+                sample.copy = copies.len() as u32;
+            }
             let frames =
                 usize::from(sample.header.user_frames) + usize::from(sample.header.kernel_frames);
             let start = kept.len();
             kept.extend_from_slice(&self.frames[sample.start..][..frames]);
             sample.start = start;
         }
-        self.frames = kept;
+        (self.frames, self.copies, self.stacks) = (kept, copies, stacks);
     }
 }
 
@@ -71,12 +131,17 @@ mod tests {
             batch.frames.extend([ip, ip + 1]);
             let header =
                 SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
-            batch.samples.push(RawSample { header, start });
+            let registers = Registers { ip, ..Registers::default() };
+            let copied = Copied { registers: &registers, stack: &[ip as u8; 3] };
+            batch.push(header, start, (ip != 10).then_some(copied));
         }
+        assert!(batch.copied(&batch.samples[0]).is_none());
         batch.advance(2, 0);
         let left = batch.samples[0];
         assert_eq!((batch.user(&left), batch.kernel(&left)), (&[30][..], &[31][..]));
+        let copied = batch.copied(&left).unwrap();
+        assert_eq!((copied.registers.ip, copied.stack), (30, &[30; 3][..]));
         batch.advance(1, 0);
-        assert!(batch.samples.is_empty() && batch.frames.is_empty());
+        assert!(batch.samples.is_empty() && batch.frames.is_empty() && batch.stacks.is_empty());
     }
 }

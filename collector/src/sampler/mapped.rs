@@ -1,9 +1,9 @@
-//! Memory shared with the kernel: perf rings, counters, unwind tables. Knows no layout.
+//! Memory shared with the kernel: counters, unwind tables. Knows no layout.
 
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -74,27 +74,6 @@ impl Mapped {
         // SAFETY: in bounds and aligned by the assertion, mapped until drop, and AtomicU64 allows
         // the kernel to change it behind our back.
         unsafe { self.base.add(offset).cast().as_ref() }
-    }
-
-    /// Appends `length` bytes from `offset` on to `into`.
-    ///
-    /// The kernel must not be writing there: perf rings guarantee it between tail and head.
-    pub fn copy(&self, offset: usize, length: usize, into: &mut Vec<u8>) {
-        assert!(offset + length <= self.length, "inside the mapping");
-        let mut done = 0;
-        // Records are 8-byte aligned, so this takes whole words except for odd tails.
-        while done + 8 <= length && (offset + done).is_multiple_of(8) {
-            into.extend_from_slice(
-                &self.atomic(offset + done).load(Ordering::Relaxed).to_ne_bytes(),
-            );
-            done += 8;
-        }
-        while done < length {
-            // SAFETY: in bounds by the assertion, mapped until drop; AtomicU8 as above.
-            let byte = unsafe { self.base.add(offset + done).cast::<AtomicU8>().as_ref() };
-            into.push(byte.load(Ordering::Relaxed));
-            done += 1;
-        }
     }
 }
 

@@ -1,41 +1,34 @@
-//! The driver of the kernel side: loads, attaches to every CPU, drains rings in time order.
+//! The drivers of the kernel side: with eBPF (`ebpf.rs`), or through perf events alone (`perf.rs`).
 //!
-//! Knows records, not processes: what they mean is for `pipeline.rs` and below. Everything that
-//! needs a capability happens in [`Sampler::start`], except opening events on CPUs that come online
-//! later.
+//! They know records, not processes: what records mean is for `pipeline.rs` and below.
 
 mod btf;
 mod drained;
+mod ebpf;
 mod load_error;
 pub(crate) mod mapped;
 mod object;
 mod offsets;
+mod perf;
 mod sched_stats;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use aya::maps::{MapData, RingBuf};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
-use stackwire_collector_ebpf::{Counter, RING_BYTES, Waiting};
-use stackwire_model::Event;
-use stackwire_model::sched::PerfCounter;
-use zerocopy::FromBytes;
+use stackwire_collector_ebpf::{Counter, Waiting};
+use stackwire_model::{Event, NoBpf};
 
-pub use self::drained::{Batch, RawSample};
+pub use self::drained::{Batch, Copied, RawSample};
+pub use self::ebpf::EbpfSampler;
 pub use self::load_error::{BTF_PATH, LoadError};
 pub use self::object::Filter;
-use self::object::{Object, Waiters};
-use self::sched_stats::{SchedSums, counters};
-use crate::clock::now_ns;
+pub use self::perf::{PerfSampler, Tasks};
 use crate::host::cpu_list;
 use crate::sources::pace::Pace;
-use crate::sources::perf_event::{PerfEvent, Sampled};
-use crate::sources::{record, side_band};
-use crate::unwind::Descriptors;
+use crate::sources::perf_event::Sampled;
+use crate::unwind::Tally;
 
 /// Sampling could not start.
 #[derive(Debug, thiserror::Error)]
@@ -59,42 +52,123 @@ pub enum SamplerError {
     /// No CPU list.
     #[error("cannot read {CPUS_ONLINE}: {0}")]
     Cpus(io::Error),
+    /// A process of another user.
+    #[error(
+        "cannot sample pid {pid} through perf events: it is of another user; sample your own processes, or give the collector CAP_BPF and CAP_PERFMON (`make install` does)"
+    )]
+    OfAnotherUser {
+        /// The process.
+        pid: u32,
+    },
+    /// More descriptors than a process may have.
+    #[error(
+        "cannot open a perf event for each of {threads} threads on each of {cpus} CPUs: a process may have {limit} descriptors; raise `ulimit -n`, or give the collector CAP_BPF and CAP_PERFMON (`make install` does), which needs none of them"
+    )]
+    Descriptors {
+        /// Threads there are.
+        threads: usize,
+        /// CPUs there are.
+        cpus: usize,
+        /// `RLIMIT_NOFILE`.
+        limit: u64,
+    },
+    /// Neither with eBPF nor without.
+    #[error("{ebpf}; nor through perf events alone: {perf}")]
+    Neither {
+        /// With it.
+        ebpf: Box<Self>,
+        /// Without.
+        perf: Box<Self>,
+    },
+    /// No memory for rings.
+    #[error(
+        "cannot map a ring of perf events of {kib} KiB on each of {cpus} CPUs: {error}; end other profilers of this user, or raise sysctl kernel.perf_event_mlock_kb or `ulimit -l`"
+    )]
+    Ring {
+        /// The smallest that was tried.
+        kib: usize,
+        /// How many.
+        cpus: usize,
+        /// What the kernel said.
+        error: io::Error,
+    },
 }
 
-/// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8
-/// MiB, is a tenth full by then.
-const TURN: Duration = Duration::from_millis(10);
-/// From when the kernel side needs what events tell to the look at them: an exec maps a linker and
-/// most libraries meanwhile.
-const SHORT_TURN: Duration = Duration::from_millis(1);
-/// Turns that short in a row, and how many come back in a second. A build would take a tenth of a
-/// CPU.
-const SHORT_TURNS: u32 = 40;
+impl SamplerError {
+    /// Why eBPF was refused, if it was: others may do without.
+    #[must_use]
+    pub fn no_bpf(&self) -> Option<NoBpf> {
+        Some(match self {
+            Self::Load(LoadError::NoObject) => NoBpf::NoPrograms,
+            Self::Load(LoadError::NoBtf(_)) => NoBpf::NoBtf,
+            Self::Load(LoadError::Denied) => NoBpf::Denied,
+            Self::Load(LoadError::Lockdown) => NoBpf::Lockdown,
+            Self::Load(LoadError::Btf(_) | LoadError::Kernel(_)) => NoBpf::Kernel,
+            _ if self.is(libc::EACCES) || self.is(libc::EPERM) => NoBpf::Denied,
+            _ => return None,
+        })
+    }
 
-const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
+    /// Whether it is an event that the kernel refused with this number of errno(3).
+    #[must_use]
+    pub fn is(&self, code: i32) -> bool {
+        matches!(self, Self::Open { error, .. } if error.raw_os_error() == Some(code))
+    }
+}
 
-/// The running kernel side.
-pub struct Sampler {
-    object: Object,
-    /// `None`: nobody asked where threads wait.
-    waiters: Option<Waiters>,
-    /// `None`: nobody asked how threads are scheduled.
-    sched: Option<SchedSums>,
-    /// Counters that were asked for.
-    counters: Vec<PerfCounter>,
-    ring: RingBuf<MapData>,
-    wakeups: RingBuf<MapData>,
-    /// By CPU: one for each of `kinds`.
-    events: BTreeMap<u32, Vec<PerfEvent>>,
-    /// By CPU and place in `kinds`, of those that are counted one by one.
-    paces: BTreeMap<(u32, usize), Pace>,
-    kinds: Vec<Kind>,
-    frequency: u32,
-    refused: BTreeSet<u32>,
-    buffer: Vec<u8>,
-    /// A short turn is allowed while this time is in the past. Each short turn moves it forward by
-    /// its share of a second. It is never more than a second ago.
-    spent: Instant,
+/// The running kernel side. What only eBPF programs see there is none of otherwise.
+pub trait Sampler: fmt::Debug {
+    /// Waits until there is much to drain, or until `timeout`, less than a second, is over. True
+    /// when the wait was cut short because the kernel side needs what events tell.
+    fn wait(&mut self, timeout: Duration) -> bool;
+
+    /// Moves everything in the rings into `batch`: samples first, so that every event older than a
+    /// sample is in the batch with it.
+    fn drain(&mut self, batch: &mut Batch);
+
+    /// Adapts the periods of events that are counted one by one to how often they come. To be
+    /// called at each turn.
+    fn adapt(&mut self);
+
+    /// Opens events on CPUs that came online, for the first time or again. Forgets the events of
+    /// CPUs that went offline, after moving what is in their rings to `batch`. Leave enough time
+    /// between two calls for an event to run. A CPU that is refused counts in
+    /// [`Sampler::refused_cpus`] and is tried again at the next look.
+    fn follow_hotplug(&mut self, batch: &mut Batch);
+
+    /// CPUs that are online and could not be sampled at the last look.
+    fn refused_cpus(&self) -> u64;
+
+    /// Stops taking samples; what was taken stays in the rings.
+    fn stop(&mut self);
+
+    /// A counter, summed over CPUs.
+    fn counter(&self, counter: Counter) -> u64;
+
+    /// Told how many stacks were walked since the last time, and how many went on behind their copy.
+    fn note_cut(&mut self, _tally: Tally) {}
+
+    /// Threads that wait, each with its id; from kernel 5.19 on it takes no capability.
+    fn waiting(&self) -> Vec<(u32, Waiting)> {
+        Vec::new()
+    }
+
+    /// Has the kernel side tell of stacks again, by their number and the place it is noted in.
+    fn forget(&self, _place: u32, _number: u64) {}
+
+    /// Sums of how threads are scheduled, by `key_of` a process or thread. From kernel 5.19 on it
+    /// takes no capability.
+    fn sched_sums(&self) -> Vec<(u64, SchedStats)> {
+        Vec::new()
+    }
+
+    /// What has run on its CPU since the last switch there, and is not in the sums.
+    fn running(&self) -> Vec<OnCpu> {
+        Vec::new()
+    }
+
+    /// Drops the sums of one that ended.
+    fn forget_sched(&mut self, _key: u64) {}
 }
 
 /// An event, and when it takes a sample at first.
@@ -115,324 +189,12 @@ impl Kind {
     }
 }
 
-impl fmt::Debug for Sampler {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { events, kinds, frequency, .. } = self;
-        let cpus: Vec<_> = events.keys().collect();
-        f.debug_struct("Sampler")
-            .field("kinds", kinds)
-            .field("frequency", frequency)
-            .field("cpus", &cpus)
-            .finish()
-    }
-}
+/// Where the kernel lists CPUs it schedules on now.
+const CPUS_ONLINE: &str = "/sys/devices/system/cpu/online";
 
-impl Sampler {
-    /// Loads, attaches to every online CPU, and starts sampling; of single processes once they are
-    /// admitted.
-    ///
-    /// # Errors
-    /// See [`SamplerError`].
-    pub fn start(filter: &Filter, kinds: &[Event], frequency: u32) -> Result<Self, SamplerError> {
-        let cpus = online_cpus()?;
-        let mut filter = filter.clone();
-        let counters: Vec<PerfCounter> =
-            if filter.config.add_up == 0 { Vec::new() } else { counters(&cpus) };
-        let counting = PerfCounter::events().into_iter().zip(&counters);
-        let counting: Vec<Event> =
-            counting.filter(|(_, it)| it.missing.is_none()).map(|(event, _)| event).collect();
-        filter.config.counters = counting.len() as u32;
-        let mut object = Object::load(&filter)?;
-        let (ring, wakeups) = (object.take_samples()?, object.take_wakeups()?);
-        let waits = filter.config.wait_states != 0;
-        let waiters = waits.then(|| object.take_waiting()).transpose()?;
-        let mut sched = None;
-        if filter.config.add_up != 0 {
-            let (sums, places, running) = object.take_sched_sums()?;
-            sched = Some(SchedSums::new(sums, places, running, counting)?);
-        }
-        let mut kinds: Vec<Kind> = kinds.iter().map(|kind| Kind::new(kind, frequency)).collect();
-        if kinds.is_empty() {
-            // For its ring, that tells of processes and mappings.
-            kinds.push(Kind { event: Event::dummy(), when: Sampled::Never });
-        }
-        let mut sampler = Self {
-            object,
-            waiters,
-            sched,
-            counters,
-            ring,
-            wakeups,
-            events: BTreeMap::new(),
-            paces: BTreeMap::new(),
-            kinds,
-            frequency,
-            refused: BTreeSet::new(),
-            buffer: Vec::new(),
-            spent: a_second_ago(),
-        };
-        for cpu in cpus {
-            sampler.attach(cpu)?;
-        }
-        for &cpu in sampler.events.keys() {
-            sampler.enable(cpu)?;
-        }
-        if waits {
-            sampler.object.watch()?;
-        }
-        if let Some(sched) = &mut sampler.sched {
-            sched.begin(now_ns())?;
-            sampler.object.add_up()?;
-        }
-        Ok(sampler)
-    }
-
-    /// Lets samples of these processes through.
-    ///
-    /// # Errors
-    /// See [`SamplerError`].
-    pub fn admit(&mut self, pids: &[u32]) -> Result<(), SamplerError> {
-        Ok(self.object.admit(pids)?)
-    }
-
-    /// The maps of unwind tables, once.
-    ///
-    /// # Errors
-    /// See [`SamplerError`].
-    pub fn take_tables(&mut self) -> Result<Descriptors, SamplerError> {
-        Ok(self.object.take_tables()?)
-    }
-
-    /// Opens events on CPUs that came online, for the first time or again. Forgets the events of
-    /// CPUs that went offline, after moving what is in their rings to `batch`. Leave enough time
-    /// between two calls for an event to run. A CPU that is refused counts in
-    /// [`Sampler::refused_cpus`] and is tried again at the next look.
-    pub fn follow_hotplug(&mut self, batch: &mut Batch) {
-        let Ok(online) = online_cpus() else { return };
-        let mut gone = Vec::new();
-        for (&cpu, events) in &mut self.events {
-            let Some(first) = events.first_mut() else { continue };
-            if !first.advances() || !online.contains(&cpu) {
-                first.drain(&mut self.buffer, |record| {
-                    batch.events.extend(side_band::decode(record))
-                });
-                gone.push(cpu);
-            }
-        }
-        for cpu in gone {
-            self.events.remove(&cpu);
-        }
-        if let Some(sched) = &mut self.sched {
-            sched.keep(&online);
-        }
-        for cpu in online {
-            if !self.events.contains_key(&cpu) {
-                match self.attach(cpu).and_then(|()| self.enable(cpu)) {
-                    Ok(()) => drop(self.refused.remove(&cpu)),
-                    Err(_) => drop(self.refused.insert(cpu)),
-                }
-            }
-        }
-    }
-
-    /// Adapts the periods of events that are counted one by one to how often they come. To be
-    /// called at each turn.
-    pub fn adapt(&mut self) {
-        let now = Instant::now();
-        for (&(cpu, number), pace) in &mut self.paces {
-            let Some(event) = self.events.get(&cpu).and_then(|events| events.get(number)) else {
-                continue;
-            };
-            if let Some(period) = pace.look(self.object.overflows(cpu, number), now, self.frequency)
-            {
-                // Fails only for events of a CPU that went offline.
-                let _ = event.set_period(period);
-            }
-        }
-    }
-
-    /// CPUs that are online and could not be sampled at the last look.
-    #[must_use]
-    pub fn refused_cpus(&self) -> u64 {
-        self.refused.len() as u64
-    }
-
-    /// Waits until there is much to drain, or until `timeout`, less than a second, is over. True
-    /// when the wait was cut short because the kernel side needs what events tell.
-    pub fn wait(&mut self, timeout: Duration) -> bool {
-        let price = Duration::from_secs(1) / SHORT_TURNS;
-        self.spent = self.spent.max(a_second_ago());
-        let may_be_short = self.spent + price <= Instant::now();
-        // The ring of samples is readable as soon as it holds one record: without a pause every
-        // sample would be a turn.
-        let mut woken = false;
-        if may_be_short {
-            woken = self.poll(TURN, false);
-        } else {
-            std::thread::sleep(TURN);
-        }
-        woken = woken || self.poll(timeout, true);
-        if !woken || !may_be_short {
-            return false;
-        }
-        std::thread::sleep(SHORT_TURN);
-        while self.wakeups.next().is_some() {}
-        self.spent += price;
-        true
-    }
-
-    /// Waits for a wake-up, or with `all` for anything else, too. True when there is a wake-up. A
-    /// wait that is interrupted or fails only leads to an early look at the rings.
-    fn poll(&self, timeout: Duration, all: bool) -> bool {
-        let mut fds = vec![PollFd::new(&self.wakeups, PollFlags::IN)];
-        if all {
-            fds.push(PollFd::new(&self.ring, PollFlags::IN));
-            let events = self.events.values().filter_map(|events| events.first());
-            fds.extend(events.map(|event| PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)));
-        }
-        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
-        let _ = poll(&mut fds, Some(&timeout));
-        fds[0].revents().contains(PollFlags::IN)
-    }
-
-    /// Moves everything in the rings into `batch`: samples first, so that every event older than a
-    /// sample is in the batch with it.
-    pub fn drain(&mut self, batch: &mut Batch) {
-        // At most what the ring holds: at the highest rates it fills as fast as it is emptied, and
-        // what comes after, a stop among it, would have to wait.
-        let mut left = RING_BYTES as usize;
-        while let Some(record) = self.ring.next() {
-            left = left.saturating_sub(record.len());
-            let start = batch.frames.len();
-            match record::decode(&record, &mut batch.frames) {
-                Ok(header) => batch.samples.push(RawSample { header, start }),
-                Err(_) => batch.malformed += 1,
-            }
-            if left == 0 {
-                break;
-            }
-        }
-        for event in self.events.values_mut().filter_map(|events| events.first_mut()) {
-            event.drain(&mut self.buffer, |record| batch.events.extend(side_band::decode(record)));
-        }
-        batch.samples.sort_by_key(|sample| sample.header.time_ns);
-        batch.events.sort_by_key(|event| event.time_ns);
-    }
-
-    /// Stops taking samples; what was taken stays in the rings.
-    pub fn stop(&mut self) {
-        for event in self.events.values().flatten() {
-            // Fails only for events of a CPU that went offline, which take no samples.
-            let _ = event.disable();
-        }
-        self.object.stop_watching();
-    }
-
-    /// Takes a note back: the thread ran when it was made.
-    pub fn note_running(&mut self, tid: u32, since_ns: u64) {
-        let Some(waiters) = &mut self.waiters else { return };
-        let noted = waiters.get(&tid, 0).ok();
-        let noted = noted.and_then(|bytes| Waiting::read_from_bytes(&bytes).ok());
-        if noted.is_some_and(|noted| noted.since_ns == since_ns && noted.user_stack == 0) {
-            let _ = waiters.remove(&tid);
-        }
-    }
-
-    /// Has the kernel side tell of stacks again, by their number and the place it is noted in.
-    pub fn forget(&self, place: u32, number: u64) {
-        self.object.forget(place, number);
-    }
-
-    /// Counters that were asked for.
-    #[must_use]
-    pub fn counters(&self) -> &[PerfCounter] {
-        &self.counters
-    }
-
-    /// What has run on its CPU since the last switch there, and is not in the sums.
-    #[must_use]
-    pub fn running(&self) -> Vec<OnCpu> {
-        self.sched.as_ref().map(SchedSums::running).unwrap_or_default()
-    }
-
-    /// Sums of how threads are scheduled, by `key_of` a process or thread. From kernel 5.19 on it
-    /// takes no capability.
-    pub fn sched_sums(&self) -> impl Iterator<Item = (u64, SchedStats)> + '_ {
-        self.sched.iter().flat_map(SchedSums::read)
-    }
-
-    /// Drops the sums of one that ended.
-    pub fn forget_sched(&mut self, key: u64) {
-        if let Some(sched) = &mut self.sched {
-            sched.forget(key);
-        }
-    }
-
-    /// Notes threads that wait already, each with its id; not those that have been seen to wait or
-    /// to run since.
-    pub fn note_waiting(&mut self, threads: &[(u32, Waiting)]) {
-        let Some(waiters) = &mut self.waiters else { return };
-        for (tid, waiting) in threads {
-            // BPF_NOEXIST: the kernel side knows better.
-            let _ = waiters.insert(tid, zerocopy::transmute_ref!(waiting), 1);
-        }
-    }
-
-    /// Threads that wait, each with its id; from kernel 5.19 on it takes no capability.
-    #[must_use]
-    pub fn waiting(&self) -> Vec<(u32, Waiting)> {
-        let all = self.waiters.iter().flat_map(|waiters| waiters.iter()).flatten();
-        let read =
-            all.filter_map(|(tid, bytes)| Some((tid, Waiting::read_from_bytes(&bytes).ok()?)));
-        read.filter(|(_, waiting)| waiting.since_ns != 0).collect()
-    }
-
-    /// A counter of the kernel side, summed over CPUs.
-    #[must_use]
-    pub fn counter(&self, counter: Counter) -> u64 {
-        self.object.counter(counter)
-    }
-
-    fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
-        let mut events: Vec<PerfEvent> = Vec::with_capacity(self.kinds.len());
-        let mut paces = Vec::new();
-        for (number, Kind { event: kind, when }) in self.kinds.iter().enumerate() {
-            let error = |error| self.open_error(cpu, kind, error);
-            let perf = kind.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
-            let event = PerfEvent::open(cpu, perf, *when, events.first()).map_err(error)?;
-            if *when != Sampled::Never {
-                event.set_program(self.object.sampling_program(number)?).map_err(error)?;
-            }
-            if let Sampled::EachOf(_) = when {
-                let pace = Pace::new(self.object.overflows(cpu, number), Instant::now());
-                paces.push(((cpu, number), pace));
-            }
-            events.push(event);
-        }
-        self.events.insert(cpu, events);
-        self.paces.extend(paces);
-        if let Some(sched) = &mut self.sched {
-            sched.open(cpu);
-        }
-        Ok(())
-    }
-
-    fn enable(&self, cpu: u32) -> Result<(), SamplerError> {
-        for (event, kind) in self.events.get(&cpu).into_iter().flatten().zip(&self.kinds) {
-            event.enable().map_err(|error| self.open_error(cpu, &kind.event, error))?;
-        }
-        Ok(())
-    }
-
-    fn open_error(&self, cpu: u32, event: &Event, error: io::Error) -> SamplerError {
-        let hint = error.raw_os_error().map_or("", |code| open_hint(code, paranoid()));
-        SamplerError::Open { event: event.name.clone(), cpu, error, hint }
-    }
-}
-
-fn a_second_ago() -> Instant {
-    let now = Instant::now();
-    now.checked_sub(Duration::from_secs(1)).unwrap_or(now)
+fn open_error(cpu: u32, event: &Event, error: io::Error) -> SamplerError {
+    let hint = error.raw_os_error().map_or("", |code| open_hint(code, paranoid()));
+    SamplerError::Open { event: event.name.clone(), cpu, error, hint }
 }
 
 /// What to do about an event that could not be opened. Pure.

@@ -11,6 +11,7 @@ use stackwire_model::{AddUp, Share, Unwind as Walk, WaitState};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
+use super::side::Side;
 use super::{SessionError, as_user};
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::clock::{now_ns, realtime_ns};
@@ -19,9 +20,10 @@ use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
-use crate::process::{Processes, family, waiting};
-use crate::sampler::{Filter, Sampler};
+use crate::process::{Processes, ThreadNames, family, waiting};
+use crate::sampler::Filter;
 use crate::sched::Totals;
+use crate::sources::perf_event::Kernel;
 use crate::unwind::{Sources, Unwind};
 use crate::waits::Waits;
 use crate::wire::{self, Head, References, Sampling};
@@ -41,17 +43,26 @@ pub(super) fn prepare(
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, asked, mut sampling) = describe(config)?;
     let raised = Raised::for_now();
-    let mut sampler = Sampler::start(&filter, &config.events, config.frequency)?;
+    let mut side = Side::start(config, &filter)?;
     drop(raised);
-    sampling.counters = sampler.counters().to_vec();
     let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
     let wanted = asked.as_deref().map(family);
+    match &mut side {
+        Side::Ebpf(sampler) => sampling.counters = sampler.counters().to_vec(),
+        Side::Perf(sampler, why) => {
+            // Their side band begins with it: what is mapped is read after that.
+            sampler.admit(wanted.as_deref().unwrap_or_default())?;
+            sampling.no_bpf = Some(*why);
+        }
+    }
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.scan();
+    let mut copied = None;
     let unwind = match config.unwind {
         Walk::FramePointers => None,
         _ => {
-            let tables = sampler.take_tables()?;
+            let (tables, walks_copies) = side.take_tables(config, &sources.broker)?;
+            copied = walks_copies;
             let unwind = Unwind::start(tables, sources, &mut processes, wanted.is_some());
             let error = |error| SessionError::Internal(format!("cannot set up unwinding: {error}"));
             Some(unwind.map_err(error)?)
@@ -59,7 +70,9 @@ pub(super) fn prepare(
     };
     let mut admitted = wanted.unwrap_or_default();
     if !admitted.is_empty() {
-        sampler.admit(&admitted)?;
+        if let Side::Ebpf(sampler) = &mut side {
+            sampler.admit(&admitted)?;
+        }
         // Find the children that were born before the admission; after it, the kernel side takes
         // children along by itself. Each look finds the children born between the look before it
         // and the admission that followed. They have fewer and fewer parents.
@@ -70,12 +83,12 @@ pub(super) fn prepare(
                 break;
             }
             processes.want(&late);
-            sampler.admit(&late)?;
+            side.admit(&late)?;
             admitted.extend(late);
         }
     }
     let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
-    if let Some(off_cpu) = &config.off_cpu {
+    if let (Some(off_cpu), Side::Ebpf(sampler)) = (&config.off_cpu, &mut side) {
         let pids = match &config.scope {
             Scope::All => waiting::processes(),
             Scope::Processes { .. } => admitted,
@@ -92,6 +105,10 @@ pub(super) fn prepare(
             sampler.note_running(*tid, clocks.0);
         }
     }
+    if let Side::Perf(sampler, _) = &side {
+        sampling.kernel_excluded = sampler.contents().kernel == Kernel::Excluded;
+    }
+    let threads = matches!(side, Side::Perf(..)).then(ThreadNames::default);
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
     let mut names = KernelNames::default();
@@ -132,9 +149,11 @@ pub(super) fn prepare(
     let (host, epoch) = (identity.clone(), config.epoch);
     let head = Head { capture_id, identity: host, clocks, sampling, share_all, epoch };
     let pipeline = Pipeline::new(Parts {
-        sampler,
+        sampler: side.into_sampler(),
         processes,
         unwind,
+        copied,
+        threads,
         layout,
         names,
         identity,

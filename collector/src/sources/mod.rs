@@ -5,5 +5,6 @@
 
 pub mod pace;
 pub mod perf_event;
+pub mod perf_sample;
 pub mod record;
 pub mod side_band;

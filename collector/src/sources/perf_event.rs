@@ -1,27 +1,35 @@
-//! perf events: the system calls, and the rings that carry mapping, exec, fork and exit records.
+//! perf events: how they are opened, and the rings their records come in.
 //!
-//! The first event of a CPU does both jobs: its overflow runs the sampling program, which writes no
-//! perf record, and its ring carries the side band. Others have no ring of their own: what the
-//! kernel says of them goes into that of the first. Unsafe lives here and in `mapped.rs` only.
-//! Decodes nothing: `side_band.rs` does. Called by `sampler/mod.rs`.
+//! With eBPF, the first event of a CPU does both jobs: its overflow runs the sampling program,
+//! which writes no perf record, and its ring carries the side band. Others have no ring of their
+//! own: what the kernel says of them goes into that of the first. Without eBPF, all events of a CPU
+//! write their samples and the side band into one ring ([`PerfEvent::ring`]).
+//!
+//! The system calls are perf-event2's; those it has no method for are of the crate below it.
+//! Decodes nothing: `side_band.rs` and `perf_sample.rs` do. Called by `sampler/`.
 
+use std::fmt;
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
-use perf_event_open_sys::bindings as abi;
+use perf_event::events::Software;
+use perf_event::{Builder, Clock, Counter, ReadFormat, SampleFlag, Sampler};
 use perf_event_open_sys::ioctls;
+use stackwire_collector_ebpf::arch::{PERF_IP, PERF_REGISTERS};
 use stackwire_model::PerfType;
 
-use crate::sampler::mapped::Mapped;
-
-/// Pages of records a CPU's ring holds: 256 KiB, half of what `kernel.perf_event_mlock_kb` allows
-/// an unprivileged user per CPU.
-const RING_PAGES: usize = 64;
-/// Bytes of events that wake the collector: a quarter of the ring. The kernel side wakes it where
+/// Bytes of records the ring of a CPU holds that carries the side band alone: half of what
+/// `kernel.perf_event_mlock_kb` allows an unprivileged user per CPU.
+const SIDE_BAND_BYTES: usize = 256 << 10;
+/// Bytes of events that wake the collector: a quarter of that ring. The kernel side wakes it where
 /// it matters, see `WAKEUPS`. Not every event: the interrupt costs the process that maps, a loop of
 /// dlopen a tenth of its time.
-const WAKEUP_BYTES: u32 = 64 << 10;
+const WAKEUP_BYTES: usize = SIDE_BAND_BYTES / 4;
+
+/// Bytes taken out of a ring at once: more than any holds.
+const MAX_DRAINED: usize = 1 << 20;
 
 /// When an event takes a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,21 +42,61 @@ pub enum Sampled {
     EachOf(u64),
 }
 
-/// One open event, with its ring if it is the first of its CPU.
-#[derive(Debug)]
-pub struct PerfEvent {
-    fd: OwnedFd,
-    ring: Option<Ring>,
-    /// Nanoseconds it had been enabled for at the last look.
-    enabled_ns: u64,
+/// What an event watches on its CPU.
+#[derive(Clone, Copy, Debug)]
+pub enum Watched<'a> {
+    /// Every task.
+    All,
+    /// A thread, and the threads it starts.
+    Thread {
+        /// Its id.
+        tid: u32,
+        /// The processes it starts, too.
+        children: bool,
+    },
+    /// The tasks of the cgroup whose directory this is.
+    Cgroup(&'a File),
 }
 
-/// Records of a CPU.
-#[derive(Debug)]
-struct Ring {
-    memory: Mapped,
-    data_offset: usize,
-    data_size: usize,
+/// What a sample holds beside its time and place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contents {
+    /// All but [`Kernel::Excluded`] takes `kernel.perf_event_paranoid` at 1 or below, or
+    /// `CAP_PERFMON`.
+    pub kernel: Kernel,
+    /// Bytes of the user stack that are copied, with the registers; 0: neither.
+    pub stack_bytes: u32,
+    /// The cgroup of the task. Kernels may be built without (CONFIG_CGROUP_PERF).
+    pub cgroup: bool,
+}
+
+/// What is sampled of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// Nothing: time spent there does not count.
+    Excluded,
+    /// Its time, without its stacks.
+    WithoutStacks,
+    /// Its time and its stacks.
+    WithStacks,
+}
+
+/// One open event, with its ring if it has one.
+pub struct PerfEvent {
+    event: Opened,
+    /// For how long it had been enabled at the last look.
+    enabled: Duration,
+}
+
+enum Opened {
+    Counter(Counter),
+    Ring(Sampler),
+}
+
+impl fmt::Debug for PerfEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PerfEvent").field("id", &self.id()).finish_non_exhaustive()
+    }
 }
 
 impl PerfEvent {
@@ -65,56 +113,73 @@ impl PerfEvent {
         sampled: Sampled,
         first: Option<&Self>,
     ) -> io::Result<Self> {
-        let mut attr = abi::perf_event_attr {
-            type_: event.kind,
-            config: event.config,
-            size: size_of::<abi::perf_event_attr>() as u32,
-            clockid: libc::CLOCK_MONOTONIC,
-            read_format: abi::PERF_FORMAT_TOTAL_TIME_ENABLED.into(),
-            sample_type: u64::from(
-                abi::PERF_SAMPLE_TID | abi::PERF_SAMPLE_TIME | abi::PERF_SAMPLE_CPU,
-            ),
-            ..Default::default()
-        };
-        match sampled {
-            Sampled::Never => {}
-            Sampled::PerSecond(frequency) => {
-                attr.__bindgen_anon_1.sample_freq = u64::from(frequency);
-                attr.set_freq(1);
-            }
-            Sampled::EachOf(period) => attr.__bindgen_anon_1.sample_period = period,
-        }
-        attr.set_disabled(1);
-        attr.set_exclude_idle(1);
-        attr.set_sample_id_all(1);
-        attr.set_use_clockid(1);
+        let mut builder = builder(cpu, event, sampled);
+        builder.any_pid().exclude_kernel(false).exclude_hv(false).exclude_idle(true);
+        builder.sample(SampleFlag::TID | SampleFlag::TIME | SampleFlag::CPU);
+        builder.wakeup_watermark(WAKEUP_BYTES);
         if first.is_none() {
-            attr.set_mmap(1);
-            attr.set_mmap2(1);
-            attr.set_build_id(1);
-            attr.set_comm(1);
-            attr.set_comm_exec(1);
-            attr.set_task(1);
+            tell_of_processes(&mut builder);
         }
-        attr.set_watermark(1);
-        attr.__bindgen_anon_2.wakeup_watermark = WAKEUP_BYTES;
+        let counter = builder.build()?;
+        match first {
+            None => Self::with_ring(counter, SIDE_BAND_BYTES),
+            Some(first) => Self::writing_into(counter, first),
+        }
+    }
 
-        let fd = open(attr, cpu)?;
-        let ring = match first {
-            None => {
-                let page = rustix::param::page_size();
-                let memory = Mapped::read_write(fd.as_fd(), (RING_PAGES + 1) * page)?;
-                Some(Ring { memory, data_offset: page, data_size: RING_PAGES * page })
-            }
-            Some(first) => {
-                // SAFETY: both descriptors are open for the length of the call.
-                check(unsafe {
-                    ioctls::SET_OUTPUT(fd.as_raw_fd(), first.fd.as_raw_fd() as u32 as _)
-                })?;
-                None
+    /// Opens a ring of this many bytes, a power of two, for events on `cpu` that samples are copied
+    /// from. It is of this thread: the ring of a thread that ends would look readable for ever.
+    ///
+    /// # Errors
+    /// The system calls': `EPERM` above `kernel.perf_event_mlock_kb` and `RLIMIT_MEMLOCK`.
+    pub fn ring(cpu: u32, bytes: usize) -> io::Result<Self> {
+        let mut builder = Builder::new(Software::DUMMY);
+        builder.observe_self().one_cpu(cpu as usize).clockid(Clock::MONOTONIC);
+        builder.wakeup_watermark(bytes / 4);
+        Self::with_ring(builder.build()?, bytes)
+    }
+
+    /// Opens an event on `cpu` that writes samples into a [`PerfEvent::ring`] of that CPU, disabled.
+    /// The `first` of its task writes the side band, too.
+    ///
+    /// # Errors
+    /// As of [`PerfEvent::open`]; `ESRCH` for a thread that has ended, `EACCES` for one of another
+    /// user.
+    pub fn open_copying(
+        cpu: u32,
+        event: PerfType,
+        sampled: Sampled,
+        watched: Watched<'_>,
+        contents: Contents,
+        ring: &Self,
+        first: bool,
+    ) -> io::Result<Self> {
+        let mut builder: Builder<'_> = builder(cpu, event, sampled);
+        if first {
+            tell_of_processes(&mut builder);
+        }
+        let excluded = contents.kernel == Kernel::Excluded;
+        builder.exclude_kernel(excluded).exclude_hv(excluded).exclude_idle(true);
+        builder.exclude_callchain_kernel(contents.kernel != Kernel::WithStacks);
+        let parts = SampleFlag::IDENTIFIER | SampleFlag::TID | SampleFlag::TIME | SampleFlag::CPU;
+        builder.sample(parts | SampleFlag::PERIOD | SampleFlag::CALLCHAIN);
+        if contents.stack_bytes > 0 {
+            let all = PERF_REGISTERS.into_iter().chain([PERF_IP]);
+            builder.sample(SampleFlag::REGS_USER | SampleFlag::STACK_USER);
+            builder.sample_regs_user(all.fold(0, |bits, register| bits | 1 << register));
+            builder.sample_stack_user(contents.stack_bytes);
+        }
+        if contents.cgroup {
+            builder.sample(SampleFlag::CGROUP);
+        }
+        match watched {
+            Watched::All => builder.any_pid(),
+            Watched::Cgroup(directory) => builder.observe_cgroup(directory),
+            Watched::Thread { tid, children } => {
+                builder.observe_pid(tid as i32).inherit(true).inherit_thread(!children)
             }
         };
-        Ok(Self { fd, ring, enabled_ns: 0 })
+        Self::writing_into(builder.build()?, ring)
     }
 
     /// Opens an event on `cpu` that counts and takes no sample, enabled. It counts idle time too.
@@ -122,32 +187,43 @@ impl PerfEvent {
     /// # Errors
     /// The system call's, as of [`PerfEvent::open`].
     pub fn count(cpu: u32, event: PerfType) -> io::Result<Self> {
-        let attr = abi::perf_event_attr {
-            type_: event.kind,
-            config: event.config,
-            size: size_of::<abi::perf_event_attr>() as u32,
-            read_format: abi::PERF_FORMAT_TOTAL_TIME_ENABLED.into(),
-            ..Default::default()
-        };
-        Ok(Self { fd: open(attr, cpu)?, ring: None, enabled_ns: 0 })
+        let mut builder = builder(cpu, event, Sampled::Never);
+        builder.any_pid().exclude_kernel(false).exclude_hv(false).enabled(true);
+        Ok(Self { event: Opened::Counter(builder.build()?), enabled: Duration::ZERO })
+    }
+
+    fn with_ring(counter: Counter, bytes: usize) -> io::Result<Self> {
+        Ok(Self { event: Opened::Ring(counter.sampled(bytes)?), enabled: Duration::ZERO })
+    }
+
+    fn writing_into(counter: Counter, ring: &Self) -> io::Result<Self> {
+        let to = ring.counter().as_raw_fd();
+        // SAFETY: both descriptors are open for the length of the call.
+        check(unsafe { ioctls::SET_OUTPUT(counter.as_raw_fd(), to) })?;
+        Ok(Self { event: Opened::Counter(counter), enabled: Duration::ZERO })
+    }
+
+    /// What samples call it: the number it has in the kernel. Events that threads inherit have the
+    /// number of the one they have it from.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.counter().id()
     }
 
     /// Runs `program` at each overflow.
     ///
     /// # Errors
     /// The ioctl's.
-    pub fn set_program(&self, program: BorrowedFd<'_>) -> io::Result<()> {
-        // SAFETY: both descriptors are open for the length of the call.
-        check(unsafe { ioctls::SET_BPF(self.fd.as_raw_fd(), program.as_raw_fd() as u32) })
+    pub fn set_program(&mut self, program: BorrowedFd<'_>) -> io::Result<()> {
+        self.counter_mut().set_bpf(program.as_raw_fd())
     }
 
     /// Starts the event.
     ///
     /// # Errors
     /// The ioctl's.
-    pub fn enable(&self) -> io::Result<()> {
-        // SAFETY: the descriptor is open for the length of the call.
-        check(unsafe { ioctls::ENABLE(self.fd.as_raw_fd(), 0) })
+    pub fn enable(&mut self) -> io::Result<()> {
+        self.counter_mut().enable()
     }
 
     /// Changes the period of an event opened with [`Sampled::EachOf`]. The next occurrence takes a
@@ -158,95 +234,91 @@ impl PerfEvent {
     pub fn set_period(&self, period: u64) -> io::Result<()> {
         // SAFETY: the descriptor is open and the number is there for the length of the call, which
         // reads it, though the signature says that it takes the number itself.
-        check(unsafe { ioctls::PERIOD(self.fd.as_raw_fd(), (&raw const period).addr() as u64) })
+        check(unsafe {
+            ioctls::PERIOD(self.counter().as_raw_fd(), (&raw const period).addr() as u64)
+        })
     }
 
     /// Stops the event; what is in the ring stays.
     ///
     /// # Errors
     /// The ioctl's.
-    pub fn disable(&self) -> io::Result<()> {
-        // SAFETY: the descriptor is open for the length of the call.
-        check(unsafe { ioctls::DISABLE(self.fd.as_raw_fd(), 0) })
+    pub fn disable(&mut self) -> io::Result<()> {
+        self.counter_mut().disable()
     }
 
     /// Whether it has run since the last look. One whose CPU went offline never does again, not
     /// even when the CPU is back: the kernel has taken it off for good.
     pub fn advances(&mut self) -> bool {
-        // value, then time enabled: struct read_format of perf_event.h.
-        let mut counts = [0u8; 16];
-        let read = rustix::io::read(&self.fd, &mut counts).unwrap_or(0);
-        let enabled_ns = u64::from_ne_bytes(std::array::from_fn(|index| counts[8 + index]));
-        let advanced = read == counts.len() && enabled_ns > self.enabled_ns;
-        self.enabled_ns = enabled_ns;
+        let read = self.counter_mut().read_full().ok();
+        let enabled = read.and_then(|read| read.time_enabled()).unwrap_or_default();
+        let advanced = enabled > self.enabled;
+        self.enabled = enabled;
         advanced
     }
 
-    /// Becomes readable when the ring has [`WAKEUP_BYTES`] of new records.
+    /// Becomes readable when the ring has many new records.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        // SAFETY: the descriptor is open as long as the event, which is borrowed as long.
+        unsafe { BorrowedFd::borrow_raw(self.counter().as_raw_fd()) }
     }
 
-    /// Takes all records out of its ring, if it has one, handing each to `each`, header first.
-    pub fn drain(&mut self, buffer: &mut Vec<u8>, each: impl FnMut(&[u8])) {
-        if let Some(ring) = &mut self.ring {
-            ring.drain(buffer, each);
-        }
-    }
-}
-
-impl Ring {
-    fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) {
-        let (head, tail) = self.positions();
-        // The kernel writes head with release order after the records (perf_event.h, data_head).
-        let end = head.load(Ordering::Acquire);
-        let mut at = tail.load(Ordering::Relaxed);
-        while at < end {
+    /// Takes records out of its ring, if it has one, handing each to `each`, header first. Not
+    /// without end: it may be filled as fast as it is emptied.
+    pub fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) {
+        let Opened::Ring(ring) = &mut self.event else { return };
+        let mut left = MAX_DRAINED;
+        while left > 0
+            && let Some(record) = ring.next_record()
+        {
             buffer.clear();
-            self.copy(at, 8, buffer);
-            let size = buffer.get(6..8).map_or(0, |size| u16::from_ne_bytes([size[0], size[1]]));
-            if size < 8 || u64::from(size) > end - at {
-                break; // never seen; the rest of the ring cannot be told apart
-            }
-            self.copy(at + 8, usize::from(size) - 8, buffer);
+            buffer.extend(record.ty().to_ne_bytes());
+            buffer.extend(record.misc().to_ne_bytes());
+            buffer.extend((record.len() as u16 + 8).to_ne_bytes());
+            record.data().iter().for_each(|part| buffer.extend_from_slice(part));
+            drop(record);
+            left = left.saturating_sub(buffer.len());
             each(buffer);
-            at += u64::from(size);
         }
-        tail.store(end, Ordering::Release);
     }
 
-    fn positions(&self) -> (&AtomicU64, &AtomicU64) {
-        let head = std::mem::offset_of!(abi::perf_event_mmap_page, data_head);
-        let tail = std::mem::offset_of!(abi::perf_event_mmap_page, data_tail);
-        (self.memory.atomic(head), self.memory.atomic(tail))
+    fn counter(&self) -> &Counter {
+        match &self.event {
+            Opened::Counter(counter) => counter,
+            Opened::Ring(ring) => ring.as_counter(),
+        }
     }
 
-    fn copy(&self, position: u64, length: usize, into: &mut Vec<u8>) {
-        let start = (position % self.data_size as u64) as usize;
-        let first = length.min(self.data_size - start);
-        self.memory.copy(self.data_offset + start, first, into);
-        self.memory.copy(self.data_offset, length - first, into);
+    fn counter_mut(&mut self) -> &mut Counter {
+        match &mut self.event {
+            Opened::Counter(counter) => counter,
+            Opened::Ring(ring) => ring.as_counter_mut(),
+        }
     }
 }
 
-/// Opens an event of all tasks on a CPU.
-fn open(mut attr: abi::perf_event_attr, cpu: u32) -> io::Result<OwnedFd> {
-    // SAFETY: attr is fully initialised and outlives the call; the other arguments are integers.
-    let fd = unsafe {
-        perf_event_open_sys::perf_event_open(
-            &mut attr,
-            -1,
-            cpu as i32,
-            -1,
-            abi::PERF_FLAG_FD_CLOEXEC.into(),
-        )
-    };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
+/// What all events have in common.
+fn builder(cpu: u32, event: PerfType, sampled: Sampled) -> Builder<'static> {
+    let mut builder = Builder::new(Software::DUMMY);
+    builder.attrs_mut().type_ = event.kind;
+    builder.attrs_mut().config = event.config;
+    builder.one_cpu(cpu as usize).read_format(ReadFormat::TOTAL_TIME_ENABLED);
+    match sampled {
+        Sampled::Never => {}
+        Sampled::PerSecond(frequency) => {
+            builder.sample_frequency(frequency.into());
+        }
+        Sampled::EachOf(period) => {
+            builder.sample_period(period);
+        }
     }
-    // SAFETY: the kernel just returned this descriptor to us and nobody else has it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    builder.sample_id_all(true).clockid(Clock::MONOTONIC);
+    builder
+}
+
+fn tell_of_processes(builder: &mut Builder<'_>) {
+    builder.mmap(true).mmap2(true).build_id(true).comm(true).comm_exec(true).task(true);
 }
 
 fn check(result: i32) -> io::Result<()> {

@@ -130,6 +130,33 @@ pub fn decode(record: &[u8]) -> Option<Event> {
     Some(Event { time_ns, pid, change })
 }
 
+/// A thread or process that was started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forked {
+    /// Its first thread.
+    pub tid: u32,
+    /// The thread that started it.
+    pub by: u32,
+    /// `CLOCK_MONOTONIC`, nanoseconds.
+    pub time_ns: u64,
+}
+
+/// Reads a record of a fork, header included, threads among them; `None` for any other.
+#[must_use]
+pub fn forked(record: &[u8]) -> Option<Forked> {
+    if u32_at(record, 0)? != FORK {
+        return None;
+    }
+    // pid, ppid, tid, ptid, time.
+    Some(Forked { tid: u32_at(record, 16)?, by: u32_at(record, 20)?, time_ns: u64_at(record, 24)? })
+}
+
+/// A record without the number of its event, which `PERF_SAMPLE_IDENTIFIER` puts behind it.
+#[must_use]
+pub fn without_id(record: &[u8]) -> &[u8] {
+    &record[..record.len().saturating_sub(8)]
+}
+
 fn mapped(body: &[u8], has_build_id: bool) -> Option<Mapped> {
     let mut mapped = Mapped {
         start: UserAddr(u64_at(body, 8)?),
@@ -228,8 +255,10 @@ mod tests {
         );
         let child = record(FORK, 0, &[&two(8, 5), &two(8, 5), &[0; 8]], 1);
         assert_eq!(decode(&child).map(|event| event.change), Some(Change::Fork { parent: 5 }));
-        let thread = record(FORK, 0, &[&two(5, 5), &two(9, 5), &[0; 8]], 1);
+        let thread = record(FORK, 0, &[&two(5, 5), &two(9, 5), &7u64.to_ne_bytes()], 1);
         assert_eq!(decode(&thread), None);
+        assert_eq!(forked(&thread), Some(Forked { tid: 9, by: 5, time_ns: 7 }));
+        assert_eq!(forked(&exec), None);
     }
 
     proptest! {

@@ -208,7 +208,7 @@ mod tests {
     use crate::unwind::maps::Descriptors;
 
     fn files() -> KnownFiles {
-        KnownFiles::new(&Descriptors::in_memory().known_files).unwrap()
+        KnownFiles::new(&Descriptors::in_memory().unwrap().known_files).unwrap()
     }
 
     fn found(files: &KnownFiles, key: FileKey) -> Vec<(u64, u32)> {

@@ -5,10 +5,13 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::tables::{
-    EXECUTABLES, Executable, MAPPINGS, Mapping, PROCESS_SLOTS, Process, RULES, mapping_word, moment,
+    CHUNK, CHUNKS, EXECUTABLES, Executable, MAPPINGS, Mapping, PAGES, PROCESS_SLOTS, Process,
+    RULES, mapping_word, moment,
 };
+use stackwire_collector_ebpf::vma::{FILES, File, Question};
 
 use super::known::{Keys, KnownFiles};
 use crate::sampler::mapped::Mapped;
@@ -36,29 +39,28 @@ pub struct Descriptors {
     pub question: OwnedFd,
 }
 
-#[cfg(test)]
 impl Descriptors {
-    /// Without a kernel side: files in memory.
-    pub fn in_memory() -> Self {
-        use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-        use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES};
-        use stackwire_collector_ebpf::vma::{FILES, File, Question};
+    /// Without eBPF programs to read them: files in memory, which take as much of it as is written.
+    ///
+    /// # Errors
+    /// The system calls'.
+    pub fn in_memory() -> io::Result<Self> {
         let map = |bytes: usize| {
-            let fd = memfd_create(c"map", MemfdFlags::CLOEXEC).unwrap();
-            ftruncate(&fd, bytes.next_multiple_of(4096) as u64).unwrap();
-            fd
+            let fd = memfd_create(c"tables", MemfdFlags::CLOEXEC)?;
+            ftruncate(&fd, bytes.next_multiple_of(rustix::param::page_size()) as u64)?;
+            Ok::<_, io::Error>(fd)
         };
-        Self {
-            processes: map(PROCESS_SLOTS as usize * SLOT),
-            mappings: map(MAPPINGS as usize * size_of::<Mapping>()),
-            executables: map(EXECUTABLES as usize * EXECUTABLE),
-            pages: map(PAGES as usize * 8),
-            rows: map((CHUNKS * CHUNK) as usize * 4),
-            rules: map(RULES as usize * size_of::<Rule>()),
-            generation: map(8),
-            known_files: map(FILES as usize * size_of::<File>()),
-            question: map(size_of::<Question>()),
-        }
+        Ok(Self {
+            processes: map(PROCESS_SLOTS as usize * SLOT)?,
+            mappings: map(MAPPINGS as usize * size_of::<Mapping>())?,
+            executables: map(EXECUTABLES as usize * EXECUTABLE)?,
+            pages: map(PAGES as usize * 8)?,
+            rows: map((CHUNKS * CHUNK) as usize * 4)?,
+            rules: map(RULES as usize * size_of::<Rule>())?,
+            generation: map(8)?,
+            known_files: map(FILES as usize * size_of::<File>())?,
+            question: map(size_of::<Question>())?,
+        })
     }
 }
 
@@ -194,7 +196,6 @@ impl TableMaps {
     /// # Errors
     /// The system call's.
     pub fn write_rows(&self, chunk: u32, rows: &[u32]) -> io::Result<()> {
-        use stackwire_collector_ebpf::tables::CHUNK;
         let words = rows
             .chunks(2)
             .map(|two| u64::from(two[0]) | u64::from(two.get(1).copied().unwrap_or(0)) << 32);
@@ -207,14 +208,8 @@ impl TableMaps {
     /// The system call's.
     pub fn write_rule(&self, number: u16, rule: &Rule) -> io::Result<()> {
         debug_assert!(u32::from(number) < RULES);
-        let kinds = u32::from_le_bytes([rule.cfa, rule.register, rule.fp, rule.ra]);
-        let pair = |low: u32, high: i32| u64::from(low) | u64::from(high as u32) << 32;
-        let words = vec![
-            pair(kinds, rule.offset),
-            pair(rule.offset2 as u32, rule.fp_offset),
-            pair(rule.ra_offset as u32, rule.kept),
-        ];
-        write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words)
+        let words: &[u64; 3] = &zerocopy::transmute!(*rule);
+        write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words.to_vec())
     }
 
     /// As of [`ProcessMaps`].

@@ -4,9 +4,11 @@
 //! `processes.rs` tells what is mapped where, `known.rs` which file is which executable,
 //! `catalog.rs` numbers executables and lays out their tables, `loader.rs` brings them from
 //! `disk.rs` or from the unwind compiler (`helpers/`), a process without privileges; `no_table.rs`
-//! has the reasons why there is none. Called by `session.rs` and `pipeline.rs`.
+//! has the reasons why there is none. `copied.rs` walks stacks that perf events copied, by the same
+//! tables, which `reader.rs` reads. Called by `session.rs` and `pipeline.rs`.
 
 mod catalog;
+mod copied;
 mod disk;
 mod known;
 mod loader;
@@ -14,6 +16,7 @@ mod maps;
 mod no_table;
 mod owner;
 mod processes;
+mod reader;
 mod rules;
 mod space;
 
@@ -26,6 +29,7 @@ use std::time::Duration;
 
 use self::catalog::Catalog;
 pub use self::catalog::Stats;
+pub use self::copied::{CopiedStacks, Tally};
 use self::loader::Loader;
 pub use self::maps::Descriptors;
 pub use self::no_table::NoTable;

@@ -105,6 +105,9 @@ fn cut(profile: Named<'_>) -> Option<String> {
         (EndReason::NoTable | EndReason::NoUnwindRule, Some(Executable::File { .. })) => {
             "build it with -fasynchronous-unwind-tables, or with -fno-omit-frame-pointer for --unwind fp"
         }
+        (EndReason::CopyEnded, _) => {
+            "copy more of it with --stack-bytes 64512, or build with -fno-omit-frame-pointer"
+        }
         (EndReason::DepthLimit, _) => "1,024 frames are kept of a stack",
         (EndReason::Compat, _) => "stacks of 32-bit processes are not walked by tables",
         _ => "`stackwire report` of the capture lists them all",

@@ -193,6 +193,8 @@ fn start(
         .kernel_stacks(arguments.kernel_stacks)
         .events(arguments.event.clone())
         .unwind(arguments.unwind)
+        .source(arguments.source)
+        .stack_bytes(arguments.stack_bytes)
         .share_executables(arguments.share_executables)
         .follow(arguments.follow || command.is_some());
     if samples(arguments) {

@@ -1,7 +1,7 @@
 //! What a capture begins with: its clocks, its events, the container of its collector. Pure.
 
-use stackwire_model::Event;
 use stackwire_model::sched::{CounterSum, PerfCounter, SchedStats};
+use stackwire_model::{Event, NoBpf};
 use stackwire_proto::v1;
 
 use crate::profile::{Builder, Origin, SeriesId, labels};
@@ -22,6 +22,7 @@ pub struct Context {
     events: Vec<Event>,
     frequency: u32,
     counters: Vec<PerfCounter>,
+    notes: Vec<String>,
     /// Where those that are there have their place in the profile.
     places: Vec<usize>,
     pub(super) series: Vec<SeriesId>,
@@ -31,6 +32,7 @@ impl Context {
     /// Begins its capture.
     pub fn begin(&mut self, into: &mut Builder, number: usize, origin: Origin) {
         into.capture(number, origin, self.wall(0));
+        self.notes.iter().for_each(|note| into.note(note.clone()));
         let places = into.counters(&self.counters);
         let there = places.into_iter().zip(&self.counters).filter(|(_, it)| it.missing.is_none());
         self.places = there.map(|(place, _)| place).collect();
@@ -117,8 +119,22 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
         events,
         frequency: sampling.frequency,
         counters: sampling.counters.iter().take(MAX_EVENTS).map(Into::into).collect(),
+        notes: notes(&sampling),
         series: Vec::new(),
         places: Vec::new(),
     };
     (origin, context)
+}
+
+/// What to know of how samples were taken.
+fn notes(sampling: &v1::Sampling) -> Vec<String> {
+    let no_bpf = Option::<NoBpf>::from(sampling.no_bpf());
+    let through = no_bpf
+        .filter(|why| *why != NoBpf::NotAsked)
+        .map(|why| format!("sampled through perf events, not with eBPF: {}", why.text()));
+    let excluded = sampling.kernel_excluded.then(|| {
+        "time in the kernel is not sampled: it takes CAP_PERFMON, or kernel.perf_event_paranoid at 1"
+            .to_owned()
+    });
+    through.into_iter().chain(excluded).collect()
 }

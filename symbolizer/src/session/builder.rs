@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stackwire_cache::Cache;
-use stackwire_model::{AddUp, Event, OffCpu, Share, Unwind};
+use stackwire_model::{AddUp, Event, OffCpu, Share, Source, Unwind};
 
 use super::SessionError;
 use super::exporter::{Exporting, MetricsExporter};
@@ -32,6 +32,8 @@ pub struct Builder {
     pub(super) sched: AddUp,
     pub(super) kernel_stacks: bool,
     pub(super) unwind: Unwind,
+    pub(super) source: Source,
+    pub(super) stack_bytes: Option<u32>,
     pub(super) duration: Option<Duration>,
     pub(super) collector: Option<PathBuf>,
     pub(super) capture: Option<PathBuf>,
@@ -54,6 +56,8 @@ impl Builder {
             sched: AddUp::Nothing,
             kernel_stacks: true,
             unwind: Unwind::default(),
+            source: Source::default(),
+            stack_bytes: None,
             duration: None,
             collector: None,
             capture: None,
@@ -146,6 +150,21 @@ impl Builder {
         self
     }
 
+    /// With what samples are taken: with eBPF, or through perf events where that is refused, unless
+    /// told.
+    #[must_use]
+    pub fn source(mut self, source: Source) -> Self {
+        self.source = source;
+        self
+    }
+
+    /// How much of user stacks perf events copy. None: little, and more where stacks are deeper.
+    #[must_use]
+    pub fn stack_bytes(mut self, bytes: Option<u32>) -> Self {
+        self.stack_bytes = bytes;
+        self
+    }
+
     /// Ends by itself after this long.
     #[must_use]
     pub fn duration(mut self, duration: Duration) -> Self {
@@ -233,12 +252,16 @@ impl Builder {
         if self.profile {
             command.arg("--profile");
         }
+        if let Some(bytes) = self.stack_bytes {
+            command.arg(format!("--stack-bytes={bytes}"));
+        }
         let events: Vec<&str> = self.events.iter().map(|event| event.name.as_str()).collect();
         command
             .arg(format!("--sample-rate={}", self.frequency))
             .arg(format!("--event={}", events.join(",")))
             .arg(format!("--kernel-stacks={}", self.kernel_stacks))
             .arg(format!("--unwind={}", self.unwind.name()))
+            .arg(format!("--source={}", self.source.name()))
             // Often, so that files are opened while their processes live.
             .arg("--epoch=1s")
             .arg(format!("--share-executables={}", self.share.name()))

@@ -19,6 +19,13 @@ pub const RBP: u32 = 6;
 /// DWARF number of rsp.
 pub const RSP: u32 = 7;
 
+/// Where perf has these registers: their numbers in `enum perf_event_x86_regs` of
+/// arch/x86/include/uapi/asm/perf_regs.h, by DWARF number.
+pub const PERF_REGISTERS: [u32; REGISTERS] =
+    [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
+/// `PERF_REG_X86_IP`.
+pub const PERF_IP: u32 = 8;
+
 /// `uc_mcontext.gregs` as far as rip: r8 to r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip
 /// (sys/ucontext.h).
 pub type SignalFrame = [u64; 17];

@@ -8,7 +8,7 @@ use super::*;
 use crate::unwind::maps;
 
 pub(super) fn catalog() -> Catalog {
-    Catalog::new(maps::open(maps::Descriptors::in_memory()).unwrap().1)
+    Catalog::new(maps::open(maps::Descriptors::in_memory().unwrap()).unwrap().1)
 }
 
 pub(super) fn file(number: u32) -> Kind {

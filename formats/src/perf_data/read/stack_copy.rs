@@ -6,10 +6,9 @@ use std::os::unix::fs::FileExt;
 
 use linux_perf_data::linux_perf_event_reader::Regs;
 use rustc_hash::FxHashMap;
-use stackwire_collector_ebpf::UserEnd;
-use stackwire_collector_ebpf::arch::{RBP, REGISTERS, RSP, SignalFrame, follows_call};
+use stackwire_collector_ebpf::arch::{PERF_IP, PERF_REGISTERS, RSP, SignalFrame, follows_call};
 use stackwire_collector_ebpf::unwind::{self, Cursor, GO_ON};
-use stackwire_collector_ebpf::{Memory, Rule, cfa};
+use stackwire_collector_ebpf::{CopiedStack, Memory, Rule, UserEnd, cfa};
 use stackwire_model::profile::{Builder, EndReason, ExecutableId, FrameKind, UserAddr};
 use stackwire_unwind::Table;
 
@@ -23,14 +22,6 @@ const DEPTH: usize = 1024;
 const MAX_MODULES: usize = 512;
 /// Bytes of tables kept; libLLVM's has 4.5 MB.
 const MAX_TABLES: usize = 256 << 20;
-
-/// Registers in perf's numbering (`asm/perf_regs.h`) by DWARF's: ax, dx, cx, bx, si, di, bp, sp, r8
-/// to r15.
-const PERF_REGISTER: [u64; REGISTERS] = [0, 3, 2, 1, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23];
-/// Below the stack pointer, and still the function's (System V ABI).
-const RED_ZONE: u64 = 128;
-/// `PERF_REG_X86_IP`.
-const PERF_IP: u64 = 8;
 
 /// What a sample has of its thread.
 #[derive(Clone, Copy, Debug)]
@@ -80,15 +71,15 @@ impl Walker {
         frames: &mut Vec<(UserAddr, FrameKind)>,
     ) -> EndReason {
         let mut cursor = Cursor { exact: 1, ..Cursor::default() };
-        for (number, register) in PERF_REGISTER.into_iter().enumerate() {
-            if let Some(value) = copied.registers.get(register) {
+        for (number, register) in PERF_REGISTERS.into_iter().enumerate() {
+            if let Some(value) = copied.registers.get(register.into()) {
                 cursor.registers[number] = value;
                 cursor.known |= 1 << number;
             }
         }
-        let Some(ip) = copied.registers.get(PERF_IP) else { return EndReason::Failed };
+        let Some(ip) = copied.registers.get(PERF_IP.into()) else { return EndReason::Failed };
         cursor.ip = ip;
-        let stack_start = cursor.registers[RSP as usize];
+        let copy = CopiedStack::new(copied.stack, cursor.registers[RSP as usize]);
         let mut signal = SignalFrame::default();
         loop {
             let kind = if cursor.exact != 0 { FrameKind::Exact } else { FrameKind::Caller };
@@ -109,7 +100,7 @@ impl Walker {
             } else {
                 self.load(map.executable, into, host);
                 let modules = &self.modules;
-                let mut code = Copy { stack: &[], stack_start, popped: None, pid, tasks, modules };
+                let mut code = Copy { stack: CopiedStack::new(&[], 0), pid, tasks, modules };
                 let module = modules.get(&map.executable).and_then(Option::as_ref);
                 let rule = |address| module?.table.rule(map.offset(UserAddr(address))).copied();
                 let found = rule(address);
@@ -133,12 +124,10 @@ impl Walker {
                 }
             };
             let modules = &self.modules;
-            // The slot below the stack pointer has just been popped, and the rules say for a moment
-            // longer that rbp is there. In a live process the slot can still be read; here rbp is
-            // in its register.
-            let popped = (cursor.exact != 0 && rule.kept == 0)
-                .then(|| (cursor.registers[RSP as usize], cursor.registers[RBP as usize]));
-            let mut memory = Copy { stack: copied.stack, stack_start, popped, pid, tasks, modules };
+            let mut memory = Copy { stack: copy, pid, tasks, modules };
+            if rule.kept == 0 {
+                memory.stack.leaves(&cursor);
+            }
             let end = unwind::step(&mut memory, &mut signal, &mut cursor, &rule);
             if map.private {
                 cursor.guessed <<= 1;
@@ -172,48 +161,25 @@ impl Walker {
 
 /// The copied piece of the stack, and code as it is in files.
 struct Copy<'a> {
-    stack: &'a [u8],
-    stack_start: u64,
-    /// Stack pointer, and what was in the slot below it.
-    popped: Option<(u64, u64)>,
+    stack: CopiedStack<'a>,
     pid: u32,
     tasks: &'a Tasks,
     modules: &'a FxHashMap<ExecutableId, Option<Module>>,
 }
 
-impl Copy<'_> {
-    fn on_stack(&self, address: u64, size: usize) -> Option<&[u8]> {
-        let at = usize::try_from(address.checked_sub(self.stack_start)?).ok()?;
-        self.stack.get(at..at.checked_add(size)?)
-    }
-}
-
 impl Memory for Copy<'_> {
     fn word(&mut self, address: u64) -> Option<u64> {
-        if let Some((sp, rbp)) = self.popped
-            && sp.checked_sub(address).is_some_and(|below| (1..=RED_ZONE).contains(&below))
-        {
-            return Some(rbp);
-        }
-        let mut bytes = [0; 8];
-        if let Some(found) = self.on_stack(address, 8) {
-            bytes.copy_from_slice(found);
-            return Some(u64::from_le_bytes(bytes));
-        }
-        let map = self.tasks.find(self.pid, UserAddr(address)).filter(|map| !map.private)?;
-        let module = self.modules.get(&map.executable)?.as_ref()?;
-        module.file.read_exact_at(&mut bytes, map.offset(UserAddr(address)).0).ok()?;
-        Some(u64::from_le_bytes(bytes))
+        self.stack.word(address).or_else(|| {
+            let map = self.tasks.find(self.pid, UserAddr(address)).filter(|map| !map.private)?;
+            let module = self.modules.get(&map.executable)?.as_ref()?;
+            let mut bytes = [0; 8];
+            module.file.read_exact_at(&mut bytes, map.offset(UserAddr(address)).0).ok()?;
+            Some(u64::from_le_bytes(bytes))
+        })
     }
 
     fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
-        let Some(bytes) = self.on_stack(address, N * 8) else { return false };
-        for (word, bytes) in to.iter_mut().zip(bytes.chunks_exact(8)) {
-            let mut word_bytes = [0; 8];
-            word_bytes.copy_from_slice(bytes);
-            *word = u64::from_le_bytes(word_bytes);
-        }
-        true
+        self.stack.words(address, to)
     }
 }
 

@@ -1,0 +1,511 @@
+//! Sampling through perf events alone: the kernel copies registers and the top of the user stack,
+//! and user space walks it. It takes no capability for processes of the same user.
+//!
+//! One ring a CPU, for the samples of all events and for the side band. An event is of a thread and
+//! of a CPU: the kernel lets inherited events write into rings of a CPU alone (perf_mmap of
+//! kernel/events/core.c).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::io;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Resource, getrlimit, setrlimit};
+use stackwire_collector_ebpf::{
+    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader, UserEnd,
+};
+use stackwire_model::Event;
+
+use super::drained::{Batch, Copied};
+use super::{Kind, Sampler, SamplerError, online_cpus, open_error, paranoid};
+use crate::clock::now_ns;
+use crate::process::{family, threads};
+use crate::sources::perf_event::{Contents, Kernel, PerfEvent, Sampled, Watched};
+use crate::sources::perf_sample::{PerfSample, SAMPLE};
+use crate::sources::side_band::{self, Change, Forked, without_id};
+use crate::unwind::Tally;
+
+/// Bytes of a ring: two of them are less than `kernel.perf_event_mlock_kb` allows a user for each
+/// CPU, 516 KiB, unless that was changed.
+const RING_BYTES: usize = 256 << 10;
+/// The smallest of use: a record has up to 64 KiB.
+const LEAST_RING_BYTES: usize = 64 << 10;
+/// Shortest time between two looks at the rings.
+const TURN: Duration = Duration::from_millis(10);
+/// The largest copy. A record has less than 64 KiB, and more in it than the copy.
+const MAX_STACK_BYTES: u32 = 63 << 10;
+/// Stacks that say whether copies are large enough.
+const LEAST_WALKED: u64 = 20;
+/// Looks for threads that were started meanwhile.
+const MAX_LOOKS: usize = 8;
+
+/// Whose samples are taken.
+#[derive(Debug)]
+pub enum Tasks {
+    /// Every task's.
+    All,
+    /// Those of the processes that are admitted.
+    Processes {
+        /// Their children are theirs, too.
+        follow: bool,
+    },
+    /// Those of the cgroup whose directory this is.
+    Cgroup(File),
+}
+
+/// The running kernel side.
+#[derive(Debug)]
+pub struct PerfSampler {
+    tasks: Tasks,
+    kinds: Vec<Kind>,
+    contents: Contents,
+    /// Copies may become larger.
+    grows: bool,
+    rings: BTreeMap<u32, PerfEvent>,
+    events: Vec<OnCpu>,
+    /// By the number of the event.
+    by_id: HashMap<u64, Place>,
+    /// Processes that were admitted.
+    admitted: Vec<u32>,
+    /// When threads got events, monotonic nanoseconds. Of interest while events are opened.
+    opened: HashMap<u32, u64>,
+    /// Records that were read meanwhile.
+    early: Vec<Vec<u8>>,
+    refused: BTreeSet<u32>,
+    buffer: Vec<u8>,
+    seen: Seen,
+}
+
+/// What came out of the rings so far.
+#[derive(Debug, Default)]
+struct Seen {
+    taken: u64,
+    lost: u64,
+    /// Samples of processes outside this pid namespace.
+    outside: u64,
+}
+
+/// An event on a CPU.
+#[derive(Debug)]
+struct OnCpu {
+    cpu: u32,
+    event: PerfEvent,
+}
+
+/// What is known of an event by its number.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    /// In `kinds`.
+    number: u8,
+    /// Of its samples.
+    contents: Contents,
+}
+
+impl PerfSampler {
+    /// Opens the rings, and events of all tasks or of a cgroup; samples of processes come once they
+    /// are admitted. Where the kernel may not be sampled, [`PerfSampler::contents`] says so
+    /// afterwards. `grows`: copies become larger where more than 1 % of stacks are deeper.
+    ///
+    /// # Errors
+    /// See [`SamplerError`].
+    pub fn start(
+        tasks: Tasks,
+        kinds: &[Event],
+        frequency: u32,
+        contents: Contents,
+        grows: bool,
+    ) -> Result<Self, SamplerError> {
+        let cpus = online_cpus()?;
+        let sampled = Sampled::PerSecond(frequency);
+        let kinds = kinds.iter().map(|event| Kind { event: event.clone(), when: sampled });
+        let mut sampler = Self {
+            tasks,
+            kinds: kinds.collect(),
+            contents,
+            grows,
+            rings: rings(&cpus)?,
+            events: Vec::new(),
+            by_id: HashMap::new(),
+            admitted: Vec::new(),
+            opened: HashMap::new(),
+            early: Vec::new(),
+            refused: BTreeSet::new(),
+            buffer: Vec::new(),
+            seen: Seen::default(),
+        };
+        if !matches!(sampler.tasks, Tasks::Processes { .. }) {
+            for cpu in cpus {
+                sampler.open_what_there_is(cpu, 0)?;
+            }
+            sampler.enable_all();
+        }
+        Ok(sampler)
+    }
+
+    /// What a sample holds.
+    #[must_use]
+    pub fn contents(&self) -> Contents {
+        self.contents
+    }
+
+    /// Takes samples of these processes, but for threads whose events are inherited already.
+    ///
+    /// # Errors
+    /// See [`SamplerError`].
+    pub fn admit(&mut self, pids: &[u32]) -> Result<(), SamplerError> {
+        self.admitted.extend(pids);
+        self.open_threads(pids, true)
+    }
+
+    /// Copies so many bytes of user stacks from now on.
+    ///
+    /// # Errors
+    /// See [`SamplerError`]; then it goes on as before.
+    fn copy_stacks(&mut self, bytes: u32) -> Result<(), SamplerError> {
+        let before = std::mem::replace(&mut self.contents.stack_bytes, bytes);
+        let mut old = std::mem::take(&mut self.events);
+        let opened = match self.tasks {
+            Tasks::Processes { follow } => {
+                let now = self.admitted.clone();
+                self.opened.clear();
+                self.open_threads(&if follow { family(&now) } else { now }, false)
+            }
+            _ => {
+                let cpus: Vec<u32> = self.rings.keys().copied().collect();
+                cpus.into_iter().try_for_each(|cpu| self.open(cpu, 0))
+            }
+        };
+        if opened.is_err() {
+            self.contents.stack_bytes = before;
+            self.events = old;
+            return opened;
+        }
+        // What they wrote stays in the rings, with as large a copy as they were opened for.
+        old.iter_mut().for_each(|of| drop(of.event.disable()));
+        self.enable_all();
+        Ok(())
+    }
+
+    /// Opens events of all threads of these processes that have not inherited any. With `begin` they
+    /// are enabled at once; without, those before are still there.
+    fn open_threads(&mut self, pids: &[u32], begin: bool) -> Result<(), SamplerError> {
+        // One for each thread on each CPU.
+        let _ = raise_descriptors();
+        let cpus: Vec<u32> = self.rings.keys().copied().collect();
+        for look in 0..MAX_LOOKS {
+            let mut found = self.unopened(pids);
+            if !found.is_empty() && !self.opened.is_empty() {
+                // A thread is there a moment before the record that it was forked.
+                std::thread::sleep(TURN);
+                self.note_forks();
+                found.retain(|(tid, _)| !self.opened.contains_key(tid));
+            }
+            if found.is_empty() && look > 0 {
+                break;
+            }
+            for (tid, pid) in found {
+                let first = self.events.len();
+                for &cpu in &cpus {
+                    match self.open_what_there_is(cpu, tid) {
+                        Ok(()) => {}
+                        // It has ended.
+                        Err(error) if error.is(libc::ESRCH) => break,
+                        Err(error) => return Err(self.explain(error, pid)),
+                    }
+                }
+                if begin {
+                    // A thread that has ended takes no samples.
+                    self.events[first..].iter_mut().for_each(|of| drop(of.event.enable()));
+                }
+                self.opened.insert(tid, now_ns());
+            }
+        }
+        Ok(())
+    }
+
+    /// Threads of these processes, each with its process, that are not known to have events.
+    fn unopened(&self, pids: &[u32]) -> Vec<(u32, u32)> {
+        let all = pids.iter().flat_map(|&pid| threads(pid).into_iter().map(move |tid| (tid, pid)));
+        all.filter(|(tid, _)| !self.opened.contains_key(tid)).collect()
+    }
+
+    /// Notes which threads were started by threads that had events, and have inherited them.
+    fn note_forks(&mut self) {
+        let first = self.early.len();
+        for ring in self.rings.values_mut() {
+            ring.drain(&mut self.buffer, |record| self.early.push(record.to_vec()));
+        }
+        let records = self.early[first..].iter();
+        let mut forks: Vec<Forked> =
+            records.filter_map(|record| side_band::forked(record)).collect();
+        forks.sort_by_key(|fork| fork.time_ns);
+        for Forked { tid, by, time_ns } in forks {
+            if self.opened.get(&by).is_some_and(|&opened_ns| opened_ns <= time_ns) {
+                self.opened.insert(tid, time_ns);
+            }
+        }
+    }
+
+    fn enable_all(&mut self) {
+        for of in &mut self.events {
+            // Fails only for events of a CPU that went offline.
+            let _ = of.event.enable();
+        }
+    }
+
+    /// Opens events; without the kernel's part or the cgroup where they are not to be had.
+    fn open_what_there_is(&mut self, cpu: u32, tid: u32) -> Result<(), SamplerError> {
+        let opened = self.open(cpu, tid);
+        let Err(error) = &opened else { return Ok(()) };
+        let wanted = self.contents;
+        if error.is(libc::EACCES) && wanted.kernel != Kernel::Excluded {
+            self.contents.kernel = Kernel::Excluded;
+        } else if error.is(libc::EINVAL) && wanted.cgroup {
+            self.contents.cgroup = false;
+        } else {
+            return opened;
+        }
+        // It may be something else that is not allowed.
+        self.open_what_there_is(cpu, tid).or_else(|_| {
+            self.contents = wanted;
+            opened
+        })
+    }
+
+    fn open(&mut self, cpu: u32, tid: u32) -> Result<(), SamplerError> {
+        let Some(ring) = self.rings.get(&cpu) else { return Ok(()) };
+        let watched = match &self.tasks {
+            Tasks::All => Watched::All,
+            Tasks::Processes { follow } => Watched::Thread { tid, children: *follow },
+            Tasks::Cgroup(directory) => Watched::Cgroup(directory),
+        };
+        for (number, Kind { event, when }) in self.kinds.iter().enumerate() {
+            let error = |error| open_error(cpu, event, error);
+            let perf = event.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
+            let first = number == 0;
+            let opened =
+                PerfEvent::open_copying(cpu, perf, *when, watched, self.contents, ring, first);
+            let opened = opened.map_err(error)?;
+            let place = Place { number: number as u8, contents: self.contents };
+            self.by_id.insert(opened.id(), place);
+            self.events.push(OnCpu { cpu, event: opened });
+        }
+        Ok(())
+    }
+
+    /// What an error means where events are opened for each thread.
+    fn explain(&self, error: SamplerError, pid: u32) -> SamplerError {
+        let of_another = || {
+            let of = crate::process::user::of(pid);
+            of.is_some_and(|users| users.real != rustix::process::geteuid().as_raw())
+        };
+        if error.is(libc::EMFILE) {
+            let threads = self.admitted.iter().map(|&pid| threads(pid).len()).sum();
+            let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+            return SamplerError::Descriptors { threads, cpus: self.rings.len(), limit };
+        }
+        if error.is(libc::EACCES) && paranoid() <= 2 && of_another() {
+            return SamplerError::OfAnotherUser { pid };
+        }
+        error
+    }
+}
+
+impl Sampler for PerfSampler {
+    fn wait(&mut self, timeout: Duration) -> bool {
+        std::thread::sleep(TURN);
+        let rings = self.rings.values();
+        let mut fds: Vec<_> =
+            rings.map(|ring| PollFd::from_borrowed_fd(ring.fd(), PollFlags::IN)).collect();
+        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+        // A wait that is interrupted or fails only leads to an early look at the rings.
+        let _ = poll(&mut fds, Some(&timeout));
+        false
+    }
+
+    fn drain(&mut self, batch: &mut Batch) {
+        self.opened.clear();
+        for record in std::mem::take(&mut self.early) {
+            self.seen.take(&record, &self.by_id, batch);
+        }
+        let Self { rings, by_id, buffer, seen, .. } = self;
+        for ring in rings.values_mut() {
+            ring.drain(buffer, |record| seen.take(record, by_id, batch));
+        }
+        batch.samples.sort_by_key(|sample| sample.header.time_ns);
+        batch.events.sort_by_key(|event| event.time_ns);
+    }
+
+    fn adapt(&mut self) {}
+
+    fn follow_hotplug(&mut self, batch: &mut Batch) {
+        let Ok(online) = online_cpus() else { return };
+        if self.rings.keys().any(|cpu| !online.contains(cpu)) {
+            self.drain(batch);
+            self.events.retain(|of| online.contains(&of.cpu));
+            self.rings.retain(|cpu, _| online.contains(cpu));
+        }
+        let new: Vec<u32> =
+            online.into_iter().filter(|cpu| !self.rings.contains_key(cpu)).collect();
+        for cpu in new {
+            let tids = match self.tasks {
+                Tasks::Processes { follow: false } => {
+                    self.admitted.iter().flat_map(|&pid| threads(pid)).collect()
+                }
+                Tasks::Processes { follow: true } => {
+                    family(&self.admitted).into_iter().flat_map(threads).collect()
+                }
+                _ => vec![0],
+            };
+            let opened = rings(&[cpu]).and_then(|mut ring| {
+                self.rings.append(&mut ring);
+                tids.into_iter().try_for_each(|tid| match self.open(cpu, tid) {
+                    Err(error) if error.is(libc::ESRCH) => Ok(()),
+                    opened => opened,
+                })
+            });
+            match opened {
+                Ok(()) => drop(self.refused.remove(&cpu)),
+                Err(_) => {
+                    self.refused.insert(cpu);
+                    self.rings.remove(&cpu);
+                    self.events.retain(|of| of.cpu != cpu);
+                }
+            }
+            self.enable_all();
+        }
+    }
+
+    fn refused_cpus(&self) -> u64 {
+        self.refused.len() as u64
+    }
+
+    fn stop(&mut self) {
+        for of in &mut self.events {
+            // Fails only for events of a CPU that went offline, which take no samples.
+            let _ = of.event.disable();
+        }
+    }
+
+    fn counter(&self, counter: Counter) -> u64 {
+        match counter {
+            Counter::Taken => self.seen.taken,
+            Counter::RingFull => self.seen.lost,
+            Counter::Outside => self.seen.outside,
+            _ => 0,
+        }
+    }
+
+    fn note_cut(&mut self, tally: Tally) {
+        let bytes = self.contents.stack_bytes;
+        let enough = tally.walked >= LEAST_WALKED && tally.cut * 100 >= tally.walked;
+        if self.grows && enough && bytes < MAX_STACK_BYTES {
+            // It goes on as before where that fails.
+            let _ = self.copy_stacks((bytes * 2).min(MAX_STACK_BYTES));
+        }
+    }
+}
+
+impl Seen {
+    /// Takes a record, header first.
+    fn take(&mut self, record: &[u8], by_id: &HashMap<u64, Place>, batch: &mut Batch) {
+        if record.first_chunk() != Some(&SAMPLE.to_ne_bytes()) {
+            let event = side_band::decode(without_id(record));
+            batch.events.extend(event.map(|mut event| {
+                if let Change::Lost(count) = &mut event.change {
+                    // Which of them were samples nobody can tell; nearly all are.
+                    self.taken += *count;
+                    self.lost += std::mem::take(count);
+                }
+                event
+            }));
+            return;
+        }
+        let place = PerfSample::event_id(record).and_then(|id| by_id.get(&id));
+        let Some(Place { number, contents }) = place else {
+            self.taken += 1;
+            batch.malformed += 1;
+            return;
+        };
+        match PerfSample::decode(record, contents) {
+            // As the kernel numbers those that this namespace does not have
+            // (perf_event_pid_type of kernel/events/core.c).
+            Ok(sample) if matches!(sample.pid, 0 | u32::MAX) => {
+                self.taken += 1;
+                self.outside += 1;
+            }
+            Ok(sample) => {
+                self.taken += 1;
+                add(&sample, *number, batch);
+            }
+            Err(_) => {
+                self.taken += 1;
+                batch.malformed += 1;
+            }
+        }
+    }
+}
+
+/// Adds a sample to those that are to be walked, or that the kernel has walked.
+fn add(sample: &PerfSample<'_>, event: u8, batch: &mut Batch) {
+    let start = batch.frames.len();
+    batch.frames.extend(sample.user().take(if sample.compat { 1 } else { MAX_USER_FRAMES }));
+    let user_frames = batch.frames.len() - start;
+    batch.frames.extend(sample.kernel().take(MAX_KERNEL_FRAMES));
+    let kernel_frames = batch.frames.len() - start - user_frames;
+    let user_end = match user_frames {
+        _ if sample.compat => UserEnd::Compat,
+        0 => UserEnd::NoUserStack,
+        _ => UserEnd::NotSaid,
+    };
+    let kernel_end = match kernel_frames {
+        0 => KernelEnd::None,
+        MAX_KERNEL_FRAMES => KernelEnd::DepthLimit,
+        _ => KernelEnd::Complete,
+    };
+    let header = SampleHeader {
+        time_ns: sample.time_ns,
+        period: sample.period,
+        cgroup_id: sample.cgroup_id,
+        pid: sample.pid,
+        tid: sample.tid,
+        cpu: sample.cpu,
+        user_frames: user_frames as u16,
+        kernel_frames: kernel_frames as u16,
+        user_end: user_end as u8,
+        kernel_end: kernel_end as u8,
+        event,
+        ..SampleHeader::default()
+    };
+    let registers = sample.registers.as_ref();
+    let copied = registers.map(|registers| Copied { registers, stack: sample.stack });
+    batch.push(header, start, copied);
+}
+
+/// A ring for each of these CPUs, all of a size, as large as the user is allowed.
+fn rings(cpus: &[u32]) -> Result<BTreeMap<u32, PerfEvent>, SamplerError> {
+    let mut bytes = RING_BYTES;
+    loop {
+        let all = cpus.iter().map(|&cpu| Ok((cpu, PerfEvent::ring(cpu, bytes)?)));
+        match all.collect::<io::Result<_>>() {
+            Ok(rings) => return Ok(rings),
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) && bytes > LEAST_RING_BYTES => {
+                bytes /= 2;
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                return Err(SamplerError::Ring { kib: bytes >> 10, cpus: cpus.len(), error });
+            }
+            Err(error) => {
+                return Err(open_error(cpus.first().copied().unwrap_or(0), &Event::dummy(), error));
+            }
+        }
+    }
+}
+
+/// As many descriptors as this process may allow itself.
+fn raise_descriptors() -> rustix::io::Result<()> {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit)
+}

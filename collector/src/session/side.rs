@@ -1,0 +1,108 @@
+//! The kernel side of a capture: with eBPF, or through perf events alone. Which of them is
+//! `Config::source`, or what this host allows. Called by `prepare.rs`.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use stackwire_model::{NoBpf, Source, Unwind as Walk};
+
+use super::{SessionError, as_user};
+use crate::config::{Config, Scope};
+use crate::helpers::broker::Broker;
+use crate::sampler::{EbpfSampler, Filter, PerfSampler, Sampler, SamplerError, Tasks};
+use crate::sources::perf_event::{Contents, Kernel};
+use crate::unwind::{CopiedStacks, Descriptors};
+
+/// Bytes of user stacks that are copied at first: of programs of a few dozen frames nearly all.
+const STACK_BYTES: u32 = 8 << 10;
+
+/// The kernel side that was started.
+#[derive(Debug)]
+pub(super) enum Side {
+    /// With eBPF.
+    Ebpf(EbpfSampler),
+    /// Through perf events, and why so.
+    Perf(PerfSampler, NoBpf),
+}
+
+impl Side {
+    /// Starts it. Through perf events, samples of processes come once they are admitted.
+    pub(super) fn start(config: &Config, filter: &Filter) -> Result<Self, SessionError> {
+        let ebpf = || EbpfSampler::start(filter, &config.events, config.frequency);
+        if config.needs_bpf() || config.source == Source::Bpf {
+            return Ok(Self::Ebpf(ebpf()?));
+        }
+        if config.source == Source::Perf {
+            return Ok(Self::Perf(perf(config)?, NoBpf::NotAsked));
+        }
+        if let Some(why) = config.no_bpf() {
+            return Ok(Self::Perf(perf(config)?, why));
+        }
+        let refused = match ebpf() {
+            Ok(sampler) => return Ok(Self::Ebpf(sampler)),
+            Err(error) => error,
+        };
+        let Some(why) = refused.no_bpf() else { return Err(refused.into()) };
+        match perf(config) {
+            Ok(sampler) => Ok(Self::Perf(sampler, why)),
+            // It takes the same capabilities to sample all processes.
+            Err(SessionError::Sampler(error)) if error.is(libc::EACCES) => Err(refused.into()),
+            Err(SessionError::Sampler(error)) => {
+                Err(SamplerError::Neither { ebpf: Box::new(refused), perf: Box::new(error) }.into())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Lets samples of these processes through.
+    pub(super) fn admit(&mut self, pids: &[u32]) -> Result<(), SamplerError> {
+        match self {
+            Self::Ebpf(sampler) => sampler.admit(pids),
+            Self::Perf(sampler, _) => sampler.admit(pids),
+        }
+    }
+
+    /// The maps of unwind tables, once, and what walks copied stacks by them.
+    pub(super) fn take_tables(
+        &mut self,
+        config: &Config,
+        broker: &Arc<Broker>,
+    ) -> Result<(Descriptors, Option<CopiedStacks>), SessionError> {
+        let failed = |error| SessionError::Internal(format!("cannot set up unwinding: {error}"));
+        match self {
+            Self::Ebpf(sampler) => Ok((sampler.take_tables()?, None)),
+            Self::Perf(..) => {
+                let tables = Descriptors::in_memory().map_err(failed)?;
+                let guesses = config.unwind == Walk::Auto;
+                let copied = CopiedStacks::new(&tables, Arc::clone(broker), guesses);
+                Ok((tables, Some(copied.map_err(failed)?)))
+            }
+        }
+    }
+
+    /// For the pipeline.
+    pub(super) fn into_sampler(self) -> Box<dyn Sampler> {
+        match self {
+            Self::Ebpf(sampler) => Box::new(sampler),
+            Self::Perf(sampler, _) => Box::new(sampler),
+        }
+    }
+}
+
+fn perf(config: &Config) -> Result<PerfSampler, SessionError> {
+    let tasks = match &config.scope {
+        Scope::All => Tasks::All,
+        Scope::Processes { follow, .. } => Tasks::Processes { follow: *follow },
+        Scope::Cgroup(path) => Tasks::Cgroup(as_user(|| File::open(path))?.map_err(|error| {
+            SessionError::Internal(format!("cannot open {}: {error}", path.display()))
+        })?),
+    };
+    let stack_bytes = match config.unwind {
+        Walk::FramePointers => 0,
+        _ => config.stack_bytes.unwrap_or(STACK_BYTES),
+    };
+    let kernel = if config.kernel_stacks { Kernel::WithStacks } else { Kernel::WithoutStacks };
+    let contents = Contents { kernel, stack_bytes, cgroup: true };
+    let grows = stack_bytes > 0 && config.stack_bytes.is_none();
+    Ok(PerfSampler::start(tasks, &config.events, config.frequency, contents, grows)?)
+}

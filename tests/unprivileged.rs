@@ -1,0 +1,326 @@
+//! Sampling through perf events alone: by a user without any capability, and beside eBPF.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::privileges::{NOBODY, public_binaries};
+use crate::support::build::{inlined_cc_release, inlined_rs_release, spread, unwind_corpus};
+use crate::support::pprof::Sample;
+use crate::support::{Pprof, Ran, Running, binary, can, privileged, recorded, report};
+
+/// A user without capabilities, and a directory of theirs with the binaries in it.
+struct Nobody {
+    binaries: tempfile::TempDir,
+    directory: tempfile::TempDir,
+}
+
+impl Nobody {
+    fn new() -> Self {
+        let directory =
+            tempfile::Builder::new().prefix("stackwire-nobody-").tempdir_in("/tmp").unwrap();
+        std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o777)).unwrap();
+        Self { binaries: public_binaries(false), directory }
+    }
+
+    /// Runs something as that user, there.
+    fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new("setpriv");
+        command.args(NOBODY).args(["--bounding-set=-all", "--inh-caps=-all"]);
+        command.arg(program).current_dir(self.directory.path());
+        command.env("HOME", self.directory.path());
+        for name in ["TMPDIR", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "CACHE_DIRECTORY"] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    fn record(&self, arguments: &[&str]) -> Ran {
+        let mut command = self.command(&self.binaries.path().join("stackwire"));
+        command.args(["record", "--profile", "--profile-output=x.pb.gz", "--sample-rate=997"]);
+        Ran::of(command.args(arguments))
+    }
+
+    fn profile(&self) -> Pprof {
+        Pprof::read(&self.directory.path().join("x.pb.gz"))
+    }
+
+    /// A copy of a program that everybody may read.
+    fn copy(&self, program: &Path) -> PathBuf {
+        let copy = self.directory.path().join(program.file_name().unwrap());
+        std::fs::copy(program, &copy).unwrap();
+        copy
+    }
+}
+
+/// The share of stacks that are whole, from what `record` says in the end.
+#[track_caller]
+fn whole(said: &str) -> f64 {
+    let before = said.split(" % of stacks whole").next().unwrap();
+    let number = before.rsplit([' ', ',']).next().unwrap();
+    number.parse().unwrap_or_else(|_| panic!("no share of whole stacks in: {said}"))
+}
+
+const PYTHON: &str = "
+def leaf(n):
+    x = 0
+    for i in range(n): x += i * i
+    return x
+def caller(n): return [leaf(n) for _ in range(3)]
+while True: caller(20000)
+";
+
+/// Functions of user mode, leaf first.
+fn stack<'a>(profile: &'a Pprof, sample: &'a Sample) -> Vec<&'a str> {
+    let user = sample.locations.iter().filter(|id| profile.file_of(**id) != "[kernel]");
+    let lines = user.flat_map(|id| &profile.locations[id].lines);
+    lines.map(|(function, ..)| function.as_str()).collect()
+}
+
+/// Leaf functions with their shares, in percent, kernel frames apart.
+fn shares(profile: &Pprof) -> BTreeMap<String, f64> {
+    let mut found = BTreeMap::new();
+    for sample in &profile.samples {
+        let leaf = stack(profile, sample).first().map_or("", |leaf| leaf);
+        *found.entry(leaf.to_owned()).or_default() += sample.count as f64;
+    }
+    let all: f64 = found.values().sum();
+    found.values_mut().for_each(|count| *count *= 100.0 / all);
+    found
+}
+
+/// Stacks by the address of their leaf in its file.
+fn by_leaf(profile: &Pprof) -> BTreeMap<(String, u64), Vec<Vec<&str>>> {
+    let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for sample in &profile.samples {
+        let Some(leaf) = sample.locations.first() else { continue };
+        let location = &profile.locations[leaf];
+        let Some(mapping) = profile.mappings.get(&location.mapping) else { continue };
+        if mapping.file == "[kernel]" {
+            continue;
+        }
+        let offset = location.address - mapping.start + mapping.offset;
+        found.entry((mapping.file.clone(), offset)).or_default().push(stack(profile, sample));
+    }
+    found
+}
+
+/// A Python, a Rust and a C++ release build, a C program without frame pointers: no capability
+/// anywhere, and the profile is that of eBPF.
+#[test]
+fn nobody_profiles_without_a_capability_what_ebpf_sees() {
+    if !privileged() {
+        return;
+    }
+    let nobody = Nobody::new();
+    let mut programs: Vec<(&str, Vec<String>)> = vec![("python", Vec::new())];
+    programs[0].1 = ["/usr/bin/python3", "-c", PYTHON].map(str::to_owned).into();
+    let released = [inlined_rs_release(), inlined_cc_release(), unwind_corpus()[0].1.as_path()];
+    for program in released {
+        let copy = nobody.copy(program).to_str().unwrap().to_owned();
+        programs
+            .push((program.file_name().unwrap().to_str().unwrap(), vec![copy, "60".to_owned()]));
+    }
+    for (name, command) in programs {
+        let command: Vec<&str> = command.iter().map(String::as_str).collect();
+        let perf = {
+            let running = nobody.command(Path::new(command[0])).args(&command[1..]).spawn();
+            let running = Running(running.unwrap());
+            let pid = format!("--pid={}", running.pid());
+            let ran = nobody.record(&[&pid, "--duration=6s"]).succeeded();
+            let says =
+                "note: sampled through perf events, not with eBPF: the collector has no CAP_BPF";
+            assert!(ran.stderr.contains(says), "{}", ran.stderr);
+            assert!(
+                ran.stderr.contains("note: time in the kernel is not sampled"),
+                "{}",
+                ran.stderr
+            );
+            assert!(whole(&ran.stderr) >= 99.0, "{name}: {}", ran.stderr);
+            let directory = tempfile::tempdir().unwrap();
+            let options = ["--profile", "--sample-rate=997", "--duration=6s", "--source=bpf"];
+            let output = ["--profile-output=x.pb.gz", &pid];
+            let ran = recorded(directory.path(), &[&options[..], &output].concat()).succeeded();
+            assert!(!ran.stderr.contains("note: sampled"), "{}", ran.stderr);
+            (nobody.profile(), Pprof::read(&directory.path().join("x.pb.gz")))
+        };
+        let (perf, ebpf) = perf;
+        let (theirs, ours) = (shares(&ebpf), shares(&perf));
+        for (function, share) in theirs.iter().filter(|(_, share)| **share >= 1.0) {
+            let found = ours.get(function).copied().unwrap_or(0.0);
+            let deviation = (share * (100.0 - share) / ebpf.count() as f64).sqrt();
+            let allowed = f64::max(2.0, 4.0 * deviation);
+            assert!(
+                (found - share).abs() <= allowed,
+                "{name}: {function} has {found:.1} %, with eBPF {share:.1} %"
+            );
+        }
+        let (theirs, ours) = (by_leaf(&ebpf), by_leaf(&perf));
+        let both: Vec<_> = ours.iter().filter_map(|(at, it)| Some((it, theirs.get(at)?))).collect();
+        let same = |(ours, theirs): &&(&Vec<Vec<&str>>, &Vec<Vec<&str>>)| {
+            ours.iter().any(|stack| theirs.contains(stack))
+        };
+        let equal = both.iter().filter(same).count();
+        eprintln!("{name}: {equal} of {} leaf addresses have equal stacks", both.len());
+        assert!(both.len() >= 20 && equal * 100 >= both.len() * 99, "{name}");
+    }
+}
+
+/// Threads and children that come while events are opened, and after that, each sampled once.
+#[test]
+fn threads_and_children_are_sampled_once() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::new(spread());
+    command.args(["60", "40", "50"]).stdout(Stdio::piped());
+    // As a child of `record`, and attached to while it starts threads.
+    for attached in [false, true] {
+        let options = ["--profile", "--source=perf", "--sample-rate=997"];
+        let output = ["--profile-output=x.pb.gz"];
+        let spent: u64 = if attached {
+            let mut running = Running::start(&mut command);
+            let pid = format!("--pid={}", running.pid());
+            let more = [&pid, "--follow", "--duration=20s"];
+            recorded(directory.path(), &[&options[..], &output, &more].concat()).succeeded();
+            let mut said = String::new();
+            std::io::Read::read_to_string(&mut running.0.stdout.take().unwrap(), &mut said)
+                .unwrap();
+            said.trim().parse().unwrap()
+        } else {
+            let program = spread().to_str().unwrap();
+            let more = ["--", program, "60", "40", "50"];
+            let ran = recorded(directory.path(), &[&options[..], &output, &more].concat());
+            ran.succeeded().stdout.lines().find_map(|line| line.parse().ok()).unwrap()
+        };
+        let profile = Pprof::read(&directory.path().join("x.pb.gz"));
+        let sampled: u64 = profile.samples.iter().map(|sample| sample.values[1]).sum();
+        let share = sampled as f64 / spent as f64;
+        eprintln!("attached: {attached}; {:.2} % of the CPU time is sampled", share * 100.0);
+        // Attached late, a few threads have done some of their work.
+        let least = if attached { 0.85 } else { 0.97 };
+        assert!(share > least && share < 1.03, "{share}");
+    }
+}
+
+/// Copies grow until stacks fit; one that may not grow says what it cuts.
+#[test]
+fn deep_stacks_are_copied_whole_and_cut_ones_say_so() {
+    if !privileged() {
+        return;
+    }
+    let nobody = Nobody::new();
+    let program = nobody.copy(spread());
+    let command = ["--", program.to_str().unwrap(), "4", "0", "2000", "500"];
+    let deepest = |profile: &Pprof| {
+        let below = |sample: &Sample| {
+            stack(profile, sample).into_iter().filter(|function| *function == "below").count()
+        };
+        profile.samples.iter().map(below).max().unwrap_or(0)
+    };
+    let ran = nobody.record(&[&["--stack-bytes=64512"], &command[..]].concat()).succeeded();
+    assert!(whole(&ran.stderr) >= 99.0, "{}", ran.stderr);
+    assert_eq!(deepest(&nobody.profile()), 500);
+    // From 8 KiB on, within a second or two.
+    let ran = nobody.record(&command).succeeded();
+    assert!(whole(&ran.stderr) >= 50.0, "{}", ran.stderr);
+    assert_eq!(deepest(&nobody.profile()), 500);
+    let ran =
+        nobody.record(&[&["--stack-bytes=8192", "--capture=x.stackwire"], &command[..]].concat());
+    let ran = ran.succeeded();
+    assert!(whole(&ran.stderr) <= 2.0, "{}", ran.stderr);
+    assert!(ran.stderr.contains("--stack-bytes 64512"), "{}", ran.stderr);
+    assert!(deepest(&nobody.profile()) < 100);
+    let text = report(&nobody.directory.path().join("x.stackwire"));
+    assert!(text.contains("deeper than the copy of the stack"), "{text}");
+}
+
+/// With the rights to do so, the kernel's part is there, and all processes can be sampled.
+#[test]
+fn with_rights_the_kernel_and_all_processes_are_sampled() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let mut reading = Command::new("dd");
+    reading.args(["if=/dev/zero", "of=/dev/null", "bs=64"]).stderr(Stdio::null());
+    let reading = Running(reading.spawn().unwrap());
+    let options = ["--profile", "--source=perf", "--duration=2s", "--profile-output=x.pb.gz"];
+    for scope in ["--all".to_owned(), format!("--pid={}", reading.pid())] {
+        let ran = recorded(directory.path(), &[&options[..], &[&scope]].concat()).succeeded();
+        assert!(!ran.stderr.contains("note:"), "{}", ran.stderr);
+        let profile = Pprof::read(&directory.path().join("x.pb.gz"));
+        let of_dd = profile.samples.iter().filter(|sample| sample.labels["comm"] == "dd");
+        let kernel = of_dd
+            .clone()
+            .filter(|sample| sample.locations.iter().any(|id| profile.file_of(*id) == "[kernel]"));
+        let (of_dd, kernel) = (of_dd.count(), kernel.count());
+        assert!(of_dd > 0 && kernel * 2 > of_dd, "{kernel} of {of_dd} stacks have kernel frames");
+        let named = |sample: &Sample| {
+            let functions = profile.functions(sample);
+            functions.iter().any(|function| function.contains("read") || function.contains("write"))
+        };
+        assert!(profile.samples.iter().any(named));
+        assert!(profile.samples.iter().all(|sample| sample.labels["thread"] != ""));
+    }
+}
+
+/// What cannot be sampled without capabilities says so.
+#[test]
+fn what_nobody_may_not_sample() {
+    if !can("root, to become nobody", rustix::process::geteuid().is_root()) {
+        return;
+    }
+    let nobody = Nobody::new();
+    let root = Running(Command::new("sleep").arg("30").spawn().unwrap());
+    let pid = format!("--pid={}", root.pid());
+    nobody.record(&[&pid, "--duration=1s"]).failed(1, "it is of another user");
+    nobody.record(&["--all", "--duration=1s"]).failed(1, "give the collector CAP_BPF");
+    let own = Running(nobody.command(Path::new("sleep")).arg("30").spawn().unwrap());
+    let pid = format!("--pid={}", own.pid());
+    nobody.record(&[&pid, "--duration=1s", "--source=bpf"]).failed(1, "give the collector CAP_BPF");
+    nobody.record(&[&pid, "--duration=1s", "--stack-bytes=100"]).failed(2, "multiples of 8");
+    let mut offcpu = nobody.command(&nobody.binaries.path().join("stackwire"));
+    offcpu.args(["record", "--offcpu", "--source=perf", "--duration=1s", &pid]);
+    Ran::of(&mut offcpu).failed(2, "with eBPF alone");
+    // Few descriptors.
+    let mut limited = nobody.command(Path::new("prlimit"));
+    limited.arg("--nofile=16").arg(nobody.binaries.path().join("stackwire"));
+    let program = nobody.copy(spread());
+    limited.args(["record", "--profile", "--profile-output=x.pb.gz", "--"]);
+    limited.arg(program).args(["1", "0", "100"]);
+    let ran = Ran::of(&mut limited);
+    assert!(ran.code == Some(0) || ran.stderr.contains("descriptors"), "{}", ran.stderr);
+    // No memory may be locked: what perf allows each user is enough.
+    let mut unlocked = nobody.command(Path::new("prlimit"));
+    unlocked.arg("--memlock=0").arg(nobody.binaries.path().join("stackwire"));
+    unlocked.args(["record", "--profile", "--profile-output=y.pb.gz", "--"]);
+    unlocked.arg(nobody.copy(spread())).args(["1", "0", "300"]);
+    Ran::of(&mut unlocked).succeeded();
+}
+
+/// A collector that does not come to read loses samples, and each is counted.
+#[test]
+fn a_full_ring_is_counted() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let capture = directory.path().join("x.stackwire");
+    let busy = Running::start(Command::new(unwind_corpus()[0].1.as_path()).stdout(Stdio::piped()));
+    let mut collector = Command::new(binary("stackwire-collector"));
+    collector.args(["--source=perf", "--sample-rate=997", "--stack-bytes=32768", "--duration=4s"]);
+    collector.arg(format!("--pid={}", busy.pid())).arg("--output").arg(&capture);
+    let mut collector = collector.spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let pid = rustix::process::Pid::from_child(&collector);
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    assert!(collector.wait().unwrap().success());
+    let text = report(&capture);
+    assert!(text.contains("samples: ring buffer full"), "{text}");
+    assert!(!text.contains("unaccounted"), "{text}");
+}
