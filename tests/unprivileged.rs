@@ -124,28 +124,25 @@ fn nobody_profiles_without_a_capability_what_ebpf_sees() {
     }
     for (name, command) in programs {
         let command: Vec<&str> = command.iter().map(String::as_str).collect();
-        let perf = {
-            let running = nobody.command(Path::new(command[0])).args(&command[1..]).spawn();
-            let running = Running(running.unwrap());
-            let pid = format!("--pid={}", running.pid());
-            let ran = nobody.record(&[&pid, "--duration=6s"]).succeeded();
-            let says =
-                "note: sampled through perf events, not with eBPF: the collector has no CAP_BPF";
-            assert!(ran.stderr.contains(says), "{}", ran.stderr);
-            assert!(
-                ran.stderr.contains("note: time in the kernel is not sampled"),
-                "{}",
-                ran.stderr
-            );
-            assert!(whole(&ran.stderr) >= 99.0, "{name}: {}", ran.stderr);
-            let directory = tempfile::tempdir().unwrap();
+        let running = nobody.command(Path::new(command[0])).args(&command[1..]).spawn();
+        let running = Running(running.unwrap());
+        let pid = format!("--pid={}", running.pid());
+        // At the same time: a program may do more of one thing now and of another later.
+        let directory = tempfile::tempdir().unwrap();
+        let (perf, ebpf) = std::thread::scope(|scope| {
             let options = ["--profile", "--sample-rate=997", "--duration=6s", "--source=bpf"];
             let output = ["--profile-output=x.pb.gz", &pid];
-            let ran = recorded(directory.path(), &[&options[..], &output].concat()).succeeded();
-            assert!(!ran.stderr.contains("note: sampled"), "{}", ran.stderr);
-            (nobody.profile(), Pprof::read(&directory.path().join("x.pb.gz")))
-        };
-        let (perf, ebpf) = perf;
+            let arguments = [&options[..], &output].concat();
+            let ebpf = scope.spawn(|| recorded(directory.path(), &arguments).succeeded());
+            let perf = nobody.record(&[&pid, "--duration=6s"]).succeeded();
+            (perf, ebpf.join().unwrap())
+        });
+        let says = "note: sampled through perf events, not with eBPF: the collector has no CAP_BPF";
+        assert!(perf.stderr.contains(says), "{}", perf.stderr);
+        assert!(perf.stderr.contains("note: time in the kernel is not sampled"), "{}", perf.stderr);
+        assert!(whole(&perf.stderr) >= 99.0, "{name}: {}", perf.stderr);
+        assert!(!ebpf.stderr.contains("note: sampled"), "{}", ebpf.stderr);
+        let (perf, ebpf) = (nobody.profile(), Pprof::read(&directory.path().join("x.pb.gz")));
         let (theirs, ours) = (shares(&ebpf), shares(&perf));
         for (function, share) in theirs.iter().filter(|(_, share)| **share >= 1.0) {
             let found = ours.get(function).copied().unwrap_or(0.0);
@@ -213,7 +210,8 @@ fn deep_stacks_are_copied_whole_and_cut_ones_say_so() {
     }
     let nobody = Nobody::new();
     let program = nobody.copy(spread());
-    let command = ["--", program.to_str().unwrap(), "4", "0", "2000", "500"];
+    let rate = "--sample-rate=199";
+    let command = [rate, "--", program.to_str().unwrap(), "2", "0", "3000", "500"];
     let deepest = |profile: &Pprof| {
         let below = |sample: &Sample| {
             stack(profile, sample).into_iter().filter(|function| *function == "below").count()
@@ -223,9 +221,9 @@ fn deep_stacks_are_copied_whole_and_cut_ones_say_so() {
     let ran = nobody.record(&[&["--stack-bytes=64512"], &command[..]].concat()).succeeded();
     assert!(whole(&ran.stderr) >= 99.0, "{}", ran.stderr);
     assert_eq!(deepest(&nobody.profile()), 500);
-    // From 8 KiB on, within a second or two.
+    // From 8 KiB on, within half a second.
     let ran = nobody.record(&command).succeeded();
-    assert!(whole(&ran.stderr) >= 50.0, "{}", ran.stderr);
+    assert!(whole(&ran.stderr) >= 80.0, "{}", ran.stderr);
     assert_eq!(deepest(&nobody.profile()), 500);
     let ran =
         nobody.record(&[&["--stack-bytes=8192", "--capture=x.stackwire"], &command[..]].concat());
@@ -285,14 +283,15 @@ fn what_nobody_may_not_sample() {
     let mut offcpu = nobody.command(&nobody.binaries.path().join("stackwire"));
     offcpu.args(["record", "--offcpu", "--source=perf", "--duration=1s", &pid]);
     Ran::of(&mut offcpu).failed(2, "with eBPF alone");
-    // Few descriptors.
+    // An event for each thread on each CPU.
+    let mut many = nobody.command(&nobody.copy(spread()));
+    let many = Running::start(many.args(["100", "0", "3000"]));
+    std::thread::sleep(std::time::Duration::from_secs(2));
     let mut limited = nobody.command(Path::new("prlimit"));
-    limited.arg("--nofile=16").arg(nobody.binaries.path().join("stackwire"));
-    let program = nobody.copy(spread());
-    limited.args(["record", "--profile", "--profile-output=x.pb.gz", "--"]);
-    limited.arg(program).args(["1", "0", "100"]);
-    let ran = Ran::of(&mut limited);
-    assert!(ran.code == Some(0) || ran.stderr.contains("descriptors"), "{}", ran.stderr);
+    limited.arg("--nofile=64").arg(nobody.binaries.path().join("stackwire"));
+    limited.args(["record", "--profile", "--profile-output=x.pb.gz", "--duration=1s"]);
+    Ran::of(limited.arg(format!("--pid={}", many.pid()))).failed(1, "raise `ulimit -n`");
+    drop(many);
     // No memory may be locked: what perf allows each user is enough.
     let mut unlocked = nobody.command(Path::new("prlimit"));
     unlocked.arg("--memlock=0").arg(nobody.binaries.path().join("stackwire"));

@@ -209,13 +209,13 @@ impl Pipeline {
                 self.cut();
             }
             self.sampler.adapt();
+            if let Some(tally) = self.copied.as_mut().and_then(CopiedStacks::take_tally) {
+                self.sampler.note_cut(tally);
+            }
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
                 self.sampler.follow_hotplug(&mut self.batch);
                 self.refused_cpus = self.refused_cpus.max(self.sampler.refused_cpus());
-                if let Some(copied) = &mut self.copied {
-                    self.sampler.note_cut(copied.take_tally());
-                }
                 if self.processes.all_ended() {
                     break;
                 }

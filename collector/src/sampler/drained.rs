@@ -20,9 +20,11 @@ pub struct RawSample {
 
 /// What a user stack is to be walked from.
 #[derive(Clone, Debug)]
-struct Copy {
-    registers: Registers,
-    stack: Range<usize>,
+pub struct Copy {
+    /// Registers of user mode.
+    pub registers: Registers,
+    /// Where memory from the stack pointer on is, in the bytes of the [`Batch`].
+    pub stack: Range<usize>,
 }
 
 /// The same, to look at.
@@ -45,18 +47,16 @@ pub struct Batch {
     pub malformed: u64,
     pub(super) frames: Vec<u64>,
     copies: Vec<Copy>,
-    /// Copied stacks, one behind the other.
-    stacks: Vec<u8>,
+    /// Records with copied stacks.
+    pub(super) bytes: Vec<u8>,
 }
 
 impl Batch {
-    /// Adds a sample whose frames from `start` on are in the arena. `copied`: its user stack is
-    /// still to be walked, from this; its frames are those the kernel found by frame pointers.
-    pub fn push(&mut self, header: SampleHeader, start: usize, copied: Option<Copied<'_>>) {
-        let copy = copied.map_or(0, |Copied { registers, stack }| {
-            let first = self.stacks.len();
-            self.stacks.extend_from_slice(stack);
-            self.copies.push(Copy { registers: *registers, stack: first..self.stacks.len() });
+    /// Adds a sample whose frames from `start` on are in the arena. `copy`: its user stack is still
+    /// to be walked, from this; its frames are those the kernel found by frame pointers.
+    pub fn push(&mut self, header: SampleHeader, start: usize, copy: Option<Copy>) {
+        let copy = copy.map_or(0, |copy| {
+            self.copies.push(copy);
             self.copies.len() as u32
         });
         self.samples.push(RawSample { header, start, copy });
@@ -66,13 +66,13 @@ impl Batch {
     #[must_use]
     pub fn copied(&self, sample: &RawSample) -> Option<Copied<'_>> {
         let copy = self.copies.get((sample.copy as usize).checked_sub(1)?)?;
-        Some(Copied { registers: &copy.registers, stack: self.stacks.get(copy.stack.clone())? })
+        Some(Copied { registers: &copy.registers, stack: self.bytes.get(copy.stack.clone())? })
     }
 
-    /// Bytes of copied stacks.
+    /// Bytes of records with copied stacks.
     #[must_use]
     pub fn copied_bytes(&self) -> usize {
-        self.stacks.len()
+        self.bytes.len()
     }
 
     /// User frames of a sample, leaf first.
@@ -95,18 +95,18 @@ impl Batch {
             self.samples.clear();
             self.frames.clear();
             self.copies.clear();
-            self.stacks.clear();
+            self.bytes.clear();
             return;
         }
         self.samples.drain(..samples);
         let mut kept = Vec::new();
-        let (mut copies, mut stacks) = (Vec::new(), Vec::new());
+        let (mut copies, mut bytes) = (Vec::new(), Vec::new());
         for sample in &mut self.samples {
             if let Some(copy) = (sample.copy as usize).checked_sub(1) {
                 let Copy { registers, stack } = self.copies[copy].clone();
-                let first = stacks.len();
-                stacks.extend_from_slice(&self.stacks[stack]);
-                copies.push(Copy { registers, stack: first..stacks.len() });
+                let first = bytes.len();
+                bytes.extend_from_slice(&self.bytes[stack]);
+                copies.push(Copy { registers, stack: first..bytes.len() });
                 sample.copy = copies.len() as u32;
             }
             let frames =
@@ -115,7 +115,7 @@ impl Batch {
             kept.extend_from_slice(&self.frames[sample.start..][..frames]);
             sample.start = start;
         }
-        (self.frames, self.copies, self.stacks) = (kept, copies, stacks);
+        (self.frames, self.copies, self.bytes) = (kept, copies, bytes);
     }
 }
 
@@ -132,8 +132,9 @@ mod tests {
             let header =
                 SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
             let registers = Registers { ip, ..Registers::default() };
-            let copied = Copied { registers: &registers, stack: &[ip as u8; 3] };
-            batch.push(header, start, (ip != 10).then_some(copied));
+            let stack = batch.bytes.len()..batch.bytes.len() + 3;
+            batch.bytes.extend([ip as u8; 3]);
+            batch.push(header, start, (ip != 10).then_some(Copy { registers, stack }));
         }
         assert!(batch.copied(&batch.samples[0]).is_none());
         batch.advance(2, 0);
@@ -142,6 +143,6 @@ mod tests {
         let copied = batch.copied(&left).unwrap();
         assert_eq!((copied.registers.ip, copied.stack), (30, &[30; 3][..]));
         batch.advance(1, 0);
-        assert!(batch.samples.is_empty() && batch.frames.is_empty() && batch.stacks.is_empty());
+        assert!(batch.samples.is_empty() && batch.frames.is_empty() && batch.bytes.is_empty());
     }
 }

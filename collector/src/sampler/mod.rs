@@ -10,6 +10,7 @@ pub(crate) mod mapped;
 mod object;
 mod offsets;
 mod perf;
+mod rings;
 mod sched_stats;
 
 use std::fmt;

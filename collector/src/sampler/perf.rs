@@ -1,23 +1,23 @@
 //! Sampling through perf events alone: the kernel copies registers and the top of the user stack,
 //! and user space walks it. It takes no capability for processes of the same user.
 //!
-//! One ring a CPU, for the samples of all events and for the side band. An event is of a thread and
+//! The samples of all events of a CPU and the side band go into one ring, see `rings.rs`. An event is of a thread and
 //! of a CPU: the kernel lets inherited events write into rings of a CPU alone (perf_mmap of
 //! kernel/events/core.c).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use stackwire_collector_ebpf::{
     Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader, UserEnd,
 };
 use stackwire_model::Event;
 
-use super::drained::{Batch, Copied};
+use super::drained::{Batch, Copy};
+use super::rings::{Rings, records};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error, paranoid};
 use crate::clock::now_ns;
 use crate::process::{family, threads};
@@ -26,17 +26,12 @@ use crate::sources::perf_sample::{PerfSample, SAMPLE};
 use crate::sources::side_band::{self, Change, Forked, without_id};
 use crate::unwind::Tally;
 
-/// Bytes of a ring: two of them are less than `kernel.perf_event_mlock_kb` allows a user for each
-/// CPU, 516 KiB, unless that was changed.
-const RING_BYTES: usize = 256 << 10;
-/// The smallest of use: a record has up to 64 KiB.
-const LEAST_RING_BYTES: usize = 64 << 10;
-/// Shortest time between two looks at the rings.
-const TURN: Duration = Duration::from_millis(10);
+/// Longest time between two looks at what the thread of the rings has taken.
+const TURN: Duration = Duration::from_millis(20);
+/// A thread is there a moment before the record that it was forked.
+const UNTIL_TOLD: Duration = Duration::from_millis(10);
 /// The largest copy. A record has less than 64 KiB, and more in it than the copy.
 const MAX_STACK_BYTES: u32 = 63 << 10;
-/// Stacks that say whether copies are large enough.
-const LEAST_WALKED: u64 = 20;
 /// Looks for threads that were started meanwhile.
 const MAX_LOOKS: usize = 8;
 
@@ -62,7 +57,7 @@ pub struct PerfSampler {
     contents: Contents,
     /// Copies may become larger.
     grows: bool,
-    rings: BTreeMap<u32, PerfEvent>,
+    rings: Rings,
     events: Vec<OnCpu>,
     /// By the number of the event.
     by_id: HashMap<u64, Place>,
@@ -70,10 +65,9 @@ pub struct PerfSampler {
     admitted: Vec<u32>,
     /// When threads got events, monotonic nanoseconds. Of interest while events are opened.
     opened: HashMap<u32, u64>,
-    /// Records that were read meanwhile.
-    early: Vec<Vec<u8>>,
+    /// Bytes of records that were looked at meanwhile.
+    looked_at: usize,
     refused: BTreeSet<u32>,
-    buffer: Vec<u8>,
     seen: Seen,
 }
 
@@ -124,14 +118,13 @@ impl PerfSampler {
             kinds: kinds.collect(),
             contents,
             grows,
-            rings: rings(&cpus)?,
+            rings: Rings::start(&cpus)?,
             events: Vec::new(),
             by_id: HashMap::new(),
             admitted: Vec::new(),
             opened: HashMap::new(),
-            early: Vec::new(),
+            looked_at: 0,
             refused: BTreeSet::new(),
-            buffer: Vec::new(),
             seen: Seen::default(),
         };
         if !matches!(sampler.tasks, Tasks::Processes { .. }) {
@@ -172,7 +165,7 @@ impl PerfSampler {
                 self.open_threads(&if follow { family(&now) } else { now }, false)
             }
             _ => {
-                let cpus: Vec<u32> = self.rings.keys().copied().collect();
+                let cpus = self.rings.cpus();
                 cpus.into_iter().try_for_each(|cpu| self.open(cpu, 0))
             }
         };
@@ -192,12 +185,11 @@ impl PerfSampler {
     fn open_threads(&mut self, pids: &[u32], begin: bool) -> Result<(), SamplerError> {
         // One for each thread on each CPU.
         let _ = raise_descriptors();
-        let cpus: Vec<u32> = self.rings.keys().copied().collect();
+        let cpus = self.rings.cpus();
         for look in 0..MAX_LOOKS {
             let mut found = self.unopened(pids);
             if !found.is_empty() && !self.opened.is_empty() {
-                // A thread is there a moment before the record that it was forked.
-                std::thread::sleep(TURN);
+                std::thread::sleep(UNTIL_TOLD);
                 self.note_forks();
                 found.retain(|(tid, _)| !self.opened.contains_key(tid));
             }
@@ -232,13 +224,9 @@ impl PerfSampler {
 
     /// Notes which threads were started by threads that had events, and have inherited them.
     fn note_forks(&mut self) {
-        let first = self.early.len();
-        for ring in self.rings.values_mut() {
-            ring.drain(&mut self.buffer, |record| self.early.push(record.to_vec()));
-        }
-        let records = self.early[first..].iter();
-        let mut forks: Vec<Forked> =
-            records.filter_map(|record| side_band::forked(record)).collect();
+        let mut forks: Vec<Forked> = Vec::new();
+        let look = |record: &[u8]| forks.extend(side_band::forked(record));
+        self.looked_at = self.rings.look(self.looked_at, look);
         forks.sort_by_key(|fork| fork.time_ns);
         for Forked { tid, by, time_ns } in forks {
             if self.opened.get(&by).is_some_and(|&opened_ns| opened_ns <= time_ns) {
@@ -274,7 +262,6 @@ impl PerfSampler {
     }
 
     fn open(&mut self, cpu: u32, tid: u32) -> Result<(), SamplerError> {
-        let Some(ring) = self.rings.get(&cpu) else { return Ok(()) };
         let watched = match &self.tasks {
             Tasks::All => Watched::All,
             Tasks::Processes { follow } => Watched::Thread { tid, children: *follow },
@@ -284,9 +271,11 @@ impl PerfSampler {
             let error = |error| open_error(cpu, event, error);
             let perf = event.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
             let first = number == 0;
-            let opened =
-                PerfEvent::open_copying(cpu, perf, *when, watched, self.contents, ring, first);
-            let opened = opened.map_err(error)?;
+            let contents = self.contents;
+            let opened = self.rings.open_into(cpu, |ring| {
+                PerfEvent::open_copying(cpu, perf, *when, watched, contents, ring, first)
+            });
+            let Some(opened) = opened.map_err(error)? else { return Ok(()) };
             let place = Place { number: number as u8, contents: self.contents };
             self.by_id.insert(opened.id(), place);
             self.events.push(OnCpu { cpu, event: opened });
@@ -303,7 +292,7 @@ impl PerfSampler {
         if error.is(libc::EMFILE) {
             let threads = self.admitted.iter().map(|&pid| threads(pid).len()).sum();
             let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-            return SamplerError::Descriptors { threads, cpus: self.rings.len(), limit };
+            return SamplerError::Descriptors { threads, cpus: self.rings.cpus().len(), limit };
         }
         if error.is(libc::EACCES) && paranoid() <= 2 && of_another() {
             return SamplerError::OfAnotherUser { pid };
@@ -314,25 +303,20 @@ impl PerfSampler {
 
 impl Sampler for PerfSampler {
     fn wait(&mut self, timeout: Duration) -> bool {
-        std::thread::sleep(TURN);
-        let rings = self.rings.values();
-        let mut fds: Vec<_> =
-            rings.map(|ring| PollFd::from_borrowed_fd(ring.fd(), PollFlags::IN)).collect();
-        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
-        // A wait that is interrupted or fails only leads to an early look at the rings.
-        let _ = poll(&mut fds, Some(&timeout));
+        std::thread::sleep(timeout.min(TURN));
         false
     }
 
     fn drain(&mut self, batch: &mut Batch) {
         self.opened.clear();
-        for record in std::mem::take(&mut self.early) {
-            self.seen.take(&record, &self.by_id, batch);
+        self.looked_at = 0;
+        let mut bytes = std::mem::take(&mut batch.bytes);
+        let from = bytes.len();
+        self.rings.drain(&mut bytes);
+        for (at, record) in records(&bytes, from) {
+            self.seen.take(record, at, &self.by_id, batch);
         }
-        let Self { rings, by_id, buffer, seen, .. } = self;
-        for ring in rings.values_mut() {
-            ring.drain(buffer, |record| seen.take(record, by_id, batch));
-        }
+        batch.bytes = bytes;
         batch.samples.sort_by_key(|sample| sample.header.time_ns);
         batch.events.sort_by_key(|event| event.time_ns);
     }
@@ -341,13 +325,13 @@ impl Sampler for PerfSampler {
 
     fn follow_hotplug(&mut self, batch: &mut Batch) {
         let Ok(online) = online_cpus() else { return };
-        if self.rings.keys().any(|cpu| !online.contains(cpu)) {
+        let known = self.rings.cpus();
+        if known.iter().any(|cpu| !online.contains(cpu)) {
             self.drain(batch);
             self.events.retain(|of| online.contains(&of.cpu));
-            self.rings.retain(|cpu, _| online.contains(cpu));
+            self.rings.keep(&online);
         }
-        let new: Vec<u32> =
-            online.into_iter().filter(|cpu| !self.rings.contains_key(cpu)).collect();
+        let new: Vec<u32> = online.iter().copied().filter(|cpu| !known.contains(cpu)).collect();
         for cpu in new {
             let tids = match self.tasks {
                 Tasks::Processes { follow: false } => {
@@ -358,8 +342,7 @@ impl Sampler for PerfSampler {
                 }
                 _ => vec![0],
             };
-            let opened = rings(&[cpu]).and_then(|mut ring| {
-                self.rings.append(&mut ring);
+            let opened = self.rings.add(cpu).and_then(|()| {
                 tids.into_iter().try_for_each(|tid| match self.open(cpu, tid) {
                     Err(error) if error.is(libc::ESRCH) => Ok(()),
                     opened => opened,
@@ -369,7 +352,8 @@ impl Sampler for PerfSampler {
                 Ok(()) => drop(self.refused.remove(&cpu)),
                 Err(_) => {
                     self.refused.insert(cpu);
-                    self.rings.remove(&cpu);
+                    let others: Vec<u32> = online.iter().copied().filter(|it| *it != cpu).collect();
+                    self.rings.keep(&others);
                     self.events.retain(|of| of.cpu != cpu);
                 }
             }
@@ -399,8 +383,9 @@ impl Sampler for PerfSampler {
 
     fn note_cut(&mut self, tally: Tally) {
         let bytes = self.contents.stack_bytes;
-        let enough = tally.walked >= LEAST_WALKED && tally.cut * 100 >= tally.walked;
-        if self.grows && enough && bytes < MAX_STACK_BYTES {
+        // Copies of before it grew last say nothing of those of now.
+        let too_small = tally.cut * 100 >= tally.walked && tally.largest_cut > bytes / 2;
+        if self.grows && too_small && bytes < MAX_STACK_BYTES {
             // It goes on as before where that fails.
             let _ = self.copy_stacks((bytes * 2).min(MAX_STACK_BYTES));
         }
@@ -408,8 +393,8 @@ impl Sampler for PerfSampler {
 }
 
 impl Seen {
-    /// Takes a record, header first.
-    fn take(&mut self, record: &[u8], by_id: &HashMap<u64, Place>, batch: &mut Batch) {
+    /// Takes a record, header first, that begins there in what the batch keeps.
+    fn take(&mut self, record: &[u8], at: usize, by_id: &HashMap<u64, Place>, batch: &mut Batch) {
         if record.first_chunk() != Some(&SAMPLE.to_ne_bytes()) {
             let event = side_band::decode(without_id(record));
             batch.events.extend(event.map(|mut event| {
@@ -437,7 +422,7 @@ impl Seen {
             }
             Ok(sample) => {
                 self.taken += 1;
-                add(&sample, *number, batch);
+                add(&sample, at, *number, batch);
             }
             Err(_) => {
                 self.taken += 1;
@@ -448,7 +433,7 @@ impl Seen {
 }
 
 /// Adds a sample to those that are to be walked, or that the kernel has walked.
-fn add(sample: &PerfSample<'_>, event: u8, batch: &mut Batch) {
+fn add(sample: &PerfSample<'_>, at: usize, event: u8, batch: &mut Batch) {
     let start = batch.frames.len();
     batch.frames.extend(sample.user().take(if sample.compat { 1 } else { MAX_USER_FRAMES }));
     let user_frames = batch.frames.len() - start;
@@ -478,29 +463,8 @@ fn add(sample: &PerfSample<'_>, event: u8, batch: &mut Batch) {
         event,
         ..SampleHeader::default()
     };
-    let registers = sample.registers.as_ref();
-    let copied = registers.map(|registers| Copied { registers, stack: sample.stack });
-    batch.push(header, start, copied);
-}
-
-/// A ring for each of these CPUs, all of a size, as large as the user is allowed.
-fn rings(cpus: &[u32]) -> Result<BTreeMap<u32, PerfEvent>, SamplerError> {
-    let mut bytes = RING_BYTES;
-    loop {
-        let all = cpus.iter().map(|&cpu| Ok((cpu, PerfEvent::ring(cpu, bytes)?)));
-        match all.collect::<io::Result<_>>() {
-            Ok(rings) => return Ok(rings),
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) && bytes > LEAST_RING_BYTES => {
-                bytes /= 2;
-            }
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
-                return Err(SamplerError::Ring { kib: bytes >> 10, cpus: cpus.len(), error });
-            }
-            Err(error) => {
-                return Err(open_error(cpus.first().copied().unwrap_or(0), &Event::dummy(), error));
-            }
-        }
-    }
+    let stack = at + sample.stack.start..at + sample.stack.end;
+    batch.push(header, start, sample.registers.map(|registers| Copy { registers, stack }));
 }
 
 /// As many descriptors as this process may allow itself.

@@ -6,6 +6,8 @@
 
 use stackwire_collector_ebpf::arch::{PERF_IP, PERF_REGISTERS, REGISTERS};
 
+use std::ops::Range;
+
 use super::perf_event::Contents;
 use super::record::MalformedRecord;
 
@@ -28,8 +30,8 @@ pub struct PerfSample<'a> {
     pub registers: Option<Registers>,
     /// It is of a 32-bit program.
     pub compat: bool,
-    /// Memory from the stack pointer on.
-    pub stack: &'a [u8],
+    /// Where in the record memory from the stack pointer on is.
+    pub stack: Range<usize>,
     /// cgroup v2 id of the task; 0: it was not asked for.
     pub cgroup_id: u64,
 }
@@ -77,6 +79,7 @@ impl<'a> PerfSample<'a> {
     }
 
     fn read(words: &mut Words<'a>, copied: bool) -> Option<Self> {
+        let all_bytes = words.0.len();
         words.next()?; // the header
         words.next()?; // the number of the event
         let (pid, tid) = words.pair()?;
@@ -94,7 +97,7 @@ impl<'a> PerfSample<'a> {
             chain,
             registers: None,
             compat: false,
-            stack: &[],
+            stack: 0..0,
             cgroup_id: 0,
         };
         if !copied {
@@ -116,9 +119,10 @@ impl<'a> PerfSample<'a> {
         sample.compat = abi == ABI_32;
         let room = usize::try_from(words.next()?).ok()?;
         if room > 0 {
-            let bytes = words.bytes(room)?;
-            let copied = usize::try_from(words.next()?).ok()?;
-            sample.stack = bytes.get(..copied)?;
+            let start = all_bytes - words.0.len();
+            words.bytes(room)?;
+            let copied = usize::try_from(words.next()?).ok().filter(|&copied| copied <= room)?;
+            sample.stack = start..start + copied;
         }
         Some(sample)
     }
@@ -209,7 +213,8 @@ mod tests {
         let registers = sample.registers.unwrap();
         assert_eq!(registers.by_number[..8], [10, 11, 12, 13, 14, 15, 16, 17]);
         assert_eq!((registers.by_number[15], registers.ip), (25, 50));
-        assert_eq!((sample.stack, sample.compat), (&0xau64.to_ne_bytes()[..], false));
+        assert_eq!(whole[sample.stack], 0xau64.to_ne_bytes());
+        assert!(!sample.compat);
         let cut = &whole[..whole.len() - 8];
         assert!(PerfSample::decode(cut, &contents(16, false)).is_err());
         let with_cgroup = [&whole[..], &record(&[321])].concat();

@@ -28,6 +28,8 @@ const MAX_FILES: usize = 64;
 const AT_MOST: Duration = Duration::from_millis(50);
 /// Walks again when tables were replaced meanwhile.
 const TRIES: usize = 3;
+/// Stacks that say whether copies are large enough.
+const LEAST_WALKED: u64 = 20;
 /// Frames of ours that must be the kernel's, too, for its to be those of the same stack.
 const OVERLAP: usize = 2;
 
@@ -48,6 +50,8 @@ pub struct Tally {
     pub walked: u64,
     /// Those that the end of their copy ended.
     pub cut: u64,
+    /// Bytes of the largest copy of those.
+    pub largest_cut: u32,
 }
 
 impl CopiedStacks {
@@ -60,9 +64,10 @@ impl CopiedStacks {
         Ok(Self { tables: Reader::new(maps)?, code, guesses, tally: Tally::default() })
     }
 
-    /// How many stacks were walked since the last call.
-    pub fn take_tally(&mut self) -> Tally {
-        std::mem::take(&mut self.tally)
+    /// How many stacks were walked since the last call, once they are enough to tell whether copies
+    /// are large enough.
+    pub fn take_tally(&mut self) -> Option<Tally> {
+        (self.tally.walked >= LEAST_WALKED).then(|| std::mem::take(&mut self.tally))
     }
 
     /// Walks a stack of a process; leaf first into `frames`, as the eBPF programs write them.
@@ -89,7 +94,11 @@ impl CopiedStacks {
                 return user_end(end);
             }
             let end = self.go_on(process, by_frame_pointers, frames);
-            self.tally.cut += u64::from(end == UserEnd::CopyEnded);
+            if end == UserEnd::CopyEnded {
+                self.tally.cut += 1;
+                let bytes = copied.stack.len() as u32;
+                self.tally.largest_cut = self.tally.largest_cut.max(bytes);
+            }
             return end;
         }
         frames.truncate(1);
