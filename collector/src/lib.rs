@@ -63,5 +63,12 @@ pub mod fuzz {
     pub fn ring_record(bytes: &[u8]) {
         let _ = crate::sources::record::decode(bytes, &mut Vec::new());
         let _ = crate::sources::side_band::decode(bytes);
+        let _ = crate::sources::side_band::forked(bytes);
+        for stack_bytes in [0, 8] {
+            let kernel = crate::sources::perf_event::Kernel::WithStacks;
+            let contents =
+                crate::sources::perf_event::Contents { kernel, stack_bytes, cgroup: true };
+            let _ = crate::sources::perf_sample::PerfSample::decode(bytes, &contents);
+        }
     }
 }

@@ -20,9 +20,9 @@ const STACK_BYTES: u32 = 8 << 10;
 #[derive(Debug)]
 pub(super) enum Side {
     /// With eBPF.
-    Ebpf(EbpfSampler),
+    Ebpf(Box<EbpfSampler>),
     /// Through perf events, and why so.
-    Perf(PerfSampler, NoBpf),
+    Perf(Box<PerfSampler>, NoBpf),
 }
 
 impl Side {
@@ -30,23 +30,27 @@ impl Side {
     pub(super) fn start(config: &Config, filter: &Filter) -> Result<Self, SessionError> {
         let ebpf = || EbpfSampler::start(filter, &config.events, config.frequency);
         if config.needs_bpf() || config.source == Source::Bpf {
-            return Ok(Self::Ebpf(ebpf()?));
+            return Ok(Self::Ebpf(Box::new(ebpf()?)));
         }
         if config.source == Source::Perf {
-            return Ok(Self::Perf(perf(config)?, NoBpf::NotAsked));
+            return Ok(Self::Perf(Box::new(perf(config)?), NoBpf::NotAsked));
         }
         if let Some(why) = config.no_bpf() {
-            return Ok(Self::Perf(perf(config)?, why));
+            return Ok(Self::Perf(Box::new(perf(config)?), why));
         }
         let refused = match ebpf() {
-            Ok(sampler) => return Ok(Self::Ebpf(sampler)),
+            Ok(sampler) => return Ok(Self::Ebpf(Box::new(sampler))),
             Err(error) => error,
         };
         let Some(why) = refused.no_bpf() else { return Err(refused.into()) };
         match perf(config) {
-            Ok(sampler) => Ok(Self::Perf(sampler, why)),
+            Ok(sampler) => Ok(Self::Perf(Box::new(sampler), why)),
             // It takes the same capabilities to sample all processes.
-            Err(SessionError::Sampler(error)) if error.is(libc::EACCES) => Err(refused.into()),
+            Err(SessionError::Sampler(error))
+                if error.is(libc::EACCES) && config.scope == Scope::All =>
+            {
+                Err(refused.into())
+            }
             Err(SessionError::Sampler(error)) => {
                 Err(SamplerError::Neither { ebpf: Box::new(refused), perf: Box::new(error) }.into())
             }
@@ -83,8 +87,8 @@ impl Side {
     /// For the pipeline.
     pub(super) fn into_sampler(self) -> Box<dyn Sampler> {
         match self {
-            Self::Ebpf(sampler) => Box::new(sampler),
-            Self::Perf(sampler, _) => Box::new(sampler),
+            Self::Ebpf(sampler) => sampler,
+            Self::Perf(sampler, _) => sampler,
         }
     }
 }

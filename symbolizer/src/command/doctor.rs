@@ -49,6 +49,9 @@ pub fn run(arguments: &Doctor) -> Result<(), Failure> {
     Ok(())
 }
 
+/// What perf events alone do not tell.
+const WITHOUT_EBPF: &str = "CPU time is sampled through perf events, waits are not recorded";
+
 fn works(what: impl Into<String>) -> Finding {
     Finding { level: Level::Works, what: what.into(), advice: String::new() }
 }
@@ -93,8 +96,8 @@ fn btf() -> Finding {
     if Path::new("/sys/kernel/btf/vmlinux").exists() {
         works("kernel BTF: /sys/kernel/btf/vmlinux")
     } else {
-        prevents(
-            "kernel BTF: none",
+        limits(
+            format!("kernel BTF: none, so no eBPF; {WITHOUT_EBPF}"),
             "use a kernel built with CONFIG_DEBUG_INFO_BTF, as distribution kernels are",
         )
     }
@@ -103,8 +106,8 @@ fn btf() -> Finding {
 fn lockdown() -> Finding {
     let text = fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
     match text.split(['[', ']']).nth(1) {
-        Some("confidentiality") => prevents(
-            "kernel lockdown: confidentiality",
+        Some("confidentiality") => limits(
+            format!("kernel lockdown: confidentiality, so no eBPF; {WITHOUT_EBPF}"),
             "in this mode eBPF may not read kernel memory; boot with lockdown=integrity or none",
         ),
         Some(mode) => works(format!("kernel lockdown: {mode}")),
@@ -230,8 +233,8 @@ fn privilege(path: &Path, metadata: &fs::Metadata) -> Finding {
         None if running_as_root => {
             works("collector privileges: runs as root, drops what it does not need")
         }
-        None => prevents(
-            "collector privileges: none",
+        None => limits(
+            format!("collector privileges: none, so only your own processes; {WITHOUT_EBPF}"),
             "run `make install` as root, or: setcap cap_bpf,cap_perfmon,cap_syslog=ep on the collector",
         ),
     }
