@@ -16,6 +16,8 @@ mod beside;
 mod checkout;
 /// Servers of debug files, good and bad, and the cache.
 mod debuginfod;
+/// Events by perf's names, beside perf.
+mod events;
 /// Shares of time in programs whose answer is known.
 mod ground_truth;
 /// Frame pointers that are data, return addresses made up, threads that are gone: nothing guessed.

@@ -1,5 +1,6 @@
 //! The command line: arguments in, one validated [`Config`] and where it goes out.
 
+use std::ffi::CString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -20,8 +21,8 @@ use stackwire_collector::{
 /// CAP_PERFMON before it takes the first sample off the kernel.
 #[derive(Debug, Parser)]
 #[command(name = "stackwire-collector", version = VERSION, max_term_width = 100)]
-#[command(group(ArgGroup::new("scope").required(true).args(["pid", "all", "cgroup"])))]
-#[command(group(ArgGroup::new("destination").required(true).args(["to", "output"])))]
+#[command(group(ArgGroup::new("scope").required(true).args(["pid", "all", "cgroup", "list_events"])))]
+#[command(group(ArgGroup::new("destination").required(true).args(["to", "output", "list_events"])))]
 #[command(after_help = "Exit codes: 0 done, 1 the capture failed, 2 the command line is wrong.")]
 pub struct Args {
     /// Sample this process with all its threads (repeatable, or as "12,34").
@@ -38,7 +39,7 @@ pub struct Args {
     follow: bool,
     /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event
     /// is a series of its own.
-    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
+    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = str::parse::<Event>)]
     event: Vec<Event>,
     /// Record where threads wait: blocked time as the series off-cpu, and time they wait for a CPU
     /// as the series run-queue. Alone it takes no samples of events.
@@ -70,6 +71,16 @@ pub struct Args {
     /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     sample_rate: u32,
+    /// Take a sample of each so many occurrences of an event instead.
+    #[arg(long, short, value_name = "N", conflicts_with = "sample_rate")]
+    count: Option<u64>,
+    /// Of tracepoints, sample only occurrences whose fields fit: "prev_pid == 1".
+    #[arg(long, value_name = "FILTER")]
+    filter: Option<String>,
+    /// List the events there are on this host, one a line: group, tab, name. `stackwire events`
+    /// shows them.
+    #[arg(long, exclusive = true)]
+    list_events: bool,
     /// Record kernel stacks. Those of waits always are.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set)]
     kernel_stacks: bool,
@@ -137,6 +148,11 @@ pub struct Run {
 }
 
 impl Args {
+    /// Whether events are to be listed, and nothing else is to be done.
+    pub fn lists_events(&self) -> bool {
+        self.list_events
+    }
+
     /// Turns what was typed into what is run.
     pub fn into_run(self) -> Run {
         let scope = match self.cgroup {
@@ -159,6 +175,9 @@ impl Args {
         };
         config.off_cpu = self.offcpu.then_some(off_cpu);
         config.frequency = self.sample_rate;
+        config.count = self.count;
+        // No argument has a zero byte in it.
+        config.filter = self.filter.and_then(|filter| CString::new(filter).ok());
         config.kernel_stacks = self.kernel_stacks;
         config.source = self.source;
         config.stack_bytes = self.stack_bytes;

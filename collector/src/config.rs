@@ -1,6 +1,7 @@
 //! A validated configuration: what to sample, how, and where to send it. Nothing reads arguments
 //! after this; of the environment `host/mod.rs` reads who the collector's own pod is.
 
+use std::ffi::CString;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,8 @@ use crate::outbox::Limits;
 use crate::process::{has_ended, text};
 use crate::sampler::BTF_PATH;
 use crate::sink::Target;
+use crate::sources::perf_event::Sampled;
+use crate::sources::tracepoint::TracepointError;
 
 /// What is sampled.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,8 +64,13 @@ pub struct Config {
     pub off_cpu: Option<OffCpu>,
     /// How threads are scheduled, added up.
     pub sched: AddUp,
-    /// Samples of each a second and CPU.
+    /// Samples of each a second and CPU, without a `count`.
     pub frequency: u32,
+    /// A sample of each so many occurrences.
+    pub count: Option<u64>,
+    /// Of tracepoints only those occurrences are sampled whose fields fit, see
+    /// [`PerfEvent::set_filter`](crate::sources::perf_event::PerfEvent::set_filter).
+    pub filter: Option<CString>,
     /// Record kernel stacks.
     pub kernel_stacks: bool,
     /// With what samples are taken.
@@ -147,6 +155,23 @@ pub enum ConfigError {
         "this is not the host's pid namespace, so pids here are not those the kernel samples; run the collector with hostPID: true (Kubernetes) or --pid=host (Docker)"
     )]
     PidNamespace,
+    /// Count 0.
+    #[error("a sample of each 0 events is none; 1 takes every event")]
+    CountZero,
+    /// A filter without a tracepoint.
+    #[error("a filter is of tracepoints, and none is sampled: add one, as sched:sched_switch")]
+    NothingToFilter,
+    /// Tracepoints are perf's.
+    #[error("tracepoints are sampled through perf events: leave out the source")]
+    NeedsPerf,
+    /// Tracepoints and waits.
+    #[error(
+        "tracepoints and waits are recorded in two captures: the first through perf events, the second with eBPF"
+    )]
+    NeedsBoth,
+    /// A tracepoint that is none here.
+    #[error(transparent)]
+    Tracepoint(TracepointError),
     /// A copy that is none.
     #[error("stacks are copied in multiples of 8 bytes, 1 to 63 KiB of them")]
     StackBytes,
@@ -179,6 +204,8 @@ impl Config {
             off_cpu: None,
             sched: AddUp::Nothing,
             frequency: 99,
+            count: None,
+            filter: None,
             kernel_stacks: true,
             source: Source::default(),
             stack_bytes: None,
@@ -220,9 +247,15 @@ impl Config {
             if self.events[..index].contains(event) {
                 return Err(ConfigError::EventTwice(event.name.clone()));
             }
-            if event.perf.is_none() {
+            if event.perf.is_none() && !event.is_tracepoint() {
                 return Err(ConfigError::NotSampled(event.name.clone()));
             }
+        }
+        if self.count == Some(0) {
+            return Err(ConfigError::CountZero);
+        }
+        if self.filter.is_some() && !self.needs_perf() {
+            return Err(ConfigError::NothingToFilter);
         }
         if self.duration.is_some_and(|duration| duration.is_zero()) {
             return Err(ConfigError::NoDuration);
@@ -246,6 +279,9 @@ impl Config {
         }
         match (self.source, self.no_bpf()) {
             (Source::Perf, _) if self.needs_bpf() => Err(ConfigError::NeedsBpf),
+            _ if self.needs_perf() && self.needs_bpf() => Err(ConfigError::NeedsBoth),
+            (Source::Bpf, _) if self.needs_perf() => Err(ConfigError::NeedsPerf),
+            _ if self.needs_perf() => Ok(()),
             (Source::Auto, _) if !self.needs_bpf() => Ok(()),
             (Source::Auto | Source::Bpf, Some(NoBpf::NoBtf)) => Err(ConfigError::NoBtf),
             (Source::Auto | Source::Bpf, Some(_)) => Err(ConfigError::PidNamespace),
@@ -257,6 +293,18 @@ impl Config {
     #[must_use]
     pub fn needs_bpf(&self) -> bool {
         self.off_cpu.is_some() || self.sched != AddUp::Nothing
+    }
+
+    /// Whether an event is sampled that eBPF programs of perf events do not see.
+    #[must_use]
+    pub fn needs_perf(&self) -> bool {
+        self.events.iter().any(Event::is_tracepoint)
+    }
+
+    /// When events take a sample.
+    #[must_use]
+    pub fn sampled(&self) -> Sampled {
+        self.count.map_or(Sampled::PerSecond(self.frequency), Sampled::EachOf)
     }
 
     /// What of this host is in the way of eBPF, as far as can be told without trying.
@@ -343,8 +391,21 @@ mod tests {
         assert_eq!(config.check(), Err(ConfigError::EventTwice("cpu-clock".to_owned())));
         config.events = Vec::new();
         assert_eq!(config.check(), Err(ConfigError::Events(0)));
+        config.events = vec![Event::by_name("no such event")];
+        assert_eq!(config.check(), Err(ConfigError::NotSampled("no such event".to_owned())));
         config.events = vec![Event::by_name("sched:x")];
-        assert_eq!(config.check(), Err(ConfigError::NotSampled("sched:x".to_owned())));
+        config.source = Source::Bpf;
+        assert_eq!(config.check(), Err(ConfigError::NeedsPerf));
+        config.source = Source::Auto;
+        assert_eq!(config.check(), Ok(()));
+        config.count = Some(0);
+        assert_eq!(config.check(), Err(ConfigError::CountZero));
+        config.count = None;
+        config.filter = Some(c"prev_pid == 1".to_owned());
+        assert_eq!(config.check(), Ok(()));
+        config.events = vec![clock.clone()];
+        assert_eq!(config.check(), Err(ConfigError::NothingToFilter));
+        config.filter = None;
         config.events = vec![clock];
         config.duration = Some(Duration::ZERO);
         assert_eq!(config.check(), Err(ConfigError::NoDuration));

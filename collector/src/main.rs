@@ -3,7 +3,7 @@
 mod cli;
 
 use std::fmt::Display;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,11 @@ use stackwire_collector::{ConfigError, Helpers, Session, SessionError};
 
 fn main() -> ExitCode {
     stackwire_rights::memory::give_back_large_blocks();
-    let run = cli::Args::parse().into_run();
+    let arguments = cli::Args::parse();
+    if arguments.lists_events() {
+        return list_events().map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS);
+    }
+    let run = arguments.into_run();
     // Before there is a second thread.
     let helpers = Helpers::start();
     match capture(run, helpers) {
@@ -31,6 +35,10 @@ fn main() -> ExitCode {
                     | ConfigError::Threshold(_)
                     | ConfigError::NoDuration
                     | ConfigError::StackBytes
+                    | ConfigError::CountZero
+                    | ConfigError::NothingToFilter
+                    | ConfigError::NeedsPerf
+                    | ConfigError::NeedsBoth
                     | ConfigError::NeedsBpf,
                 ) => ExitCode::from(2),
                 _ => ExitCode::FAILURE,
@@ -88,6 +96,21 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
         }
     }
     Ok(())
+}
+
+/// Group and name of each event there is; a group whose names are not known comes with the reason.
+fn list_events() -> io::Result<()> {
+    let listed = stackwire_collector::list_events();
+    let mut out = io::stdout().lock();
+    for (group, name, is_there) in listed.named {
+        if is_there {
+            writeln!(out, "{}\t{name}", group.name())?;
+        }
+    }
+    match listed.tracepoints {
+        Ok(names) => names.iter().try_for_each(|name| writeln!(out, "tracepoint\t{name}")),
+        Err(error) => writeln!(out, "tracepoint\t\t{error}"),
+    }
 }
 
 /// Says it on standard error. `eprintln!` would panic when nobody listens any more.

@@ -8,6 +8,7 @@ mod build_id;
 mod event;
 mod executable;
 mod machine;
+pub mod perf_events;
 pub mod profile;
 mod reason;
 mod sampling;

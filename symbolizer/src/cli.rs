@@ -37,6 +37,8 @@ pub enum Command {
     Cache(CacheCommand),
     /// Check this host: kernel, permissions, collector.
     Doctor(Doctor),
+    /// List the events of this host that can be sampled.
+    Events(Events),
     /// Wait for a word on a socket, then become a command. `record -- command` uses it.
     #[command(hide = true)]
     Launch(Launch),
@@ -89,10 +91,17 @@ pub struct Record {
     /// Samples of each event a second on each CPU.
     #[arg(long, short = 'F', value_name = "HZ", default_value_t = 99)]
     pub sample_rate: u32,
+    /// Take a sample of each so many occurrences of an event instead.
+    #[arg(long, short, value_name = "N", conflicts_with = "sample_rate", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
     /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event
-    /// is a series of its own.
-    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = PossibleValuesParser::new(Event::names()).try_map(|name| name.parse::<Event>()))]
+    /// is a series of its own. `stackwire events` lists those of this host: of software, of the
+    /// hardware, of its caches, tracepoints as sched:sched_switch; r01c2 is a raw one.
+    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = str::parse::<Event>)]
     pub event: Vec<Event>,
+    /// Of tracepoints, sample only occurrences whose fields fit: "prev_pid == 1".
+    #[arg(long, value_name = "FILTER")]
+    pub filter: Option<String>,
     /// With what samples are taken: with eBPF, which takes CAP_BPF and CAP_PERFMON (bpf); through
     /// perf events alone, which need no capability for your own processes (perf); with eBPF, and
     /// where it is refused through perf events (auto).
@@ -488,6 +497,15 @@ pub enum Sort {
     #[value(name = "self")]
     Own,
     Total,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Events {
+    /// Only those with this text in their names.
+    pub pattern: Option<String>,
+    /// The collector that looks, instead of the one beside this program or in PATH.
+    #[arg(long, value_name = "FILE")]
+    pub collector: Option<PathBuf>,
 }
 
 #[derive(Debug, ClapArgs)]

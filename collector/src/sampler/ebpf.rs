@@ -78,7 +78,12 @@ impl EbpfSampler {
     ///
     /// # Errors
     /// See [`SamplerError`].
-    pub fn start(filter: &Filter, kinds: &[Event], frequency: u32) -> Result<Self, SamplerError> {
+    pub fn start(
+        filter: &Filter,
+        kinds: &[Event],
+        frequency: u32,
+        sampled: Sampled,
+    ) -> Result<Self, SamplerError> {
         let cpus = online_cpus()?;
         let mut filter = filter.clone();
         let counters: Vec<PerfCounter> =
@@ -96,10 +101,10 @@ impl EbpfSampler {
             let (sums, places, running) = object.take_sched_sums()?;
             sched = Some(SchedSums::new(sums, places, running, counting)?);
         }
-        let mut kinds: Vec<Kind> = kinds.iter().map(|kind| Kind::new(kind, frequency)).collect();
+        let mut kinds: Vec<Kind> = kinds.iter().map(|kind| Kind::new(kind, sampled)).collect();
         if kinds.is_empty() {
             // For its ring, that tells of processes and mappings.
-            kinds.push(Kind { event: Event::dummy(), when: Sampled::Never });
+            kinds.push(Kind { event: Event::dummy(), when: Sampled::Never, paced: false });
         }
         let mut sampler = Self {
             object,
@@ -192,14 +197,14 @@ impl EbpfSampler {
     fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
         let mut events: Vec<PerfEvent> = Vec::with_capacity(self.kinds.len());
         let mut paces = Vec::new();
-        for (number, Kind { event: kind, when }) in self.kinds.iter().enumerate() {
+        for (number, Kind { event: kind, when, paced }) in self.kinds.iter().enumerate() {
             let error = |error| open_error(cpu, kind, error);
             let perf = kind.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
             let mut event = PerfEvent::open(cpu, perf, *when, events.first()).map_err(error)?;
             if *when != Sampled::Never {
                 event.set_program(self.object.sampling_program(number)?).map_err(error)?;
             }
-            if let Sampled::EachOf(_) = when {
+            if *paced {
                 let pace = Pace::new(self.object.overflows(cpu, number), Instant::now());
                 paces.push(((cpu, number), pace));
             }

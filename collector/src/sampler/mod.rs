@@ -81,6 +81,16 @@ pub enum SamplerError {
         /// Without.
         perf: Box<Self>,
     },
+    /// A filter that is none.
+    #[error(
+        "the kernel does not take this filter for {event}: {error}; write it as \"prev_pid == 1 && prev_comm ~ 'sh*'\" with fields of the tracepoint"
+    )]
+    Filter {
+        /// Name of the event.
+        event: String,
+        /// What the kernel said.
+        error: io::Error,
+    },
     /// No memory for rings.
     #[error(
         "cannot map a ring of perf events of {kib} KiB on each of {cpus} CPUs: {error}; end other profilers of this user, or raise sysctl kernel.perf_event_mlock_kb or `ulimit -l`"
@@ -177,16 +187,17 @@ pub trait Sampler: fmt::Debug {
 struct Kind {
     event: Event,
     when: Sampled,
+    /// It is a period that changes.
+    paced: bool,
 }
 
 impl Kind {
-    fn new(event: &Event, frequency: u32) -> Self {
-        let when = if event.is_counted_singly() {
-            Sampled::EachOf(Pace::FIRST)
-        } else {
-            Sampled::PerSecond(frequency)
-        };
-        Self { event: event.clone(), when }
+    /// With eBPF, events that the kernel counts one by one have a period that follows their pace:
+    /// `Picker` chooses among them.
+    fn new(event: &Event, sampled: Sampled) -> Self {
+        let paced = event.is_counted_singly() && matches!(sampled, Sampled::PerSecond(_));
+        let when = if paced { Sampled::EachOf(Pace::FIRST) } else { sampled };
+        Self { event: event.clone(), when, paced }
     }
 }
 

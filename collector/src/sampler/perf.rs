@@ -6,6 +6,7 @@
 //! kernel/events/core.c).
 
 use std::collections::{BTreeSet, HashMap};
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::time::Duration;
@@ -54,6 +55,8 @@ pub enum Tasks {
 pub struct PerfSampler {
     tasks: Tasks,
     kinds: Vec<Kind>,
+    /// Of the tracepoints among them.
+    filter: Option<CString>,
     contents: Contents,
     /// Copies may become larger.
     grows: bool,
@@ -106,16 +109,18 @@ impl PerfSampler {
     pub fn start(
         tasks: Tasks,
         kinds: &[Event],
-        frequency: u32,
+        sampled: Sampled,
+        filter: Option<CString>,
         contents: Contents,
         grows: bool,
     ) -> Result<Self, SamplerError> {
         let cpus = online_cpus()?;
-        let sampled = Sampled::PerSecond(frequency);
-        let kinds = kinds.iter().map(|event| Kind { event: event.clone(), when: sampled });
+        let kind = |event: &Event| Kind { event: event.clone(), when: sampled, paced: false };
+        let kinds = kinds.iter().map(kind);
         let mut sampler = Self {
             tasks,
             kinds: kinds.collect(),
+            filter,
             contents,
             grows,
             rings: Rings::start(&cpus)?,
@@ -247,7 +252,8 @@ impl PerfSampler {
         let opened = self.open(cpu, tid);
         let Err(error) = &opened else { return Ok(()) };
         let wanted = self.contents;
-        if error.is(libc::EACCES) && wanted.kernel != Kernel::Excluded {
+        let of_kernel = self.kinds.iter().any(|kind| kind.event.is_tracepoint());
+        if error.is(libc::EACCES) && wanted.kernel != Kernel::Excluded && !of_kernel {
             self.contents.kernel = Kernel::Excluded;
         } else if error.is(libc::EINVAL) && wanted.cgroup {
             self.contents.cgroup = false;
@@ -267,7 +273,7 @@ impl PerfSampler {
             Tasks::Processes { follow } => Watched::Thread { tid, children: *follow },
             Tasks::Cgroup(directory) => Watched::Cgroup(directory),
         };
-        for (number, Kind { event, when }) in self.kinds.iter().enumerate() {
+        for (number, Kind { event, when, .. }) in self.kinds.iter().enumerate() {
             let error = |error| open_error(cpu, event, error);
             let perf = event.perf.ok_or_else(|| error(io::ErrorKind::Unsupported.into()))?;
             let first = number == 0;
@@ -276,6 +282,11 @@ impl PerfSampler {
                 PerfEvent::open_copying(cpu, perf, *when, watched, contents, ring, first)
             });
             let Some(opened) = opened.map_err(error)? else { return Ok(()) };
+            if let Some(filter) = self.filter.as_deref().filter(|_| event.is_tracepoint()) {
+                let event = || event.name.clone();
+                let failed = |error| SamplerError::Filter { event: event(), error };
+                opened.set_filter(filter).map_err(failed)?;
+            }
             let place = Place { number: number as u8, contents: self.contents };
             self.by_id.insert(opened.id(), place);
             self.events.push(OnCpu { cpu, event: opened });

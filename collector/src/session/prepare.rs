@@ -171,12 +171,13 @@ pub(super) fn prepare(
 fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), SessionError> {
     let mut sampling = Sampling {
         events: config.series(),
-        frequency: config.frequency,
+        frequency: if config.count.is_some() { 0 } else { config.frequency },
         kernel_stacks: config.kernel_stacks,
         ..Sampling::default()
     };
     let mut filter = Filter { events: config.events.len(), ..Filter::default() };
     let counted = config.events.iter().enumerate().filter(|(_, event)| event.is_counted_singly());
+    let counted = counted.filter(|_| config.count.is_none());
     filter.config.counted = counted.fold(0, |bits, (index, _)| bits | 1 << index);
     filter.config.interval_ns = 1_000_000_000 / config.frequency.max(1);
     if let Some(off_cpu) = &config.off_cpu {

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use stackwire_model::{NoBpf, Source, Unwind as Walk};
 
 use super::{SessionError, as_user};
-use crate::config::{Config, Scope};
+use crate::config::{Config, ConfigError, Scope};
 use crate::helpers::broker::Broker;
 use crate::sampler::{EbpfSampler, Filter, PerfSampler, Sampler, SamplerError, Tasks};
 use crate::sources::perf_event::{Contents, Kernel};
+use crate::sources::tracepoint;
 use crate::unwind::{CopiedStacks, Descriptors};
 
 /// Bytes of user stacks that are copied at first: of programs of a few dozen frames nearly all.
@@ -28,11 +29,12 @@ pub(super) enum Side {
 impl Side {
     /// Starts it. Through perf events, samples of processes come once they are admitted.
     pub(super) fn start(config: &Config, filter: &Filter) -> Result<Self, SessionError> {
-        let ebpf = || EbpfSampler::start(filter, &config.events, config.frequency);
+        let ebpf =
+            || EbpfSampler::start(filter, &config.events, config.frequency, config.sampled());
         if config.needs_bpf() || config.source == Source::Bpf {
             return Ok(Self::Ebpf(Box::new(ebpf()?)));
         }
-        if config.source == Source::Perf {
+        if config.source == Source::Perf || config.needs_perf() {
             return Ok(Self::Perf(Box::new(perf(config)?), NoBpf::NotAsked));
         }
         if let Some(why) = config.no_bpf() {
@@ -108,5 +110,10 @@ fn perf(config: &Config) -> Result<PerfSampler, SessionError> {
     let kernel = if config.kernel_stacks { Kernel::WithStacks } else { Kernel::WithoutStacks };
     let contents = Contents { kernel, stack_bytes, cgroup: true };
     let grows = stack_bytes > 0 && config.stack_bytes.is_none();
-    Ok(PerfSampler::start(tasks, &config.events, config.frequency, contents, grows)?)
+    let (sampled, filter) = (config.sampled(), config.filter.clone());
+    let events = config.events.iter().map(|event| {
+        if event.is_tracepoint() { tracepoint::find(event) } else { Ok(event.clone()) }
+    });
+    let events: Vec<_> = events.collect::<Result<_, _>>().map_err(ConfigError::Tracepoint)?;
+    Ok(PerfSampler::start(tasks, &events, sampled, filter, contents, grows)?)
 }

@@ -8,3 +8,4 @@ pub mod perf_event;
 pub mod perf_sample;
 pub mod record;
 pub mod side_band;
+pub mod tracepoint;

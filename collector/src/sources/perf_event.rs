@@ -8,6 +8,7 @@
 //! The system calls are perf-event2's; those it has no method for are of the crate below it.
 //! Decodes nothing: `side_band.rs` and `perf_sample.rs` do. Called by `sampler/`.
 
+use std::ffi::CStr;
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -190,6 +191,25 @@ impl PerfEvent {
         let mut builder = builder(cpu, event, Sampled::Never);
         builder.any_pid().exclude_kernel(false).exclude_hv(false).enabled(true);
         Ok(Self { event: Opened::Counter(builder.build()?), enabled: Duration::ZERO })
+    }
+
+    /// Whether this process may count this event of itself, in user mode at least.
+    #[must_use]
+    pub fn is_there(event: PerfType) -> bool {
+        let mut builder = builder(0, event, Sampled::Never);
+        builder.observe_self().any_cpu().exclude_kernel(true).exclude_hv(true);
+        builder.build().is_ok()
+    }
+
+    /// Has a tracepoint count only where its fields fit, as the kernel's
+    /// Documentation/trace/events.rst writes it: `prev_pid == 1`.
+    ///
+    /// # Errors
+    /// The ioctl's: `EINVAL` for a filter the kernel does not understand, or of no tracepoint.
+    pub fn set_filter(&self, filter: &CStr) -> io::Result<()> {
+        // SAFETY: the descriptor is open and the text is there for the length of the call, which
+        // only reads it.
+        check(unsafe { ioctls::SET_FILTER(self.counter().as_raw_fd(), filter.as_ptr().cast_mut()) })
     }
 
     fn with_ring(counter: Counter, bytes: usize) -> io::Result<Self> {

@@ -188,6 +188,10 @@ fn rest_of<'a>(ours: &[u64], theirs: &'a [u64]) -> Option<&'a [u64]> {
     if let Some(rest) = theirs.strip_prefix(ours) {
         return (!rest.is_empty()).then_some(rest);
     }
+    let tail = &ours[ours.len().checked_sub(OVERLAP)?..];
+    if ours.windows(OVERLAP).filter(|frames| *frames == tail).count() > 1 {
+        return None;
+    }
     // Frame pointers miss frames.
     let agree = |end: &usize| {
         let same = ours.iter().rev().zip(theirs[..*end].iter().rev());

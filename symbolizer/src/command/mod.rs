@@ -4,6 +4,7 @@ mod advice;
 mod beginning;
 mod cache;
 mod doctor;
+mod events;
 mod launch;
 mod output;
 mod place;
@@ -49,6 +50,10 @@ pub fn run(command: Command) -> Result<(), Failure> {
             cache::run(&arguments)
         }
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Events(arguments) => {
+            place::confine()?;
+            events::run(&arguments)
+        }
         Command::Launch(arguments) => launch::run(&arguments),
         Command::Place => place::run(),
     }

@@ -190,6 +190,8 @@ fn start(
         .buildid_dir(arguments.outputs.perf_buildid_dir.clone())
         .timeline(arguments.outputs.perf_data_output.is_some())
         .sample_rate(arguments.sample_rate)
+        .count(arguments.count)
+        .filter(arguments.filter.clone())
         .kernel_stacks(arguments.kernel_stacks)
         .events(arguments.event.clone())
         .unwind(arguments.unwind)

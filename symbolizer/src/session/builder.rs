@@ -28,6 +28,8 @@ pub struct Builder {
     pub(super) profile: bool,
     pub(super) frequency: u32,
     pub(super) events: Vec<Event>,
+    pub(super) count: Option<u64>,
+    pub(super) filter: Option<String>,
     pub(super) off_cpu: Option<OffCpu>,
     pub(super) sched: AddUp,
     pub(super) kernel_stacks: bool,
@@ -52,6 +54,8 @@ impl Builder {
             profile: false,
             frequency: 99,
             events: vec![Event::cpu_clock()],
+            count: None,
+            filter: None,
             off_cpu: None,
             sched: AddUp::Nothing,
             kernel_stacks: true,
@@ -133,6 +137,20 @@ impl Builder {
     #[must_use]
     pub fn events(mut self, events: Vec<Event>) -> Self {
         self.events = events;
+        self
+    }
+
+    /// Takes a sample of each so many occurrences of an event, not so many a second.
+    #[must_use]
+    pub fn count(mut self, count: Option<u64>) -> Self {
+        self.count = count;
+        self
+    }
+
+    /// Samples only those occurrences of tracepoints whose fields fit, as `prev_pid == 1`.
+    #[must_use]
+    pub fn filter(mut self, filter: Option<String>) -> Self {
+        self.filter = filter;
         self
     }
 
@@ -255,9 +273,15 @@ impl Builder {
         if let Some(bytes) = self.stack_bytes {
             command.arg(format!("--stack-bytes={bytes}"));
         }
+        match self.count {
+            Some(count) => drop(command.arg(format!("--count={count}"))),
+            None => drop(command.arg(format!("--sample-rate={}", self.frequency))),
+        }
+        if let Some(filter) = &self.filter {
+            command.arg(format!("--filter={filter}"));
+        }
         let events: Vec<&str> = self.events.iter().map(|event| event.name.as_str()).collect();
         command
-            .arg(format!("--sample-rate={}", self.frequency))
             .arg(format!("--event={}", events.join(",")))
             .arg(format!("--kernel-stacks={}", self.kernel_stacks))
             .arg(format!("--unwind={}", self.unwind.name()))

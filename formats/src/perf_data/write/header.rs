@@ -187,8 +187,11 @@ fn attributes(series: &Series, kernel_stacks: bool) -> Vec<u8> {
     // for waits: as `perf record --off-cpu` has it.
     let wait = series.event.is_wait;
     let other = PerfType { kind: 1, config: if wait { 10 } else { 0 } };
-    let PerfType { kind, config } = series.event.perf.unwrap_or(other);
-    let flags = if wait { FLAGS & !FREQUENCY } else { FLAGS };
+    // Numbers of tracepoints are of a host, and perf wants a description of their fields.
+    let perf = series.event.perf.filter(|_| !series.event.is_tracepoint());
+    let other = if series.event.is_tracepoint() { PerfType { kind: 1, config: 10 } } else { other };
+    let PerfType { kind, config } = perf.unwrap_or(other);
+    let flags = if series.frequency == 0 { FLAGS & !FREQUENCY } else { FLAGS };
     let flags = flags | if kernel_stacks { 0 } else { EXCLUDE_KERNEL };
     let mut out = Vec::with_capacity(ATTR);
     let kind = u64::from(kind) | (ATTR as u64) << 32;

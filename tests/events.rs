@@ -1,0 +1,167 @@
+//! Events by perf's names: software, hardware, raw, tracepoints with filters, beside perf.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::{Pprof, Ran, binary, privileged, run, stackwire};
+
+/// Sleeps 400 times, each for a millisecond.
+const SLEEPS: &str = "import time\nfor _ in range(400): time.sleep(0.001)";
+/// Touches 3,000 pages.
+const TOUCHES: &str =
+    "import mmap\nm = mmap.mmap(-1, 3000 * 4096)\nfor i in range(3000): m[i * 4096] = 1";
+
+/// Runs a command where tracefs is mounted.
+fn with_tracefs(program: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new("unshare");
+    let mount = "mount -t tracefs none /sys/kernel/tracing && exec \"$@\"";
+    command.args(["-m", "sh", "-c", mount, "sh"]).arg(program).args(arguments);
+    command
+}
+
+/// Records a Python script with these options; how many events there were, those among them that
+/// were lost and counted.
+#[track_caller]
+fn recorded(options: &[&str], script: &str) -> u64 {
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("x.pb.gz");
+    let output_option = format!("--profile-output={}", output.display());
+    let fixed = ["record", "--profile", &output_option];
+    let command = ["--", "/usr/bin/python3", "-S", "-c", script];
+    let arguments = [&fixed[..], options, &command].concat();
+    let ran = Ran::of(&mut with_tracefs(&binary("stackwire"), &arguments)).succeeded();
+    let lost = ran.stderr.split(" lost").next().unwrap().rsplit(' ').next().unwrap();
+    Pprof::read(&output).count() + lost.parse::<u64>().unwrap()
+}
+
+/// How many of an event perf records of it.
+fn perfs(event: &str, script: &str) -> u64 {
+    let directory = tempfile::tempdir().unwrap();
+    let data = directory.path().join("perf.data");
+    let data = data.to_str().unwrap();
+    let perf = Path::new("/usr/bin/perf");
+    let record = ["record", "-q", "-c", "1", "-m", "4096", "-e", event, "-o", data, "--"];
+    let python = ["/usr/bin/python3", "-S", "-c", script];
+    run(&mut with_tracefs(perf, &[&record[..], &python].concat()));
+    let (text, _) = run(&mut with_tracefs(perf, &["script", "-i", data, "-F", "event"]));
+    text.lines().filter(|line| line.contains(event)).count() as u64
+}
+
+#[test]
+fn each_event_is_sampled_as_often_as_by_perf() {
+    if !privileged() {
+        return;
+    }
+    for (event, script) in [
+        ("sched:sched_switch", SLEEPS),
+        ("context-switches", SLEEPS),
+        ("page-faults", TOUCHES),
+        ("minor-faults", TOUCHES),
+        ("syscalls:sys_enter_clock_nanosleep", SLEEPS),
+    ] {
+        let theirs = perfs(event, script);
+        for source in ["auto", "perf"] {
+            let source_option = format!("--source={source}");
+            let options = ["--count=1", "--event", event, &source_option];
+            let ours = recorded(&options, script);
+            eprintln!("{event}: {ours} samples, perf {theirs}");
+            // Of Python's start and end some differ from run to run.
+            let apart = ours.abs_diff(theirs);
+            assert!(
+                theirs > 300 && apart <= theirs / 50 + 12,
+                "{event}, {source}: {ours}, {theirs}"
+            );
+        }
+    }
+}
+
+#[test]
+fn filters_choose_among_occurrences_of_a_tracepoint() {
+    if !privileged() {
+        return;
+    }
+    let event = ["--count=1", "--event=sched:sched_switch"];
+    let filter = ["--filter", "prev_comm ~ \"python*\" && prev_state != 0"];
+    let found = recorded(&[&event[..], &filter].concat(), SLEEPS);
+    assert!((395..450).contains(&found), "{found}");
+    let refused = |options: &[&str]| {
+        let fixed = ["record", "--profile", "--profile-output=/tmp/never.pb.gz"];
+        let command = ["--", "/usr/bin/python3", "-S", "-c", SLEEPS];
+        let arguments = [&fixed[..], options, &command].concat();
+        Ran::of(&mut with_tracefs(&binary("stackwire"), &arguments))
+    };
+    refused(&[&event[..], &["--filter", "no_such_field == 1"]].concat())
+        .failed(1, "the kernel does not take this filter for sched:sched_switch");
+    refused(&["--filter", "prev_pid == 1"]).failed(2, "a filter is of tracepoints");
+    refused(&["--event=sched:no_such_event"])
+        .failed(1, "this kernel has no tracepoint sched:no_such_event");
+    refused(&["--event=sched:sched_switch", "--source=bpf"]).failed(2, "through perf events");
+    refused(&["--event=sched:sched_switch", "--offcpu"]).failed(2, "two captures");
+    refused(&["--event=cpu-clocks"]).failed(2, "perf knows no event of this name");
+    refused(&["--event=cpu-clock", "--count=0"]).failed(2, "--count");
+}
+
+/// What stacks a tracepoint is met with, and that perf reads what was written of it.
+#[test]
+fn a_tracepoint_has_stacks_and_perf_reads_them() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let outputs = [
+        format!("--profile-output={}", at("x.pb.gz").display()),
+        format!("--perf-data-output={}", at("perf.data").display()),
+    ];
+    let fixed = ["record", "--profile", "--event=sched:sched_switch", "--count=1"];
+    let script = "import time\nfor _ in range(40): time.sleep(0.001)";
+    let rest = [&outputs[0], &outputs[1], "--", "/usr/bin/python3", "-S", "-c", script];
+    let arguments = [&fixed[..], &rest].concat();
+    Ran::of(&mut with_tracefs(&binary("stackwire"), &arguments)).succeeded();
+    let profile = Pprof::read(&at("x.pb.gz"));
+    assert!(profile.kinds.contains(&"sched:sched_switch/count".to_owned()), "{:?}", profile.kinds);
+    let sleeps = profile.samples.iter().filter(|sample| {
+        let functions = profile.functions(sample);
+        let has = |wanted: &str| functions.iter().any(|function| function.contains(wanted));
+        has("schedule") && has("clock_nanosleep") && has("_PyEval_EvalFrameDefault")
+    });
+    let sleeps: u64 = sleeps.map(|sample| sample.count).sum();
+    assert!(sleeps >= 38, "{sleeps} sleeps of 40 have both stacks");
+    let data = at("perf.data");
+    let (text, _) = run(Command::new("perf").args(["script", "-F", "event,ip", "-i"]).arg(&data));
+    assert!(text.matches("sched:sched_switch").count() >= 38, "{text}");
+}
+
+#[test]
+fn events_of_this_host_are_listed() {
+    if !privileged() {
+        return;
+    }
+    let listed = Ran::of(&mut with_tracefs(&binary("stackwire"), &["events"])).succeeded().stdout;
+    assert!(
+        listed.contains("software events:\n  cpu-clock\n  task-clock\n  page-faults"),
+        "{listed}"
+    );
+    assert!(listed.contains("\n  sched:sched_switch\n"), "{listed}");
+    let has_cycles = Path::new("/sys/bus/event_source/devices/cpu").exists();
+    assert_eq!(listed.contains("\n  cycles\n"), has_cycles, "{listed}");
+    let few = Ran::of(&mut with_tracefs(&binary("stackwire"), &["events", "sched_sw"]));
+    let few = few.succeeded().stdout;
+    assert!(few.contains("  sched:sched_switch\n") && !few.contains("cpu-clock"), "{few}");
+    // Where tracefs is not mounted, what to do.
+    if !Path::new("/sys/kernel/tracing/events").exists() {
+        let said = stackwire(["events"]).succeeded().stdout;
+        assert!(said.contains("mount -t tracefs") || said.contains("sched:sched_switch"), "{said}");
+    }
+    // A raw event that no hardware here counts.
+    let ran = stackwire([
+        "record",
+        "--all",
+        "--duration=1s",
+        "--event=r01c2",
+        "--profile-output=/tmp/never.pb.gz",
+    ]);
+    if !has_cycles {
+        ran.failed(1, "this machine has no counter for it");
+    }
+}
