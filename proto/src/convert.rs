@@ -381,8 +381,8 @@ mod tests {
 
     #[test]
     fn events_survive_their_way_and_format_1_has_one() {
-        for name in Event::names() {
-            let event = Event::by_name(name);
+        for named in stackwire_model::perf_events::all() {
+            let event = Event::by_name(&named.name);
             assert_eq!(Event::from(&v1::Event::from(&event)), event);
         }
         let old = v1::Sampling { event: "cycles".to_owned(), ..Default::default() };

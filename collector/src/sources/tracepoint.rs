@@ -48,7 +48,7 @@ pub fn find(event: &Event) -> Result<Event, TracepointError> {
     let path = place()?.join(system).join(point).join("id");
     let unreadable = |error: String| TracepointError::Unreadable { name: name.clone(), error };
     let id = match std::fs::read_to_string(path) {
-        Ok(text) => text.trim().parse().map_err(|_| unreadable(format!("it is {text:?}")))?,
+        Ok(text) => text.trim().parse().map_err(|_not| unreadable(format!("it is {text:?}")))?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Err(TracepointError::Unknown(name));
         }
