@@ -76,8 +76,8 @@ pub enum RecordKind {
     /// A stack that threads wait with: a user stack, or a kernel stack, which is of no process.
     /// `period` is its number, a hash: waits refer to it.
     Stack = 1,
-    /// A wait that is over. Its words are those of a [`Wait`](crate::Wait), in place of frames, or of a
-    /// [`Woken`](crate::Woken).
+    /// A wait that is over. Its words are those of a [`Wait`](crate::Wait), in place of frames, or
+    /// of a [`Woken`](crate::Woken).
     Wait = 2,
 }
 
@@ -159,7 +159,8 @@ pub enum Counter {
     WaitsLost = 5,
     /// Nanoseconds of those.
     WaitsLostNs = 6,
-    /// Waits of threads that [`MAX_WAITING`](crate::MAX_WAITING) has no room for, for an event or for a CPU.
+    /// Waits of threads that [`MAX_WAITING`](crate::MAX_WAITING) has no room for, for an event or
+    /// for a CPU.
     ThreadsFull = 7,
     /// Of those in `WaitsTaken`, waits of threads that waited again and were not seen to run in
     /// between: some kernels hide the switches of processes they protect. Of threads in real time
@@ -224,8 +225,9 @@ pub struct Config {
     pub counted: u32,
     /// Desired time between two samples of such an event on a CPU, in nanoseconds.
     pub interval_ns: u32,
-    /// Waits of at least this many nanoseconds are all taken. Of shorter ones [`Stratum`](crate::Stratum) chooses
-    /// some, each of which stands for as many nanoseconds: totals stay as they are.
+    /// Waits of at least this many nanoseconds are all taken. Of shorter ones
+    /// [`Stratum`](crate::Stratum) chooses some, each of which stands for as many nanoseconds:
+    /// totals stay as they are.
     pub wait_threshold_ns: u32,
     /// A bit for each [`WaitState`](crate::WaitState) that is recorded; 0: waits are not.
     pub wait_states: u32,

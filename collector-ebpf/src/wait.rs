@@ -6,7 +6,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::record::SampleHeader;
 
-/// Words of a [`RecordKind::Wait`](crate::RecordKind::Wait), which its header counts as user frames.
+/// Words of a [`RecordKind::Wait`](crate::RecordKind::Wait), which its header counts as user
+/// frames.
 pub const WAIT_WORDS: usize = 5;
 
 /// Likewise, where it is known who ended it.
@@ -23,7 +24,8 @@ pub struct Wait {
     pub user_stack: u64,
     /// The number of the kernel stack.
     pub kernel_stack: u64,
-    /// Nanoseconds until it could run again, weighted, see [`Config::wait_threshold_ns`](crate::Config::wait_threshold_ns).
+    /// Nanoseconds until it could run again, weighted, see
+    /// [`Config::wait_threshold_ns`](crate::Config::wait_threshold_ns).
     pub blocked_ns: u64,
     /// Nanoseconds from then until it ran, likewise.
     pub runnable_ns: u64,

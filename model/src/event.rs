@@ -1,7 +1,7 @@
 //! Events: what makes the kernel take a sample, and what a sample of it weighs.
 //!
-//! Nothing else asks which event it is: what differs from one to the next is in its fields. Those of
-//! perf's are in `perf_events.rs`.
+//! Nothing else asks which event it is: what differs from one to the next is in its fields. Those
+//! of perf's are in `perf_events.rs`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -150,8 +150,8 @@ impl Event {
         self.weight == ValueKind::cpu()
     }
 
-    /// Whether it is a tracepoint of the kernel, as `sched:sched_switch`. Which number it has differs
-    /// from host to host: that is looked up where it is sampled.
+    /// Whether it is a tracepoint of the kernel, as `sched:sched_switch`. Which number it has
+    /// differs from host to host: that is looked up where it is sampled.
     #[must_use]
     pub fn is_tracepoint(&self) -> bool {
         perf_events::is_tracepoint(&self.name)

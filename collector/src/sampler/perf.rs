@@ -1,9 +1,9 @@
 //! Sampling through perf events alone: the kernel copies registers and the top of the user stack,
 //! and user space walks it. It takes no capability for processes of the same user.
 //!
-//! The samples of all events of a CPU and the side band go into one ring, see `rings.rs`. An event is of a thread and
-//! of a CPU: the kernel lets inherited events write into rings of a CPU alone (perf_mmap of
-//! kernel/events/core.c).
+//! The samples of all events of a CPU and the side band go into one ring, see `rings.rs`. An event
+//! is of a thread and of a CPU: the kernel lets inherited events write into rings of a CPU alone
+//! (perf_mmap of kernel/events/core.c).
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::CString;
@@ -185,8 +185,8 @@ impl PerfSampler {
         Ok(())
     }
 
-    /// Opens events of all threads of these processes that have not inherited any. With `begin` they
-    /// are enabled at once; without, those before are still there.
+    /// Opens events of all threads of these processes that have not inherited any. With `begin`
+    /// they are enabled at once; without, those before are still there.
     fn open_threads(&mut self, pids: &[u32], begin: bool) -> Result<(), SamplerError> {
         // One for each thread on each CPU.
         let _ = raise_descriptors();
