@@ -16,7 +16,7 @@ use stackwire_model::Event;
 use stackwire_rights::capabilities;
 
 use super::{SamplerError, open_error};
-use crate::sources::perf_event::PerfEvent;
+use crate::sources::perf_event::{PerfEvent, RingError};
 
 /// Bytes of a ring. With its first page it is what `kernel.perf_event_mlock_kb` allows a user for
 /// each CPU, 516 KiB, unless that was changed.
@@ -216,21 +216,20 @@ fn open(cpus: &[u32]) -> Result<BTreeMap<u32, Ring>, SamplerError> {
     let mut bytes = RING_BYTES;
     let ring = |cpu, bytes| {
         let event = PerfEvent::ring(cpu, bytes)?;
-        let readable = Arc::new(event.fd().try_clone_to_owned()?);
+        let readable = Arc::new(event.fd().try_clone_to_owned().map_err(RingError::Open)?);
         Ok((cpu, Ring { event, readable }))
     };
     loop {
-        let error = match cpus.iter().map(|&cpu| ring(cpu, bytes)).collect::<io::Result<_>>() {
+        match cpus.iter().map(|&cpu| ring(cpu, bytes)).collect() {
             Ok(rings) => return Ok(rings),
-            Err(error) => error,
-        };
-        if error.raw_os_error() != Some(libc::EPERM) {
-            return Err(open_error(cpus.first().copied().unwrap_or(0), &Event::dummy(), error));
+            Err(RingError::Open(error)) => {
+                return Err(open_error(cpus.first().copied().unwrap_or(0), &Event::dummy(), error));
+            }
+            Err(RingError::Map(error)) if bytes == LEAST_RING_BYTES => {
+                return Err(SamplerError::Ring { kib: bytes >> 10, cpus: cpus.len(), error });
+            }
+            Err(RingError::Map(_)) => bytes /= 2,
         }
-        if bytes == LEAST_RING_BYTES {
-            return Err(SamplerError::Ring { kib: bytes >> 10, cpus: cpus.len(), error });
-        }
-        bytes /= 2;
     }
 }
 

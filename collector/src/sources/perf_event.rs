@@ -59,6 +59,16 @@ pub enum Watched<'a> {
     Cgroup(&'a File),
 }
 
+/// A ring that is not to be had.
+#[derive(Debug)]
+pub enum RingError {
+    /// No event may be opened: `EPERM` where a container forbids the system call, `EACCES` where
+    /// Debian's kernels do (`kernel.perf_event_paranoid` above 2).
+    Open(io::Error),
+    /// Its memory: `EPERM` above `kernel.perf_event_mlock_kb` and `RLIMIT_MEMLOCK`.
+    Map(io::Error),
+}
+
 /// What a sample holds beside its time and place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contents {
@@ -132,12 +142,13 @@ impl PerfEvent {
     /// from. It is of this thread: the ring of a thread that ends would look readable for ever.
     ///
     /// # Errors
-    /// The system calls': `EPERM` above `kernel.perf_event_mlock_kb` and `RLIMIT_MEMLOCK`.
-    pub fn ring(cpu: u32, bytes: usize) -> io::Result<Self> {
+    /// See [`RingError`].
+    pub fn ring(cpu: u32, bytes: usize) -> Result<Self, RingError> {
         let mut builder = Builder::new(Software::DUMMY);
         builder.observe_self().one_cpu(cpu as usize).clockid(Clock::MONOTONIC);
         builder.wakeup_watermark(bytes / 4);
-        Self::with_ring(builder.build()?, bytes)
+        let counter = builder.build().map_err(RingError::Open)?;
+        Self::with_ring(counter, bytes).map_err(RingError::Map)
     }
 
     /// Opens an event on `cpu` that writes samples into a [`PerfEvent::ring`] of that CPU, disabled.
