@@ -1,9 +1,13 @@
 //! Events by perf's names: software, hardware, raw, tracepoints with filters, beside perf.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use crate::support::{Pprof, Ran, binary, privileged, run, stackwire};
+use serde_json::Value;
+
+use crate::support::build::spread;
+use crate::support::{Pprof, Ran, Running, binary, privileged, run, stackwire};
 
 /// Sleeps 400 times, each for a millisecond.
 const SLEEPS: &str = "import time\nfor _ in range(400): time.sleep(0.001)";
@@ -164,4 +168,101 @@ fn events_of_this_host_are_listed() {
     if !has_cycles {
         ran.failed(1, "this machine has no counter for it");
     }
+}
+
+/// Counts by event, as `perf stat -j` and ours print them.
+fn counts(said: &str) -> BTreeMap<String, f64> {
+    let lines = said.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let count = |line: Value| {
+        let value = line["counter-value"].as_str()?.parse().ok()?;
+        let event = line["event"].as_str()?;
+        Some((event.trim_end_matches(":u").to_owned(), value))
+    };
+    lines.filter_map(count).collect()
+}
+
+#[test]
+fn counts_are_those_of_perf_stat() {
+    if !privileged() {
+        return;
+    }
+    let script = "import os, time
+for _ in range(100): time.sleep(0.001)
+for _ in range(20):
+    if os.fork() == 0: os._exit(0)
+    os.wait()
+x = bytearray(8 << 20)";
+    let python = ["--", "/usr/bin/python3", "-S", "-c", script];
+    let listed = Ran::of(&mut with_tracefs(&binary("stackwire"), &["events", "sched:"]));
+    let listed = listed.succeeded().stdout;
+    let tracepoints = listed.lines().filter_map(|line| line.strip_prefix("  "));
+    let mut events = vec!["task-clock", "{page-faults,minor-faults}", "major-faults"];
+    events.extend(["context-switches", "cpu-migrations"]);
+    events.extend(tracepoints);
+    assert!(events.len() > 15, "{events:?}");
+    let events = events.join(",");
+    let ours = ["stat", "--json", "--event", &events];
+    let ours = Ran::of(&mut with_tracefs(&binary("stackwire"), &[&ours[..], &python].concat()));
+    let ours = counts(&ours.succeeded().stderr);
+    let theirs = ["stat", "-j", "-e", &events];
+    let perf = Path::new("/usr/bin/perf");
+    let theirs = Ran::of(&mut with_tracefs(perf, &[&theirs[..], &python].concat()));
+    let theirs = counts(&theirs.succeeded().stderr);
+    assert!(theirs.len() > 15, "{theirs:?}");
+    let mut wrong = Vec::new();
+    for (event, theirs) in &theirs {
+        let ours = ours.get(event).copied().unwrap_or(-1.0);
+        // Time, and what the scheduler does on a host where others run, differ from run to run.
+        let often = matches!(event.as_str(), "task-clock" | "cpu-migrations")
+            || event.starts_with("sched:sched_stat")
+            || event.contains("migrate")
+            || event.contains("wak");
+        let allowed = if often { theirs * 0.5 + 60.0 } else { theirs * 0.03 + 15.0 };
+        eprintln!("{event}: {ours}, perf {theirs}");
+        if (ours - theirs).abs() > allowed {
+            wrong.push(event);
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:?}");
+    assert!(ours["sched:sched_process_fork"] >= 20.0);
+}
+
+#[test]
+fn stat_prints_as_perf_and_counts_threads() {
+    if !privileged() {
+        return;
+    }
+    let ran = stackwire(["stat", "--", "sh", "-c", "exit 3"]);
+    assert_eq!(ran.code, Some(3), "{}", ran.stderr);
+    for line in [
+        " Performance counter stats for 'sh -c exit 3':",
+        " msec task-clock  ",
+        "      context-switches  ",
+        " seconds time elapsed",
+        " seconds user",
+    ] {
+        assert!(ran.stderr.contains(line), "{line}: {}", ran.stderr);
+    }
+    if !Path::new("/sys/bus/event_source/devices/cpu").exists() {
+        assert!(ran.stderr.contains("   <not supported>      cycles"), "{}", ran.stderr);
+    }
+    let threads = Running::start(Command::new(spread()).args(["4", "0", "4000"]));
+    let pid = format!("--pid={}", threads.pid());
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let event = "--event=task-clock";
+    let ran = stackwire(["stat", &pid, "--per-thread", event, "--duration=1s", "--json"]);
+    let said = ran.succeeded().stderr;
+    let clocks: Vec<f64> = said
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .filter(|line| line["thread"].as_str().unwrap().starts_with("spread-"))
+        .map(|line| line["counter-value"].as_str().unwrap().parse().unwrap_or(0.0))
+        .collect();
+    assert_eq!(clocks.len(), 5, "{said}");
+    let all: f64 = clocks.iter().sum();
+    assert!(all > 500.0 && all < 4_400.0, "{clocks:?}");
+    stackwire(["stat", "--pid=3999999"]).failed(1, "no process with pid 3999999");
+    stackwire(["stat", "--event={cs", "--", "true"]).failed(2, "groups are written as");
+    stackwire(["stat"]).failed(2, "what to count?");
+    stackwire(["stat", "--", "/nonexistent/program"]).failed(127, "cannot run");
 }

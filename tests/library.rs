@@ -68,7 +68,7 @@ fn sessions_record_waits_and_counters_and_hand_snapshots_out() {
         threshold: Duration::ZERO,
         ..Default::default()
     };
-    let program = Running(Command::new(sched()).arg("5").stdout(Stdio::null()).spawn().unwrap());
+    let program = Running(Command::new(sched()).arg("20").stdout(Stdio::null()).spawn().unwrap());
     // An exporter of one's own, beside one of ours.
     struct Own(Arc<Mutex<Vec<u64>>>, stackwire::WriteExporter<std::fs::File>);
     impl stackwire::MetricsExporter for Own {

@@ -512,8 +512,11 @@ fn the_table_of_capabilities_is_true() {
     std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
     let record = ["record", "--all", "--duration=4s", "--no-capture", "--profile-output=x.pb.gz"];
     // Without capabilities only processes of the same user are sampled.
-    let busy = "import time; end = time.time() + 4\nwhile time.time() < end: pass";
-    let own = ["record", "--no-capture", "--profile-output=x.pb.gz", "--", "python3", "-c", busy];
+    let mut busy = Command::new("setpriv");
+    busy.args(NOBODY).args(["python3", "-c", "while True: pass"]);
+    let busy = Running(busy.spawn().unwrap());
+    let pid = format!("--pid={}", busy.pid());
+    let own = ["record", &pid, "--duration=4s", "--no-capture", "--profile-output=x.pb.gz"];
     for (column, caps) in [(1, None), (2, Some(true)), (3, Some(false))] {
         let binaries = caps.map(public_binaries);
         let mut command = match &binaries {

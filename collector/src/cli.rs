@@ -7,9 +7,10 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    AddUp, Config, Destination, Event, Limits, OffCpu, Scope, Share, Source, Target, Unwind,
-    VERSION, WaitState,
+    AddUp, Config, Counting, Destination, Event, Limits, OffCpu, Scope, Share, Source, Target,
+    Unwind, VERSION, WaitState,
 };
+use stackwire_model::Groups;
 
 /// Sample stacks with eBPF and stream them unsymbolized.
 ///
@@ -22,7 +23,7 @@ use stackwire_collector::{
 #[derive(Debug, Parser)]
 #[command(name = "stackwire-collector", version = VERSION, max_term_width = 100)]
 #[command(group(ArgGroup::new("scope").required(true).args(["pid", "all", "cgroup", "list_events"])))]
-#[command(group(ArgGroup::new("destination").required(true).args(["to", "output", "list_events"])))]
+#[command(group(ArgGroup::new("destination").required(true).args(["to", "output", "list_events", "stat"])))]
 #[command(after_help = "Exit codes: 0 done, 1 the capture failed, 2 the command line is wrong.")]
 pub struct Args {
     /// Sample this process with all its threads (repeatable, or as "12,34").
@@ -77,6 +78,18 @@ pub struct Args {
     /// Of tracepoints, sample only occurrences whose fields fit: "prev_pid == 1".
     #[arg(long, value_name = "FILTER")]
     filter: Option<String>,
+    /// Count these events, in groups as "{cycles,instructions},page-faults", until standard input
+    /// closes; then print a line for each: event, thread or "-", "u" if it is of user mode alone
+    /// or "-", count, nanoseconds it was to be counted and was; or "-" where this machine counts no
+    /// such event. `stackwire stat` uses it.
+    #[arg(long, value_name = "EVENTS", value_parser = str::parse::<Groups>, requires = "pid", conflicts_with_all = ["to", "output"])]
+    stat: Option<Groups>,
+    /// Count each thread by itself.
+    #[arg(long, requires = "stat")]
+    stat_threads: bool,
+    /// Count from the moment on that the process becomes another program.
+    #[arg(long, requires = "stat")]
+    on_exec: bool,
     /// List the events there are on this host, one a line: group, tab, name. `stackwire events`
     /// shows them.
     #[arg(long, exclusive = true)]
@@ -148,6 +161,13 @@ pub struct Run {
 }
 
 impl Args {
+    /// What is to be counted, if nothing else is to be done.
+    pub fn counting(&self) -> Option<Counting> {
+        let Groups(groups) = self.stat.clone()?;
+        let (pids, per_thread) = (self.pid.clone(), self.stat_threads);
+        Some(Counting { groups, pids, per_thread, on_exec: self.on_exec })
+    }
+
     /// Whether events are to be listed, and nothing else is to be done.
     pub fn lists_events(&self) -> bool {
         self.list_events

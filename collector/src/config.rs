@@ -68,8 +68,8 @@ pub struct Config {
     pub frequency: u32,
     /// A sample of each so many occurrences.
     pub count: Option<u64>,
-    /// Of tracepoints only those occurrences are sampled whose fields fit, see
-    /// [`PerfEvent::set_filter`](crate::sources::perf_event::PerfEvent::set_filter).
+    /// Of tracepoints only those occurrences are sampled whose fields fit, as the kernel's
+    /// Documentation/trace/events.rst writes it: `prev_pid == 1`.
     pub filter: Option<CString>,
     /// Record kernel stacks.
     pub kernel_stacks: bool,

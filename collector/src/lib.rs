@@ -24,6 +24,7 @@ mod artifact;
 mod batch;
 mod clock;
 mod config;
+mod count;
 
 mod handover;
 mod helpers;
@@ -45,6 +46,7 @@ mod waits;
 mod wire;
 
 pub use config::{Config, ConfigError, Destination, Scope};
+pub use count::{Count, CountError, Counted, Counters, Counting};
 pub use list::{Listed, list_events};
 pub use outbox::Limits;
 pub use pipeline::Summary;

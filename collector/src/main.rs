@@ -10,13 +10,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
-use stackwire_collector::{ConfigError, Helpers, Session, SessionError};
+use stackwire_collector::{ConfigError, Count, Counters, Counting, Helpers, Session, SessionError};
 
 fn main() -> ExitCode {
     stackwire_rights::memory::give_back_large_blocks();
     let arguments = cli::Args::parse();
     if arguments.lists_events() {
         return list_events().map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS);
+    }
+    if let Some(counting) = arguments.counting() {
+        return match count(&counting) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                say(error);
+                ExitCode::FAILURE
+            }
+        };
     }
     let run = arguments.into_run();
     // Before there is a second thread.
@@ -94,6 +103,27 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
                 summary.denied
             ));
         }
+    }
+    Ok(())
+}
+
+/// Counts until standard input closes. A line says when it has begun.
+fn count(counting: &Counting) -> Result<(), Box<dyn std::error::Error>> {
+    let mut counters = Counters::start(counting)?;
+    // Counters that are open go on without.
+    stackwire_collector::drop_capabilities()?;
+    let mut out = io::stdout().lock();
+    writeln!(out, "counting")?;
+    out.flush()?;
+    // Whatever it says, its end is what counts.
+    let _ = io::stdin().read_to_end(&mut Vec::new());
+    for Count { event, tid, user_only, counted } in counters.read() {
+        let tid = tid.map_or("-".to_owned(), |tid| tid.to_string());
+        let part = if user_only { "u" } else { "-" };
+        let counted = counted.map_or("-".to_owned(), |it| {
+            format!("{}\t{}\t{}", it.value, it.enabled_ns, it.running_ns)
+        });
+        writeln!(out, "{event}\t{tid}\t{part}\t{counted}")?;
     }
     Ok(())
 }

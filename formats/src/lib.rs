@@ -20,6 +20,7 @@ mod plain;
 pub mod pmu;
 pub mod pprof;
 pub mod report;
+pub mod stat;
 mod tasks;
 
 pub use self::error::ReadError;

@@ -3,60 +3,10 @@
 //! Nothing else asks which event it is: what differs from one to the next is in its fields. Those
 //! of perf's are in `perf_events.rs`.
 
-use std::fmt;
 use std::str::FromStr;
 
-use crate::perf_events;
-
-/// What a value is: its kind and unit, as pprof calls them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct ValueKind {
-    /// "cpu", "page-faults".
-    pub kind: String,
-    /// "nanoseconds", "count".
-    pub unit: String,
-}
-
-impl ValueKind {
-    /// Of a kind, in a unit.
-    #[must_use]
-    pub fn new(kind: &str, unit: &str) -> Self {
-        Self { kind: kind.to_owned(), unit: unit.to_owned() }
-    }
-
-    /// How many samples there are.
-    #[must_use]
-    pub fn samples() -> Self {
-        Self::new("samples", "count")
-    }
-
-    /// How many waits they stand for.
-    #[must_use]
-    pub fn events() -> Self {
-        Self::new("events", "count")
-    }
-
-    /// Time on a CPU.
-    #[must_use]
-    pub fn cpu() -> Self {
-        Self::new("cpu", "nanoseconds")
-    }
-}
-
-impl fmt::Display for ValueKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.kind, self.unit)
-    }
-}
-
-/// An event as the kernel knows it: `type` and `config` of `struct perf_event_attr`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PerfType {
-    /// `PERF_TYPE_*`.
-    pub kind: u32,
-    /// Which of that type.
-    pub config: u64,
-}
+use crate::perf_events::{self, PerfType};
+use crate::value::ValueKind;
 
 /// What makes the kernel take a sample.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -181,6 +131,57 @@ impl FromStr for Event {
     }
 }
 
+/// Events in groups: those of a group are counted at the same times.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Groups(pub Vec<Vec<Event>>);
+
+/// A list of events that is none.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BadList {
+    /// Braces do not fit.
+    #[error("groups are written as \"{{cycles,instructions}},page-faults\"")]
+    Braces,
+    /// An event that is none.
+    #[error("{name}: {error}")]
+    Event {
+        /// What was written.
+        name: String,
+        /// Why.
+        error: UnknownEvent,
+    },
+}
+
+/// With groups in braces: `{cycles,instructions},page-faults`.
+impl FromStr for Groups {
+    type Err = BadList;
+
+    fn from_str(list: &str) -> Result<Self, BadList> {
+        let mut groups: Vec<Vec<Event>> = Vec::new();
+        let mut is_open = false;
+        for part in list.split(',').map(str::trim) {
+            let begins = part.starts_with('{');
+            let ends = part.ends_with('}');
+            if begins && is_open || ends && !(is_open || begins) {
+                return Err(BadList::Braces);
+            }
+            let name = part.strip_prefix('{').unwrap_or(part);
+            let name = name.strip_suffix('}').unwrap_or(name);
+            if name.contains(['{', '}']) {
+                return Err(BadList::Braces);
+            }
+            let event =
+                name.parse().map_err(|error| BadList::Event { name: name.to_owned(), error })?;
+            match groups.last_mut().filter(|_| is_open) {
+                Some(group) => group.push(event),
+                None => groups.push(vec![event]),
+            }
+            is_open = (is_open || begins) && !ends;
+        }
+        if is_open { Err(BadList::Braces) } else { Ok(Self(groups)) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -203,5 +204,26 @@ mod tests {
         let faults = Event::by_name("minor-faults");
         assert_eq!(faults.weight.to_string(), "minor-faults/count");
         assert_eq!("cpu-clocks".parse::<Event>(), Err(UnknownEvent));
+    }
+
+    #[test]
+    fn groups_are_in_braces() {
+        let names = |list: &str| {
+            list.parse().map(|Groups(groups)| {
+                let names = |group: Vec<Event>| group.into_iter().map(|it| it.name).collect();
+                groups.into_iter().map(names).collect::<Vec<Vec<String>>>()
+            })
+        };
+        assert_eq!(names("cs"), Ok(vec![vec!["context-switches".to_owned()]]));
+        let three = names("{cycles, instructions},sched:sched_switch,{faults}").unwrap();
+        assert_eq!(three.iter().map(Vec::len).collect::<Vec<_>>(), [2, 1, 1]);
+        assert_eq!(three[0][1], "instructions");
+        for bad in ["{cycles", "cycles}", "{{cycles},cs}", "{cs,{faults}"] {
+            assert_eq!(names(bad), Err(BadList::Braces), "{bad}");
+        }
+        assert!(
+            matches!(names("cs,nothing"), Err(BadList::Event { name, .. }) if name == "nothing")
+        );
+        assert!(names("").is_err());
     }
 }

@@ -4,7 +4,16 @@
 //! Numbers: `perf_sw_ids`, `perf_hw_id`, `perf_hw_cache_id` and those that follow, of
 //! include/uapi/linux/perf_event.h. Names: `perf list`.
 
-use crate::event::{PerfType, ValueKind};
+use crate::value::ValueKind;
+
+/// An event as the kernel knows it: `type` and `config` of `struct perf_event_attr`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PerfType {
+    /// `PERF_TYPE_*`.
+    pub kind: u32,
+    /// Which of that type.
+    pub config: u64,
+}
 
 /// Where an event is from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::{Event, Share, Source, Unwind, VERSION, WaitState};
+use stackwire::{Event, Groups, Share, Source, Unwind, VERSION, WaitState};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -39,6 +39,8 @@ pub enum Command {
     Doctor(Doctor),
     /// List the events of this host that can be sampled.
     Events(Events),
+    /// Count events of a command or of processes, as `perf stat` does.
+    Stat(Stat),
     /// Wait for a word on a socket, then become a command. `record -- command` uses it.
     #[command(hide = true)]
     Launch(Launch),
@@ -497,6 +499,33 @@ pub enum Sort {
     #[value(name = "self")]
     Own,
     Total,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Stat {
+    /// What is counted (repeatable, or as a list), in groups as "{cycles,instructions},page-faults"
+    /// that are counted at the same times. `stackwire events` lists what there is.
+    #[arg(long, short, value_name = "EVENTS", default_value = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses", value_parser = str::parse::<Groups>)]
+    pub event: Vec<Groups>,
+    /// Count this process with the threads and children it starts meanwhile (repeatable, or as
+    /// "12,34"), for --duration or until Ctrl-C.
+    #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Vec<u32>,
+    /// Count each thread by itself that the processes have now.
+    #[arg(long, requires = "pid")]
+    pub per_thread: bool,
+    /// How long, as "30s", "5m" or 30.
+    #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "command")]
+    pub duration: Option<Duration>,
+    /// Print a JSON object a line, with the keys of `perf stat -j`.
+    #[arg(long, short = 'j')]
+    pub json: bool,
+    /// The collector to start, instead of the one beside this program or in PATH.
+    #[arg(long, value_name = "FILE")]
+    pub collector: Option<PathBuf>,
+    /// A command to run and count, with its children, until it ends.
+    #[arg(last = true, value_name = "COMMAND")]
+    pub command: Vec<std::ffi::OsString>,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -124,7 +124,7 @@ impl PerfEvent {
         sampled: Sampled,
         first: Option<&Self>,
     ) -> io::Result<Self> {
-        let mut builder = builder(cpu, event, sampled);
+        let mut builder = of_cpu(cpu, event, sampled);
         builder.any_pid().exclude_kernel(false).exclude_hv(false).exclude_idle(true);
         builder.sample(SampleFlag::TID | SampleFlag::TIME | SampleFlag::CPU);
         builder.wakeup_watermark(WAKEUP_BYTES);
@@ -166,7 +166,7 @@ impl PerfEvent {
         ring: &Self,
         first: bool,
     ) -> io::Result<Self> {
-        let mut builder: Builder<'_> = builder(cpu, event, sampled);
+        let mut builder: Builder<'_> = of_cpu(cpu, event, sampled);
         if first {
             tell_of_processes(&mut builder);
         }
@@ -199,7 +199,7 @@ impl PerfEvent {
     /// # Errors
     /// The system call's, as of [`PerfEvent::open`].
     pub fn count(cpu: u32, event: PerfType) -> io::Result<Self> {
-        let mut builder = builder(cpu, event, Sampled::Never);
+        let mut builder = of_cpu(cpu, event, Sampled::Never);
         builder.any_pid().exclude_kernel(false).exclude_hv(false).enabled(true);
         Ok(Self { event: Opened::Counter(builder.build()?), enabled: Duration::ZERO })
     }
@@ -207,7 +207,7 @@ impl PerfEvent {
     /// Whether this process may count this event of itself, in user mode at least.
     #[must_use]
     pub fn is_there(event: PerfType) -> bool {
-        let mut builder = builder(0, event, Sampled::Never);
+        let mut builder = builder(event);
         builder.observe_self().any_cpu().exclude_kernel(true).exclude_hv(true);
         builder.build().is_ok()
     }
@@ -329,11 +329,17 @@ impl PerfEvent {
     }
 }
 
-/// What all events have in common.
-fn builder(cpu: u32, event: PerfType, sampled: Sampled) -> Builder<'static> {
+/// An event by its numbers.
+pub fn builder(event: PerfType) -> Builder<'static> {
     let mut builder = Builder::new(Software::DUMMY);
     builder.attrs_mut().type_ = event.kind;
     builder.attrs_mut().config = event.config;
+    builder
+}
+
+/// What all events of a CPU have in common.
+fn of_cpu(cpu: u32, event: PerfType, sampled: Sampled) -> Builder<'static> {
+    let mut builder = builder(event);
     builder.one_cpu(cpu as usize).read_format(ReadFormat::TOTAL_TIME_ENABLED);
     match sampled {
         Sampled::Never => {}

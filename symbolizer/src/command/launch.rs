@@ -1,11 +1,11 @@
 //! `stackwire launch SOCKET -- COMMAND`: waits until sampling has started, then becomes the
 //! command, so that nothing of it goes unsampled. Its environment and descriptors are those
-//! `record` was given.
+//! `record` was given. And [`Launched`], who says the word.
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus};
 
 use anyhow::Context;
 
@@ -28,4 +28,60 @@ pub fn run(arguments: &Launch) -> Result<(), Failure> {
     let _ = stream.write_all(b"!");
     say(&format!("stackwire: cannot run {}: {error}", program.to_string_lossy()));
     std::process::exit(CANNOT_RUN)
+}
+
+/// A command that waits for a word before it starts.
+pub struct Launched {
+    child: Child,
+    listener: UnixListener,
+    _directory: tempfile::TempDir,
+}
+
+impl Launched {
+    /// Starts it.
+    pub fn start(command: &[std::ffi::OsString]) -> anyhow::Result<Self> {
+        let directory = tempfile::Builder::new().prefix("stackwire-").tempdir()?;
+        let socket = directory.path().join("launch.sock");
+        let listener =
+            UnixListener::bind(&socket).context("cannot set up the launch of the command")?;
+        let child = Command::new(std::env::current_exe()?)
+            .arg("launch")
+            .arg(&socket)
+            .arg("--")
+            .args(command)
+            .spawn()
+            .context("cannot start the command")?;
+        Ok(Self { child, listener, _directory: directory })
+    }
+
+    /// Its process, which becomes the command.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Lets the command run.
+    pub fn release(self) -> anyhow::Result<(Child, UnixStream)> {
+        let (mut stream, _) = self.listener.accept().context("the command did not start")?;
+        stream.write_all(b"!").context("the command did not start")?;
+        Ok((self.child, stream))
+    }
+
+    /// Ends the process that waits.
+    pub fn abandon(self) {
+        let Self { mut child, listener, _directory } = self;
+        drop(listener);
+        // Reaped either way; it may have seen the socket close and ended by itself.
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// The exit of the command is ours: 128 and the number of the signal that ended it, as shells have
+/// it.
+pub fn exit(status: ExitStatus) -> Result<(), Failure> {
+    let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
+    match u8::try_from(code).unwrap_or(1) {
+        0 => Ok(()),
+        code => Err(Failure::Command(code)),
+    }
 }

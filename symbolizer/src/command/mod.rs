@@ -11,6 +11,7 @@ mod place;
 mod record;
 mod resolve;
 mod serve;
+mod stat;
 mod symbolize;
 mod symbols;
 mod target;
@@ -50,6 +51,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
             cache::run(&arguments)
         }
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Stat(arguments) => stat::run(&arguments),
         Command::Events(arguments) => {
             place::confine()?;
             events::run(&arguments)

@@ -1,10 +1,9 @@
 //! `stackwire record`: start a session, wait, write.
 
 use std::io::{IsTerminal, Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use anyhow::{Context, anyhow};
 use stackwire::{AddUp, Builder, Kept, Names, OffCpu, Profile, Session, SessionError, Sources};
 
 use super::Failure;
+use super::launch::{Launched, exit};
 use super::output::{Outputs, Paths, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
@@ -62,7 +62,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     } else {
         Some(Launched::start(&arguments.command)?)
     };
-    let child = launched.as_ref().map(|launched| launched.child.id());
+    let child = launched.as_ref().map(|launched| launched.id());
     let (session, sources) = match start(&arguments, kept, child, &placer) {
         Ok(started) => started,
         Err(error) => {
@@ -100,16 +100,6 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
         return Err(anyhow!("the capture was cut; what came until then is written").into());
     }
     status.map_or(Ok(()), exit)
-}
-
-/// The exit of the command is ours: 128 and the number of the signal that ended it, as shells have
-/// it.
-fn exit(status: ExitStatus) -> Result<(), Failure> {
-    let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
-    match u8::try_from(code).unwrap_or(1) {
-        0 => Ok(()),
-        code => Err(Failure::Command(code)),
-    }
 }
 
 /// Why there is nothing to write.
@@ -306,46 +296,6 @@ fn wait(
     // A word, or the end of the stream when it became the command.
     let did_not_run = status.is_some() && stream.read(&mut [0]).is_ok_and(|read| read > 0);
     Ok(Waited { profile, names, took, status, did_not_run })
-}
-
-/// A command that waits for a word before it starts.
-struct Launched {
-    child: Child,
-    listener: UnixListener,
-    _directory: tempfile::TempDir,
-}
-
-impl Launched {
-    fn start(command: &[std::ffi::OsString]) -> anyhow::Result<Self> {
-        let directory = tempfile::Builder::new().prefix("stackwire-").tempdir()?;
-        let socket = directory.path().join("launch.sock");
-        let listener =
-            UnixListener::bind(&socket).context("cannot set up the launch of the command")?;
-        let child = Command::new(std::env::current_exe()?)
-            .arg("launch")
-            .arg(&socket)
-            .arg("--")
-            .args(command)
-            .spawn()
-            .context("cannot start the command")?;
-        Ok(Self { child, listener, _directory: directory })
-    }
-
-    /// Lets the command run.
-    fn release(self) -> anyhow::Result<(Child, UnixStream)> {
-        let (mut stream, _) = self.listener.accept().context("the command did not start")?;
-        stream.write_all(b"!").context("the command did not start")?;
-        Ok((self.child, stream))
-    }
-
-    /// Ends the process that waits.
-    fn abandon(self) {
-        let Self { mut child, listener, _directory } = self;
-        drop(listener);
-        // Reaped either way; it may have seen the socket close and ended by itself.
-        let _ = child.kill();
-        let _ = child.wait();
-    }
 }
 
 /// Name of what is sampled, for messages and files.
