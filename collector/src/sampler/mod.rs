@@ -156,7 +156,8 @@ pub trait Sampler: fmt::Debug {
     /// A counter, summed over CPUs.
     fn counter(&self, counter: Counter) -> u64;
 
-    /// Told how many stacks were walked since the last time, and how many went on behind their copy.
+    /// Told how many stacks were walked since the last time, and how many went on behind their
+    /// copy.
     fn note_cut(&mut self, _tally: Tally) {}
 
     /// Threads that wait, each with its id; from kernel 5.19 on it takes no capability.

@@ -65,7 +65,8 @@ struct Ring {
 }
 
 impl Rings {
-    /// A ring for each of these CPUs, all of a size, as large as the user is allowed; and the thread.
+    /// A ring for each of these CPUs, all of a size, as large as the user is allowed; and the
+    /// thread.
     ///
     /// # Errors
     /// See [`SamplerError`].

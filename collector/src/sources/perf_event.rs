@@ -151,8 +151,8 @@ impl PerfEvent {
         Self::with_ring(counter, bytes).map_err(RingError::Map)
     }
 
-    /// Opens an event on `cpu` that writes samples into a [`PerfEvent::ring`] of that CPU, disabled.
-    /// The `first` of its task writes the side band, too.
+    /// Opens an event on `cpu` that writes samples into a [`PerfEvent::ring`] of that CPU,
+    /// disabled. The `first` of its task writes the side band, too.
     ///
     /// # Errors
     /// As of [`PerfEvent::open`]; `ESRCH` for a thread that has ended, `EACCES` for one of another
