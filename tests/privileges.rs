@@ -513,7 +513,7 @@ fn the_table_of_capabilities_is_true() {
     let record = ["record", "--all", "--duration=4s", "--no-capture", "--profile-output=x.pb.gz"];
     // Without capabilities only processes of the same user are sampled.
     let mut busy = Command::new("setpriv");
-    busy.args(NOBODY).args(["python3", "-c", "while True: pass"]);
+    busy.args(NOBODY).args(["/usr/bin/python3", "-c", "while True: pass"]);
     let busy = Running(busy.spawn().unwrap());
     let pid = format!("--pid={}", busy.pid());
     let own = ["record", &pid, "--duration=4s", "--no-capture", "--profile-output=x.pb.gz"];
