@@ -213,10 +213,9 @@ x = bytearray(8 << 20)";
     for (event, theirs) in &theirs {
         let ours = ours.get(event).copied().unwrap_or(-1.0);
         // Time, and what the scheduler does on a host where others run, differ from run to run.
-        let often = matches!(event.as_str(), "task-clock" | "cpu-migrations" | "context-switches")
+        let often = matches!(event.as_str(), "task-clock" | "cpu-migrations")
             || event.starts_with("sched:sched_stat")
             || event.contains("migrate")
-            || event.contains("switch")
             || event.contains("wak");
         let allowed = if often { theirs * 0.5 + 60.0 } else { theirs * 0.03 + 15.0 };
         eprintln!("{event}: {ours}, perf {theirs}");
