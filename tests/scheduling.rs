@@ -116,8 +116,8 @@ fn sums_of_processes_that_switch_all_the_time_are_those_of_the_kernel() {
         let own = json["processes"].as_array().unwrap().iter().find(|it| it["pid"] == pid);
         let of = |path: &str| number(own.unwrap(), path);
         assert_near("on a CPU", of("/slices/sum_ns"), said.run_ns, 50, 0);
-        // Three microseconds each. The tracepoint is behind where the kernel reads its clock: 200 to
-        // 270 ns were measured on a slow host, which is more than is allowed here.
+        // Three microseconds each. The tracepoint is behind where the kernel reads its clock: 200
+        // to 270 ns were measured on a slow host, which is more than is allowed here.
         assert_near("waiting for one", of("/run_queue/sum_ns"), said.delay_ns, 15, 0);
         assert_near("slices", of("/slices/count"), said.slices, 50, 0);
     }
