@@ -60,13 +60,15 @@ cat >"$root/init" <<E2
 /bin/unwind >/dev/null &
 while :; do /bin/brief 30; done &
 /bin/busybox sleep 1
-{ /bin/busybox sleep 4; echo "pages \$(/bin/faults 5)"; } &
-{ /bin/busybox sleep 5; /bin/waits 4; } &
-{ /bin/busybox sleep 10; echo "sched \$(/bin/sched 3)"; } &
+# Programs that count wait until it samples: loading the eBPF object takes seconds here.
+sampled() { until [ -s "/tmp/\$1.stackwire" ]; do /bin/busybox sleep 0.2; done; /bin/busybox sleep "\$2"; }
+{ sampled x 1; echo "pages \$(/bin/faults 5)"; } &
+{ sampled x 2; /bin/waits 4; } &
+{ sampled x 7; echo "sched \$(/bin/sched 3)"; } &
 /bin/stackwire-collector -a --profile --event cpu-clock,page-faults --offcpu --pmu --sample-rate 199 --duration 26s \\
   --share-executables always --output /tmp/x.stackwire
 echo "exit code \$?"
-/bin/waits 6 >/dev/null &
+{ sampled wakers 0; /bin/waits 4 >/dev/null; } &
 /bin/stackwire-collector -a --offcpu --offcpu-wakers --duration 5s --output /tmp/wakers.stackwire
 echo "exit code \$?"
 for port in S1:x S2:wakers; do

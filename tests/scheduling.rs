@@ -49,7 +49,7 @@ fn sums_are_those_the_kernel_has_of_the_process() {
     assert_near("preempted", of("/switches/preempted"), preempted, 50, 20);
     assert_eq!(of("/switches/exited"), 8, "the threads of the program");
     assert_near("page faults", of("/counters/page-faults/value"), faults, 50, 200);
-    // The kernel begins a slice when it has chosen the thread, and the tracepoint comes later.
+    // See `hand_over` for why they are not the same each.
     assert_near("on a CPU", of("/slices/sum_ns"), on_cpu, 33, slices * 3_000);
     assert_near("waiting for one", of("/run_queue/sum_ns"), delay, 33, slices * 12_000);
     assert_near("slices", of("/slices/count"), slices, 50, 20);
@@ -84,12 +84,20 @@ struct HandedOver {
 }
 
 /// Runs `handover` for six seconds under `record` with these arguments. Some hundred thousand
-/// switches a second, on all CPUs.
-fn hand_over(directory: &Path, arguments: &[&str]) -> BTreeMap<u64, HandedOver> {
+/// switches a second, on all CPUs. Also how many nanoseconds the host took from the machine: they
+/// are no time on a CPU by the kernel, and are by the tracepoints.
+///
+/// A wait of three microseconds here is a quarter of a microsecond longer than the kernel's
+/// `schedstat` has it: the kernel reads its clock before it chooses the next thread, and not at all
+/// where a wake-up made it choose (`rq_clock_skip_update`). Ours, perf's and runqlat's tracepoint is
+/// behind that. What a thread ran, waited and slept is its time by the wall clock all the same.
+fn hand_over(directory: &Path, arguments: &[&str]) -> (BTreeMap<u64, HandedOver>, u64) {
     let mut command = Command::new(binary("stackwire"));
     command.current_dir(directory).arg("record").args(arguments);
     command.args(["--capture=out.stackwire", "--"]).arg(build::handover()).arg("6");
+    let stolen_before = stolen_ns();
     let ran = Ran::of(&mut command).succeeded();
+    let stolen_ns = stolen_ns() - stolen_before;
     let of = |line: &str| {
         let said: Vec<u64> = line.split(' ').map(|word| word.parse().unwrap()).collect();
         let [pid, run_ns, delay_ns, slices, _, lived_ns] = said[..] else { panic!("{line}") };
@@ -97,9 +105,16 @@ fn hand_over(directory: &Path, arguments: &[&str]) -> BTreeMap<u64, HandedOver> 
     };
     let said: BTreeMap<u64, HandedOver> = ran.stdout.lines().map(of).collect();
     let slices: u64 = said.values().map(|it| it.slices).sum();
-    println!("{} switches a second", slices / 6);
+    println!("{} switches a second, {} ms taken by the host", slices / 6, stolen_ns / 1_000_000);
     assert!(said.len() >= 2 && slices > 100_000, "{}", ran.stdout);
-    said
+    (said, stolen_ns)
+}
+
+/// What the host took from all CPUs, in steps of 10 ms (proc(5)).
+fn stolen_ns() -> u64 {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap();
+    let steal = stat.lines().next().unwrap().split_whitespace().nth(8).unwrap();
+    steal.parse::<u64>().unwrap() * 10_000_000
 }
 
 #[test]
@@ -109,16 +124,16 @@ fn sums_of_processes_that_switch_all_the_time_are_those_of_the_kernel() {
     }
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
-    let said =
+    let (said, stolen_ns) =
         hand_over(directory.path(), &["--pmu", "--pmu-format=json", "--pmu-output=pmu.json"]);
     let json = read(&directory.path().join("pmu.json"));
     for (pid, said) in said {
         let own = json["processes"].as_array().unwrap().iter().find(|it| it["pid"] == pid);
         let of = |path: &str| number(own.unwrap(), path);
-        assert_near("on a CPU", of("/slices/sum_ns"), said.run_ns, 50, 0);
-        // Three microseconds each. The tracepoint is behind where the kernel reads its clock: 200
-        // to 270 ns were measured on a slow host, which is more than is allowed here.
-        assert_near("waiting for one", of("/run_queue/sum_ns"), said.delay_ns, 15, 0);
+        assert_near("on a CPU", of("/slices/sum_ns"), said.run_ns, 50, stolen_ns);
+        let queue = of("/run_queue/sum_ns");
+        assert_near("waiting for one", queue, said.delay_ns, 50, said.slices * 500);
+        assert!(queue > said.delay_ns - said.delay_ns / 50, "{queue} of {}", said.delay_ns);
         assert_near("slices", of("/slices/count"), said.slices, 50, 0);
     }
 }
@@ -131,26 +146,23 @@ fn waits_of_processes_that_switch_all_the_time_add_up() {
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
     let states = "--offcpu-states=sleep,disk,stopped,preempted";
-    let said = hand_over(directory.path(), &["--offcpu", states, "--offcpu-output=off.pb.gz"]);
+    let (said, stolen_ns) =
+        hand_over(directory.path(), &["--offcpu", states, "--offcpu-output=off.pb.gz"]);
     let profile = Pprof::read(&directory.path().join("off.pb.gz"));
-    let (mut delay_ns, mut queue_ns) = (0, 0);
     for (pid, said) in said {
         let name = pid.to_string();
         let own = || profile.samples.iter().filter(|sample| sample.labels["pid"] == name);
         let sum = |value: usize| own().map(|sample| sample.values[value]).sum::<u64>();
+        let (off_cpu, queue) = (sum(1), sum(3));
         assert_near("waits", sum(2), said.slices, 50, 0);
-        assert_near("time", said.run_ns + sum(1) + sum(3), said.lived_ns, 50, 0);
-        delay_ns += said.delay_ns;
-        queue_ns += sum(3);
+        assert_near("time", said.run_ns + off_cpu + queue, said.lived_ns, 100, stolen_ns);
+        assert_near("waiting for one", queue, said.delay_ns, 50, said.slices * 500);
     }
     // Nothing is lost unsaid.
     let mut report = Command::new(binary("stackwire"));
     report.current_dir(directory.path()).args(["report", "out.stackwire"]);
     let report = Ran::of(&mut report).succeeded().stdout;
     assert!(!report.contains("unaccounted"), "{report}");
-    println!("{queue_ns} ns for CPUs, {delay_ns} ns by the kernel");
-    // As above.
-    assert_near("waiting for a CPU", queue_ns, delay_ns, 15, 0);
 }
 
 /// What `report --pmu` prints of the capture.
