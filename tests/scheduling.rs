@@ -7,7 +7,9 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::support::{Pprof, Ran, Running, alone, assert_near, binary, build, privileged};
+use crate::support::{
+    Pprof, Ran, Running, alone, assert_near, binary, build, privileged, stolen_ns,
+};
 
 /// Runs `sched` for three seconds under `record --pmu`. The JSON of it, and what the program says.
 fn record(directory: &Path, arguments: &[&str]) -> (Value, Vec<u64>) {
@@ -89,8 +91,8 @@ struct HandedOver {
 ///
 /// A wait of three microseconds here is a quarter of a microsecond longer than the kernel's
 /// `schedstat` has it: the kernel reads its clock before it chooses the next thread, and not at all
-/// where a wake-up made it choose (`rq_clock_skip_update`). Ours, perf's and runqlat's tracepoint is
-/// behind that. What a thread ran, waited and slept is its time by the wall clock all the same.
+/// where a wake-up made it choose (`rq_clock_skip_update`). The tracepoint of ours, of perf and of
+/// runqlat is behind that. What a thread ran, waited and slept is its time by the wall clock.
 fn hand_over(directory: &Path, arguments: &[&str]) -> (BTreeMap<u64, HandedOver>, u64) {
     let mut command = Command::new(binary("stackwire"));
     command.current_dir(directory).arg("record").args(arguments);
@@ -108,13 +110,6 @@ fn hand_over(directory: &Path, arguments: &[&str]) -> (BTreeMap<u64, HandedOver>
     println!("{} switches a second, {} ms taken by the host", slices / 6, stolen_ns / 1_000_000);
     assert!(said.len() >= 2 && slices > 100_000, "{}", ran.stdout);
     (said, stolen_ns)
-}
-
-/// What the host took from all CPUs, in steps of 10 ms (proc(5)).
-fn stolen_ns() -> u64 {
-    let stat = std::fs::read_to_string("/proc/stat").unwrap();
-    let steal = stat.lines().next().unwrap().split_whitespace().nth(8).unwrap();
-    steal.parse::<u64>().unwrap() * 10_000_000
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::io;
 
 use perf_event::{Builder, Counter, ReadFormat};
 use stackwire_model::Event;
+use stackwire_model::sched::CounterSum;
 
 use crate::process::threads;
 use crate::sources::perf_event::builder;
@@ -87,19 +88,8 @@ pub struct Count {
     pub tid: Option<u32>,
     /// Of user mode alone.
     pub user_only: bool,
-    /// `None`: this machine does not count it.
-    pub counted: Option<Counted>,
-}
-
-/// A count that was not scaled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
-    /// How many.
-    pub value: u64,
-    /// Nanoseconds it was to be counted.
-    pub enabled_ns: u64,
-    /// Nanoseconds of those in which it was.
-    pub running_ns: u64,
+    /// Not scaled. `None`: this machine does not count it.
+    pub counted: Option<CounterSum>,
 }
 
 impl Counters {
@@ -137,7 +127,7 @@ impl Counters {
             let counted = counter.as_mut().and_then(|counter| {
                 let read = counter.read_count_and_time().ok()?;
                 let (enabled_ns, running_ns) = (read.time_enabled, read.time_running);
-                Some(Counted { value: read.count, enabled_ns, running_ns })
+                Some(CounterSum { value: read.count, enabled_ns, running_ns })
             });
             let same = |it: &&mut Count| it.event == event.name && it.tid == *tid;
             let Some(sum) = found.iter_mut().find(same) else {
@@ -146,10 +136,7 @@ impl Counters {
                 continue;
             };
             if let Some(more) = counted {
-                let sum = sum.counted.get_or_insert_default();
-                sum.value += more.value;
-                sum.enabled_ns += more.enabled_ns;
-                sum.running_ns += more.running_ns;
+                *sum.counted.get_or_insert_default() += more;
             }
         }
         found

@@ -46,7 +46,7 @@ mod waits;
 mod wire;
 
 pub use config::{Config, ConfigError, Destination, Scope};
-pub use count::{Count, CountError, Counted, Counters, Counting};
+pub use count::{Count, CountError, Counters, Counting};
 pub use list::{Listed, list_events};
 pub use outbox::Limits;
 pub use pipeline::Summary;

@@ -4,6 +4,7 @@
 use std::io::{self, Write};
 
 use serde_json::json;
+use stackwire_model::sched::CounterSum;
 
 /// A count of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,18 +14,7 @@ pub struct Count {
     /// Of which thread, by name and id; none: of all.
     pub thread: Option<(String, u32)>,
     /// `None`: this machine does not count it.
-    pub counted: Option<Counted>,
-}
-
-/// What was counted, while it was.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
-    /// How many.
-    pub value: u64,
-    /// Nanoseconds it was to be counted.
-    pub enabled_ns: u64,
-    /// Nanoseconds of those in which it was.
-    pub running_ns: u64,
+    pub counted: Option<CounterSum>,
 }
 
 /// All that was counted.
@@ -40,21 +30,10 @@ pub struct Stat {
     pub cpu: Option<(f64, f64)>,
 }
 
-impl Counted {
-    /// What it would have been, had it been counted all the time.
-    #[must_use]
-    pub fn scaled(&self) -> Option<f64> {
-        if self.running_ns == 0 {
-            return None;
-        }
-        Some(self.value as f64 * self.enabled_ns as f64 / self.running_ns as f64)
-    }
-
-    fn percent(&self) -> f64 {
-        if self.enabled_ns == 0 {
-            return 0.0;
-        }
-        self.running_ns as f64 * 100.0 / self.enabled_ns as f64
+impl Count {
+    /// What it would have been, had it been counted all the time; none when it never was.
+    fn scaled(&self) -> Option<f64> {
+        Some(self.counted.filter(|sum| sum.running_ns > 0)?.scaled() as f64)
     }
 }
 
@@ -76,7 +55,7 @@ pub fn write_text(stat: &Stat, mut out: impl Write) -> io::Result<()> {
             thread.map_or(String::new(), |(name, tid)| format!("{:>22} ", format!("{name}-{tid}")));
         let amount = match count.counted {
             None => "<not supported>".to_owned(),
-            Some(counted) => counted
+            Some(_) => count
                 .scaled()
                 .map_or("<not counted>".to_owned(), |value| amount(&count.event, value)),
         };
@@ -85,7 +64,8 @@ pub fn write_text(stat: &Stat, mut out: impl Write) -> io::Result<()> {
         if let Some(Metric { value, unit }) = metric(stat, count) {
             write!(out, " # {value:>8.3} {unit}")?;
         }
-        let percent = count.counted.filter(|it| it.running_ns > 0).map_or(100.0, |it| it.percent());
+        let counted = count.counted.filter(|sum| sum.running_ns > 0);
+        let percent = counted.map_or(100.0, |sum| sum.coverage() * 100.0);
         if percent < 99.995 {
             write!(out, "  ({percent:.2}%)")?;
         }
@@ -107,7 +87,7 @@ pub fn write_json(stat: &Stat, mut out: impl Write) -> io::Result<()> {
         let counted = count.counted.unwrap_or_default();
         let value = match count.counted {
             None => "<not supported>".to_owned(),
-            Some(counted) => counted.scaled().map_or("<not counted>".to_owned(), |value| {
+            Some(_) => count.scaled().map_or("<not counted>".to_owned(), |value| {
                 format!("{:.6}", if is_clock(&count.event) { value / 1e6 } else { value })
             }),
         };
@@ -117,7 +97,7 @@ pub fn write_json(stat: &Stat, mut out: impl Write) -> io::Result<()> {
             "unit": if is_clock(&count.event) { "msec" } else { "" },
             "event": count.event,
             "event-runtime": counted.running_ns,
-            "pcnt-running": (counted.percent() * 100.0).round() / 100.0,
+            "pcnt-running": (counted.coverage() * 10_000.0).round() / 100.0,
         });
         if let Some(Metric { value, unit }) = metric {
             line["metric-value"] = format!("{value:.6}").into();
@@ -157,10 +137,10 @@ fn amount(event: &str, value: f64) -> String {
 
 /// What perf's builtin metrics say of an event (tools/perf/util/stat-shadow.c): of the same thread.
 fn metric(stat: &Stat, count: &Count) -> Option<Metric> {
-    let value = count.counted?.scaled()?;
+    let value = count.scaled()?;
     let other = |name: &str| {
         let same = |it: &&Count| plain(&it.event) == name && it.thread == count.thread;
-        stat.counts.iter().find(same)?.counted?.scaled().filter(|&value| value > 0.0)
+        stat.counts.iter().find(same)?.scaled().filter(|&value| value > 0.0)
     };
     let of = |value: f64, unit: &str| Some(Metric { value, unit: unit.to_owned() });
     let event = plain(&count.event);
@@ -209,7 +189,7 @@ mod tests {
         let count = |event: &str, value, enabled_ns, running_ns| Count {
             event: event.to_owned(),
             thread: None,
-            counted: Some(Counted { value, enabled_ns, running_ns }),
+            counted: Some(CounterSum { value, enabled_ns, running_ns }),
         };
         let none = Count { event: "bus-cycles".to_owned(), thread: None, counted: None };
         Stat {

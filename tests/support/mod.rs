@@ -183,6 +183,14 @@ pub(crate) fn assert_near(what: &str, one: u64, other: u64, of: u64, more: u64) 
     assert!(apart <= other / of + more, "{what}: {one}, and {other} by the program's own count");
 }
 
+/// What the host took from all CPUs, nanoseconds in steps of 10 ms (proc(5)). Of a thread that runs
+/// meanwhile it is neither CPU time nor a wait.
+pub(crate) fn stolen_ns() -> u64 {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap();
+    let steal = stat.lines().next().unwrap().split_whitespace().nth(8).unwrap();
+    steal.parse::<u64>().unwrap() * 10_000_000
+}
+
 /// Records a process at 997 Hz with more arguments, and reads the profile.
 #[track_caller]
 pub(crate) fn record(pid: u32, seconds: u32, more: &[&str]) -> Pprof {

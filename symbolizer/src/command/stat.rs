@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::formats::stat::{self, Count, Counted};
+use stackwire::formats::stat::{self, Count};
 use stackwire::{Groups, find_collector};
+use stackwire_model::sched::CounterSum;
 
 use super::launch::{Launched, exit};
 use super::{Failure, place};
@@ -164,7 +165,7 @@ fn parse(line: &str) -> Option<Count> {
     let counted = match numbers.as_slice() {
         [None] => None,
         &[Some(value), Some(enabled_ns), Some(running_ns)] => {
-            Some(Counted { value, enabled_ns, running_ns })
+            Some(CounterSum { value, enabled_ns, running_ns })
         }
         _ => return None,
     };
@@ -190,7 +191,7 @@ mod tests {
 
     #[test]
     fn lines_of_the_collector_are_counts() {
-        let counted = Some(Counted { value: 5, enabled_ns: 20, running_ns: 10 });
+        let counted = Some(CounterSum { value: 5, enabled_ns: 20, running_ns: 10 });
         let expected = Count { event: "cycles:u".to_owned(), thread: None, counted };
         assert_eq!(parse("cycles\t-\tu\t5\t20\t10"), Some(expected));
         assert_eq!(parse("cycles\t-\t-\t-").unwrap().counted, None);
