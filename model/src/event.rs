@@ -69,8 +69,11 @@ impl Event {
     /// all other events are counted.
     #[must_use]
     pub fn by_name(name: &str) -> Self {
-        if let Ok(known) = name.parse() {
-            return known;
+        if let Ok(known) = name.parse::<Self>() {
+            // What a file calls `faults` stays `faults`.
+            let counted = known.weight == ValueKind::new(&known.name, "count");
+            let weight = if counted { ValueKind::new(name, "count") } else { known.weight };
+            return Self { name: name.to_owned(), weight, ..known };
         }
         let weight = match name {
             // Or as its weight is called.
