@@ -11,6 +11,9 @@ use crate::support::{Pprof, Ran, Running, binary, privileged, run, stackwire};
 
 /// Sleeps 400 times, each for a millisecond.
 const SLEEPS: &str = "import time\nfor _ in range(400): time.sleep(0.001)";
+/// Likewise; prints how often it was preempted.
+const SLEEPS_AND_SAYS: &str = "import resource, time\nfor _ in range(400): time.sleep(0.001)\n\
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)";
 /// Touches 3,000 pages.
 const TOUCHES: &str =
     "import mmap\nm = mmap.mmap(-1, 3000 * 4096)\nfor i in range(3000): m[i * 4096] = 1";
@@ -24,9 +27,9 @@ fn with_tracefs(program: &Path, arguments: &[&str]) -> Command {
 }
 
 /// Records a Python script with these options; how many events there were, those among them that
-/// were lost and counted.
+/// were lost and counted, and what the script says.
 #[track_caller]
-fn recorded(options: &[&str], script: &str) -> u64 {
+fn recorded(options: &[&str], script: &str) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let output = directory.path().join("x.pb.gz");
     let output_option = format!("--profile-output={}", output.display());
@@ -35,20 +38,25 @@ fn recorded(options: &[&str], script: &str) -> u64 {
     let arguments = [&fixed[..], options, &command].concat();
     let ran = Ran::of(&mut with_tracefs(&binary("stackwire"), &arguments)).succeeded();
     let lost = ran.stderr.split(" lost").next().unwrap().rsplit(' ').next().unwrap();
-    Pprof::read(&output).count() + lost.parse::<u64>().unwrap()
+    (Pprof::read(&output).count() + lost.parse::<u64>().unwrap(), said(&ran.stdout))
 }
 
-/// How many of an event perf records of it.
-fn perfs(event: &str, script: &str) -> u64 {
+/// The number a script printed, if it did.
+fn said(out: &str) -> u64 {
+    out.lines().find_map(|line| line.parse().ok()).unwrap_or(0)
+}
+
+/// How many of an event perf records of it, and what the script says.
+fn perfs(event: &str, script: &str) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let data = directory.path().join("perf.data");
     let data = data.to_str().unwrap();
     let perf = Path::new("/usr/bin/perf");
     let record = ["record", "-q", "-c", "1", "-m", "4096", "-e", event, "-o", data, "--"];
     let python = ["/usr/bin/python3", "-S", "-c", script];
-    run(&mut with_tracefs(perf, &[&record[..], &python].concat()));
+    let (out, _) = run(&mut with_tracefs(perf, &[&record[..], &python].concat()));
     let (text, _) = run(&mut with_tracefs(perf, &["script", "-i", data, "-F", "event"]));
-    text.lines().filter(|line| line.contains(event)).count() as u64
+    (text.lines().filter(|line| line.contains(event)).count() as u64, said(&out))
 }
 
 #[test]
@@ -57,20 +65,21 @@ fn each_event_is_sampled_as_often_as_by_perf() {
         return;
     }
     for (event, script) in [
-        ("sched:sched_switch", SLEEPS),
-        ("context-switches", SLEEPS),
+        ("sched:sched_switch", SLEEPS_AND_SAYS),
+        ("context-switches", SLEEPS_AND_SAYS),
         ("page-faults", TOUCHES),
         ("minor-faults", TOUCHES),
         ("syscalls:sys_enter_clock_nanosleep", SLEEPS),
     ] {
-        let theirs = perfs(event, script);
+        let (theirs, preempted) = perfs(event, script);
         for source in ["auto", "perf"] {
             let source_option = format!("--source={source}");
             let options = ["--count=1", "--event", event, &source_option];
-            let ours = recorded(&options, script);
+            let (ours, also_preempted) = recorded(&options, script);
             eprintln!("{event}: {ours} samples, perf {theirs}");
-            // Of Python's start and end some differ from run to run.
-            let apart = ours.abs_diff(theirs);
+            // Of Python's start and end some differ from run to run, and so does how often it is
+            // preempted.
+            let apart = (ours + preempted).abs_diff(theirs + also_preempted);
             assert!(
                 theirs > 300 && apart <= theirs / 50 + 12,
                 "{event}, {source}: {ours}, {theirs}"
@@ -86,7 +95,7 @@ fn filters_choose_among_occurrences_of_a_tracepoint() {
     }
     let event = ["--count=1", "--event=sched:sched_switch"];
     let filter = ["--filter", "prev_comm ~ \"python*\" && prev_state != 0"];
-    let found = recorded(&[&event[..], &filter].concat(), SLEEPS);
+    let (found, _) = recorded(&[&event[..], &filter].concat(), SLEEPS);
     assert!((395..450).contains(&found), "{found}");
     let refused = |options: &[&str]| {
         let fixed = ["record", "--profile", "--profile-output=/tmp/never.pb.gz"];
