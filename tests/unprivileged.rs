@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use crate::privileges::{NOBODY, public_binaries};
 use crate::support::build::{inlined_cc_release, inlined_rs_release, spread, unwind_corpus};
@@ -165,6 +166,15 @@ fn nobody_profiles_without_a_capability_what_ebpf_sees() {
     }
 }
 
+/// Nanoseconds between two samples at 997 Hz.
+const PERIOD_NS: u64 = 1_003_009;
+
+/// Nanoseconds that were sampled, and how many samples were lost, from what `record` says.
+fn taken(profile: &Pprof, said: &str) -> (u64, u64) {
+    let lost = said.split(" lost").next().unwrap().rsplit(' ').next().unwrap();
+    (profile.samples.iter().map(|sample| sample.values[1]).sum(), lost.parse().unwrap())
+}
+
 /// Threads and children that come while events are opened, and after that, each sampled once.
 #[test]
 fn threads_and_children_are_sampled_once() {
@@ -172,43 +182,45 @@ fn threads_and_children_are_sampled_once() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let mut command = Command::new(spread());
-    command.args(["60", "40", "50"]).stdout(Stdio::piped());
-    // As a child of `record`, and attached to while it starts threads.
-    for attached in [false, true] {
-        let options = ["--profile", "--source=perf", "--sample-rate=997"];
-        let output = ["--profile-output=x.pb.gz"];
-        let (spent, said): (u64, String) = if attached {
-            let mut running = Running::start(&mut command);
-            let pid = format!("--pid={}", running.pid());
-            let more = [&pid, "--follow", "--duration=20s"];
-            let ran = recorded(directory.path(), &[&options[..], &output, &more].concat());
-            let mut said = String::new();
-            std::io::Read::read_to_string(&mut running.0.stdout.take().unwrap(), &mut said)
-                .unwrap();
-            (said.trim().parse().unwrap(), ran.succeeded().stderr)
-        } else {
-            let program = spread().to_str().unwrap();
-            let more = ["--", program, "60", "40", "50"];
-            let ran = recorded(directory.path(), &[&options[..], &output, &more].concat());
-            let ran = ran.succeeded();
-            (ran.stdout.lines().find_map(|line| line.parse().ok()).unwrap(), ran.stderr)
-        };
-        let profile = Pprof::read(&directory.path().join("x.pb.gz"));
-        let sampled: u64 = profile.samples.iter().map(|sample| sample.values[1]).sum();
-        let lost: u64 =
-            said.split(" lost").next().unwrap().rsplit(' ').next().unwrap().parse().unwrap();
-        let share = (sampled + lost * 1_003_009) as f64 / spent as f64;
-        eprintln!(
-            "attached: {attached}; {:.2} % of the CPU time, {lost} samples lost",
-            share * 100.0
-        );
-        // Hundred threads and processes want two CPUs, the collector among them.
+    let options = ["--profile", "--source=perf", "--sample-rate=997", "--profile-output=x.pb.gz"];
+    // Sampled and lost, beside the CPU time there was: at least, at most.
+    let judge = |profile: &Pprof, said: &str, least: u64, most: u64| {
+        let (sampled, lost) = taken(profile, said);
+        let found = (sampled + lost * PERIOD_NS) as f64;
+        let (least, most) = (least as f64, most as f64);
+        eprintln!("{:.3} of {:.3} to {:.3} s, {lost} lost", found / 1e9, least / 1e9, most / 1e9);
+        // A hundred threads and processes want two CPUs, the collector among them.
         assert!(lost * 5 < profile.count(), "{said}");
-        // Attached late, a few threads have done some of their work.
-        let least = if attached { 0.85 } else { 0.97 };
-        assert!(share > least && share < 1.03, "{share}");
-    }
+        assert!(found > least * 0.97 && found < most * 1.03, "{said}");
+    };
+    let record = |more: &[&str]| {
+        let ran = recorded(directory.path(), &[&options[..], more].concat()).succeeded();
+        (ran, Pprof::read(&directory.path().join("x.pb.gz")))
+    };
+    let (ran, profile) = record(&["--", spread().to_str().unwrap(), "60", "40", "50"]);
+    let spent = ran.stdout.lines().find_map(|line| line.parse().ok()).unwrap();
+    judge(&profile, &ran.stderr, spent, spent);
+
+    // Attached to while it starts threads: what it did before all events were open need not be
+    // there.
+    let log = directory.path().join("log");
+    let mut program = Command::new(spread());
+    program.args(["60", "40", "100", "0"]).arg(&log).stdout(Stdio::piped());
+    let mut running = Running::start(&mut program);
+    let pid = format!("--pid={}", running.pid());
+    let (ran, profile) = record(&[&pid, "--follow", "--duration=60s"]);
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut running.0.stdout.take().unwrap(), &mut said).unwrap();
+    let spent: u64 = said.trim().parse().unwrap();
+    let log = std::fs::read_to_string(log).unwrap();
+    let lines = log.lines().map(|line| line.split_once(' ').unwrap());
+    let before = lines
+        .filter(|(time, _)| time.parse::<i64>().unwrap() < profile.start)
+        .map(|(_, spent)| spent.parse::<u64>().unwrap())
+        .max();
+    let before = before.unwrap_or(0);
+    assert!(before < spent / 2, "attached too late: after {before} of {spent} ns");
+    judge(&profile, &ran.stderr, spent - before, spent);
 }
 
 /// Copies grow until stacks fit; one that may not grow says what it cuts.
@@ -322,13 +334,57 @@ fn a_full_ring_is_counted() {
     collector.args(["--source=perf", "--sample-rate=997", "--stack-bytes=32768", "--duration=4s"]);
     collector.arg(format!("--pid={}", busy.pid())).arg("--output").arg(&capture);
     let mut collector = collector.spawn().unwrap();
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(1));
     let pid = rustix::process::Pid::from_child(&collector);
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(1));
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
     assert!(collector.wait().unwrap().success());
     let text = report(&capture);
     assert!(text.contains("samples: ring buffer full"), "{text}");
     assert!(!text.contains("unaccounted"), "{text}");
+}
+
+/// The kernel tells a ring of what it had no room for when the next record fits. Of what is lost
+/// last it tells the event alone.
+#[test]
+fn what_is_lost_last_is_counted() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let mut record = Command::new(binary("stackwire"));
+    record.args(["record", "--profile", "--source=perf", "--sample-rate=997"]);
+    record.args(["--profile-output=x.pb.gz", "--"]).arg(spread()).args(["1", "0", "2000"]);
+    record.current_dir(directory.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let recording = record.spawn().unwrap();
+    // The name of a process has 15 bytes.
+    let collector = child_of(recording.id(), "stackwire-colle");
+    child_of(recording.id(), "spread");
+    std::thread::sleep(Duration::from_millis(500));
+    rustix::process::kill_process(collector, rustix::process::Signal::STOP).unwrap();
+    std::thread::sleep(Duration::from_secs(3));
+    rustix::process::kill_process(collector, rustix::process::Signal::CONT).unwrap();
+    let ran = recording.wait_with_output().unwrap();
+    let (stdout, stderr) =
+        (String::from_utf8(ran.stdout).unwrap(), String::from_utf8(ran.stderr).unwrap());
+    let spent: u64 = stdout.lines().find_map(|line| line.parse().ok()).unwrap();
+    let (sampled, lost) = taken(&Pprof::read(&directory.path().join("x.pb.gz")), &stderr);
+    assert!(lost > 1000, "{stderr}");
+    let share = (sampled + lost * PERIOD_NS) as f64 / spent as f64;
+    assert!(share > 0.97 && share < 1.03, "{share}: {stderr}");
+}
+
+/// Waits for a child of a process.
+#[track_caller]
+fn child_of(pid: u32, name: &str) -> rustix::process::Pid {
+    let mut look = Command::new("pgrep");
+    look.args(["-x", name, "-P"]).arg(pid.to_string());
+    for _ in 0..1000 {
+        if let Ok(found) = Ran::of(&mut look).stdout.trim().parse() {
+            return rustix::process::Pid::from_raw(found).unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{pid} has no child {name}");
 }

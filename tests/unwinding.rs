@@ -160,17 +160,19 @@ fn stacks_of_every_go_are_whole() {
         let programs = release.start();
         let pids = programs.iter().map(Running::pid);
         let directory = tempfile::tempdir().unwrap();
-        let what: Vec<String> = pids.map(|pid| format!("--pid={pid}")).collect();
-        let what = what.iter().map(String::as_str).chain(["--duration=8s"]).collect::<Vec<_>>();
+        let pids: Vec<String> = pids.map(|pid| format!("--pid={pid}")).collect();
         let capture = directory.path().join("x.stackwire");
         let mut report = String::new();
-        // Ten programs that want all CPUs, and what else this machine does, hold up the making of
-        // their tables: what was made in a capture is there in the next. Walks by them are judged
-        // here.
-        for _ in 0..6 {
+        // Most have no build-id, so their tables are not kept from run to run. Where what else this
+        // machine does holds up the making of them, a capture goes on until they are there: walks
+        // by them are judged here.
+        for seconds in [8, 16, 32, 64] {
+            let duration = format!("--duration={seconds}s");
+            let what: Vec<&str> = pids.iter().chain([&duration]).map(String::as_str).collect();
             let collector = &mut Command::new(binary("stackwire-collector"));
             read_into(directory.path(), collector, "--output", &what, cache.path());
-            let of_rest = stackwire(["report", capture.to_str().unwrap(), "--time=2.."]);
+            let last = format!("--time={}..", seconds - 6);
+            let of_rest = stackwire(["report", capture.to_str().unwrap(), &last]);
             report = of_rest.succeeded().stdout;
             let waits = |it: &Through<'_>| {
                 release.of(Path::new(it.path)).is_some()

@@ -1,13 +1,14 @@
-//! Raises the priority for a short time. Until sampling begins, whatever runs beside the collector
-//! is not seen.
+//! Raises the priority of a thread. Until sampling begins, whatever runs beside the collector is
+//! not seen; until samples are taken out of their rings, those that come are lost.
 //!
-//! Needs CAP_SYS_NICE; without it nothing changes. `session.rs` uses it while the programs are
-//! loaded, which takes 50 ms of CPU time. On a host with busy CPUs, three times as long went by.
+//! Needs CAP_SYS_NICE; without it nothing changes. `session/prepare.rs` uses it while the programs
+//! are loaded, which takes 50 ms of CPU time. On a host with busy CPUs, three times as long went
+//! by. The thread of `sampler/rings.rs` has it for good.
 
 use rustix::process::{getpriority_process, setpriority_process};
 
 /// The calling thread runs before others while this lives. So do threads it starts meanwhile, for
-/// as long as they live: start none that stay.
+/// as long as they live.
 #[derive(Debug)]
 pub struct Raised {
     /// The nice value to go back to; `None`: it was not changed.

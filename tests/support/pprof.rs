@@ -44,6 +44,8 @@ pub(crate) struct Pprof {
     pub(crate) locations: HashMap<u64, Location>,
     pub(crate) mappings: HashMap<u64, Mapping>,
     pub(crate) period: i64,
+    /// Nanoseconds since 1970. 0 of one that was read as text.
+    pub(crate) start: i64,
     /// Kind and unit of each value, as "cpu/nanoseconds".
     pub(crate) kinds: Vec<String>,
 }
@@ -124,6 +126,7 @@ impl Pprof {
             locations: locations.collect(),
             mappings: mappings.collect(),
             period: wire.period,
+            start: wire.time_nanos,
             kinds: wire
                 .sample_type
                 .iter()
@@ -320,6 +323,8 @@ mod wire {
         pub(super) function: Vec<Function>,
         #[prost(string, repeated, tag = "6")]
         pub(super) string_table: Vec<String>,
+        #[prost(int64, tag = "9")]
+        pub(super) time_nanos: i64,
         #[prost(int64, tag = "12")]
         pub(super) period: i64,
     }

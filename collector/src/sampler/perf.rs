@@ -77,8 +77,12 @@ pub struct PerfSampler {
 /// What came out of the rings so far.
 #[derive(Debug, Default)]
 struct Seen {
-    taken: u64,
+    /// Records of samples.
+    samples: u64,
+    /// Samples that were lost, as the rings tell it.
     lost: u64,
+    /// Likewise, as events tell it that were closed.
+    lost_by_events: u64,
     /// Samples of processes outside this pid namespace.
     outside: u64,
 }
@@ -180,7 +184,7 @@ impl PerfSampler {
             return opened;
         }
         // What they wrote stays in the rings, with as large a copy as they were opened for.
-        old.iter_mut().for_each(|of| drop(of.event.disable()));
+        self.seen.end(&mut old);
         self.enable_all();
         Ok(())
     }
@@ -339,7 +343,8 @@ impl Sampler for PerfSampler {
         let known = self.rings.cpus();
         if known.iter().any(|cpu| !online.contains(cpu)) {
             self.drain(batch);
-            self.events.retain(|of| online.contains(&of.cpu));
+            let gone = self.events.extract_if(.., |of| !online.contains(&of.cpu));
+            self.seen.end(&mut gone.collect::<Vec<_>>());
             self.rings.keep(&online);
         }
         let new: Vec<u32> = online.iter().copied().filter(|cpu| !known.contains(cpu)).collect();
@@ -377,16 +382,13 @@ impl Sampler for PerfSampler {
     }
 
     fn stop(&mut self) {
-        for of in &mut self.events {
-            // Fails only for events of a CPU that went offline, which take no samples.
-            let _ = of.event.disable();
-        }
+        self.seen.end(&mut self.events);
     }
 
     fn counter(&self, counter: Counter) -> u64 {
         match counter {
-            Counter::Taken => self.seen.taken,
-            Counter::RingFull => self.seen.lost,
+            Counter::Taken => self.seen.samples + self.seen.lost(),
+            Counter::RingFull => self.seen.lost(),
             Counter::Outside => self.seen.outside,
             _ => 0,
         }
@@ -404,6 +406,19 @@ impl Sampler for PerfSampler {
 }
 
 impl Seen {
+    fn lost(&self) -> u64 {
+        self.lost.max(self.lost_by_events)
+    }
+
+    /// Stops these events, each once, and asks them for what they have lost.
+    fn end(&mut self, events: &mut [OnCpu]) {
+        for OnCpu { event, .. } in events {
+            // Fails only for events of a CPU that went offline, which take no samples.
+            let _ = event.disable();
+            self.lost_by_events += event.lost().unwrap_or(0);
+        }
+    }
+
     /// Takes a record, header first, that begins there in what the batch keeps.
     fn take(&mut self, record: &[u8], at: usize, by_id: &HashMap<u64, Place>, batch: &mut Batch) {
         if record.first_chunk() != Some(&SAMPLE.to_ne_bytes()) {
@@ -411,7 +426,6 @@ impl Seen {
             batch.events.extend(event.map(|mut event| {
                 if let Change::Lost(count) = &mut event.change {
                     // Which of them were samples nobody can tell; nearly all are.
-                    self.taken += *count;
                     self.lost += std::mem::take(count);
                 }
                 event
@@ -420,7 +434,7 @@ impl Seen {
         }
         let place = PerfSample::event_id(record).and_then(|id| by_id.get(&id));
         let Some(Place { number, contents }) = place else {
-            self.taken += 1;
+            self.samples += 1;
             batch.malformed += 1;
             return;
         };
@@ -428,15 +442,15 @@ impl Seen {
             // As the kernel numbers those that this namespace does not have
             // (perf_event_pid_type of kernel/events/core.c).
             Ok(sample) if matches!(sample.pid, 0 | u32::MAX) => {
-                self.taken += 1;
+                self.samples += 1;
                 self.outside += 1;
             }
             Ok(sample) => {
-                self.taken += 1;
+                self.samples += 1;
                 add(&sample, at, *number, batch);
             }
             Err(_) => {
-                self.taken += 1;
+                self.samples += 1;
                 batch.malformed += 1;
             }
         }

@@ -16,6 +16,7 @@ use stackwire_model::Event;
 use stackwire_rights::capabilities;
 
 use super::{SamplerError, open_error};
+use crate::priority::Raised;
 use crate::sources::perf_event::{PerfEvent, RingError};
 
 /// Bytes of a ring. With its first page it is what `kernel.perf_event_mlock_kb` allows a user for
@@ -79,7 +80,9 @@ impl Rings {
         let rings = Self { shared: Arc::new(Shared { inner, call, answered, stop }) };
         let shared = Arc::clone(&rings.shared);
         let started = std::thread::Builder::new().name("rings".to_owned()).spawn(move || {
-            // Started with the privileges of the caller, of which it needs none.
+            // What it does late is lost.
+            let _raised = Raised::for_now();
+            // Started with the privileges of the caller, of which it needs no others.
             let _ = capabilities::drop_all();
             shared.run();
         });

@@ -44,7 +44,6 @@ pub(super) fn prepare(
     let (filter, asked, mut sampling) = describe(config)?;
     let raised = Raised::for_now();
     let mut side = Side::start(config, &filter)?;
-    drop(raised);
     let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
     let wanted = asked.as_deref().map(family);
     match &mut side {
@@ -57,6 +56,8 @@ pub(super) fn prepare(
     }
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.scan();
+    // The threads that bring tables would inherit it.
+    drop(raised);
     let mut copied = None;
     let unwind = match config.unwind {
         Walk::FramePointers => None,
@@ -68,6 +69,8 @@ pub(super) fn prepare(
             Some(unwind.map_err(error)?)
         }
     };
+    // Samples come already, and nobody takes them.
+    let _raised = Raised::for_now();
     let mut admitted = wanted.unwrap_or_default();
     if !admitted.is_empty() {
         if let Side::Ebpf(sampler) = &mut side {

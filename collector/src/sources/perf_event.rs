@@ -13,6 +13,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use perf_event::events::Software;
@@ -170,6 +171,9 @@ impl PerfEvent {
         if first {
             tell_of_processes(&mut builder);
         }
+        if *TELLS_LOST {
+            builder.read_format(ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::LOST);
+        }
         let excluded = contents.kernel == Kernel::Excluded;
         builder.exclude_kernel(excluded).exclude_hv(excluded).exclude_idle(true);
         builder.exclude_callchain_kernel(contents.kernel != Kernel::WithStacks);
@@ -288,6 +292,12 @@ impl PerfEvent {
         advanced
     }
 
+    /// Samples of [`PerfEvent::open_copying`], inherited ones among them, for which the ring had no
+    /// room. `None` before Linux 6.0.
+    pub fn lost(&mut self) -> Option<u64> {
+        self.counter_mut().read_full().ok()?.lost()
+    }
+
     /// Becomes readable when the ring has many new records.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -328,6 +338,14 @@ impl PerfEvent {
         }
     }
 }
+
+/// Whether events tell how many samples were lost (`PERF_FORMAT_LOST`, Linux 6.0). A ring tells it
+/// as well, but only in front of the next record that fits: what is lost last it never tells.
+static TELLS_LOST: LazyLock<bool> = LazyLock::new(|| {
+    let mut builder = Builder::new(Software::DUMMY);
+    builder.observe_self().any_cpu().exclude_kernel(true).exclude_hv(true);
+    builder.read_format(ReadFormat::LOST).build().is_ok()
+});
 
 /// An event by its numbers.
 pub fn builder(event: PerfType) -> Builder<'static> {
