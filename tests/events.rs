@@ -1,8 +1,10 @@
 //! Events by perf's names: software, hardware, raw, tracepoints with filters, beside perf.
 
 use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -52,7 +54,8 @@ fn perfs(event: &str, script: &str) -> (u64, u64) {
     let data = directory.path().join("perf.data");
     let data = data.to_str().unwrap();
     let perf = Path::new("/usr/bin/perf");
-    let record = ["record", "-q", "-c", "1", "-m", "4096", "-e", event, "-o", data, "--"];
+    // `-B`: perf 6.1 sometimes crashes where it collects build-ids.
+    let record = ["record", "-B", "-q", "-c", "1", "-m", "4096", "-e", event, "-o", data, "--"];
     let python = ["/usr/bin/python3", "-S", "-c", script];
     let (out, _) = run(&mut with_tracefs(perf, &[&record[..], &python].concat()));
     let (text, _) = run(&mut with_tracefs(perf, &["script", "-i", data, "-F", "event"]));
@@ -190,17 +193,27 @@ fn counts(said: &str) -> BTreeMap<String, f64> {
     lines.filter_map(count).collect()
 }
 
+/// Without the switches that others made happen, whose number the script says.
+fn counts_without_preemptions(ran: &Ran) -> BTreeMap<String, f64> {
+    let mut counts = counts(&ran.stderr);
+    for event in ["context-switches", "sched:sched_switch"] {
+        *counts.get_mut(event).unwrap() -= said(&ran.stdout) as f64;
+    }
+    counts
+}
+
 #[test]
 fn counts_are_those_of_perf_stat() {
     if !privileged() {
         return;
     }
-    let script = "import os, time
+    let script = "import os, resource, time
 for _ in range(100): time.sleep(0.001)
 for _ in range(20):
     if os.fork() == 0: os._exit(0)
     os.wait()
-x = bytearray(8 << 20)";
+x = bytearray(8 << 20)
+print(sum(resource.getrusage(who).ru_nivcsw for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))";
     let python = ["--", "/usr/bin/python3", "-S", "-c", script];
     let listed = Ran::of(&mut with_tracefs(&binary("stackwire"), &["events", "sched:"]));
     let listed = listed.succeeded().stdout;
@@ -212,11 +225,11 @@ x = bytearray(8 << 20)";
     let events = events.join(",");
     let ours = ["stat", "--json", "--event", &events];
     let ours = Ran::of(&mut with_tracefs(&binary("stackwire"), &[&ours[..], &python].concat()));
-    let ours = counts(&ours.succeeded().stderr);
+    let ours = counts_without_preemptions(&ours.succeeded());
     let theirs = ["stat", "-j", "-e", &events];
     let perf = Path::new("/usr/bin/perf");
     let theirs = Ran::of(&mut with_tracefs(perf, &[&theirs[..], &python].concat()));
-    let theirs = counts(&theirs.succeeded().stderr);
+    let theirs = counts_without_preemptions(&theirs.succeeded());
     assert!(theirs.len() > 15, "{theirs:?}");
     let mut wrong = Vec::new();
     for (event, theirs) in &theirs {
@@ -257,7 +270,7 @@ fn stat_prints_as_perf_and_counts_threads() {
     }
     let threads = Running::start(Command::new(spread()).args(["4", "0", "4000"]));
     let pid = format!("--pid={}", threads.pid());
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(Duration::from_millis(300));
     let event = "--event=task-clock";
     let ran = stackwire(["stat", &pid, "--per-thread", event, "--duration=1s", "--json"]);
     let said = ran.succeeded().stderr;
@@ -274,4 +287,90 @@ fn stat_prints_as_perf_and_counts_threads() {
     stackwire(["stat", "--event={cs", "--", "true"]).failed(2, "groups are written as");
     stackwire(["stat"]).failed(2, "what to count?");
     stackwire(["stat", "--", "/nonexistent/program"]).failed(127, "cannot run");
+}
+
+/// What was asked for is counted once, whatever was said twice.
+#[test]
+fn stat_counts_each_thread_once_and_each_event_as_often_as_it_is_listed() {
+    if !privileged() {
+        return;
+    }
+    let event = "--event={page-faults,task-clock},{faults,context-switches}";
+    let ran = stackwire(["stat", "--json", event, "--", "/usr/bin/python3", "-S", "-c", TOUCHES]);
+    let said = ran.succeeded().stderr;
+    let faults: Vec<f64> = said
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter(|line| line["event"].as_str().unwrap().contains("faults"))
+        .map(|line| line["counter-value"].as_str().unwrap().parse().unwrap())
+        .collect();
+    assert!(faults.len() == 2 && faults[0] > 3_000.0, "{said}");
+    assert!((faults[0] - faults[1]).abs() < 10.0, "{said}");
+
+    let running = Running::start(Command::new(spread()).args(["1", "0", "60000"]));
+    let pid = format!("--pid={0},{0}", running.pid());
+    let ran = stackwire(["stat", &pid, "--event=task-clock", "--duration=1s", "--json"]);
+    let clock = counts(&ran.succeeded().stderr)["task-clock"];
+    assert!(clock > 100.0 && clock < 1_200.0, "{clock} ms of a thread in a second");
+}
+
+/// Ctrl-C reaches `stat`, its collector and the command.
+#[test]
+fn stat_prints_what_it_counted_when_it_is_interrupted_or_the_process_ends() {
+    if !privileged() {
+        return;
+    }
+    let running = Running::start(Command::new(spread()).args(["1", "0", "60000"]));
+    let pid = format!("--pid={}", running.pid());
+    for (what, code) in [(&[pid.as_str()][..], 0), (&["--", "sleep", "60"], 130)] {
+        let mut stat = Command::new(binary("stackwire"));
+        stat.args(["stat", "--event=task-clock"]).args(what).stderr(Stdio::piped());
+        let stat = stat.process_group(0).spawn().unwrap();
+        std::thread::sleep(Duration::from_secs(2));
+        let group = rustix::process::Pid::from_child(&stat);
+        rustix::process::kill_process_group(group, rustix::process::Signal::INT).unwrap();
+        let ended = stat.wait_with_output().unwrap();
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(code), "{said}");
+        assert!(said.contains(" msec task-clock"), "{said}");
+    }
+    drop(running);
+    let running = Running::start(Command::new(spread()).args(["1", "0", "1500"]));
+    let pid = format!("--pid={}", running.pid());
+    let ran = stackwire(["stat", &pid, "--event=task-clock"]).succeeded();
+    assert!(ran.stderr.contains(" msec task-clock"), "{}", ran.stderr);
+    drop(running);
+}
+
+/// One in 100 page faults is a sample, and weighs 100.
+#[test]
+fn samples_of_each_so_many_occurrences_weigh_as_many() {
+    if !privileged() {
+        return;
+    }
+    for source in ["perf", "bpf"] {
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path().join("x.pb.gz");
+        let ran = stackwire([
+            "record",
+            "--profile",
+            &format!("--source={source}"),
+            "--event=page-faults",
+            "--count=100",
+            &format!("--profile-output={}", output.display()),
+            "--",
+            "/usr/bin/python3",
+            "-S",
+            "-c",
+            TOUCHES,
+        ]);
+        ran.succeeded();
+        let profile = Pprof::read(&output);
+        let weight: u64 = profile.samples.iter().map(|sample| sample.values[1]).sum();
+        eprintln!("{source}: {} samples, {weight} page faults", profile.count());
+        assert!((3_000..5_000).contains(&weight), "{source}: {weight}");
+        assert_eq!(weight, profile.count() * 100, "{source}");
+    }
+    let clock = ["record", "--profile", "--count=9999", "--", "true"];
+    stackwire(clock).failed(2, "a clock counts nanoseconds");
 }

@@ -24,9 +24,9 @@ fn leaves(profile: &Pprof, object: &str) -> BTreeMap<String, u64> {
     found
 }
 
-/// What `perf report` counts of an object, by symbol.
+/// What this `perf report` counts of an object, by symbol.
 #[track_caller]
-fn reported(file: &Path, object: &str) -> BTreeMap<String, u64> {
+fn reported(mut perf: Command, file: &Path, object: &str) -> BTreeMap<String, u64> {
     let fields = [
         "report",
         "--stdio",
@@ -40,7 +40,7 @@ fn reported(file: &Path, object: &str) -> BTreeMap<String, u64> {
         ";",
         "-i",
     ];
-    let (text, _) = run(Command::new("perf").args(fields).arg(file));
+    let (text, _) = run(perf.args(fields).arg(file));
     let mut found = BTreeMap::new();
     for line in text.lines().filter(|line| !line.starts_with('#')) {
         let parts: Vec<&str> = line.split(';').map(str::trim).collect();
@@ -96,14 +96,25 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
     let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
     let pids = pids.join(",");
     let (fp, dwarf) = (&["-g"][..], &["--call-graph", "dwarf,32768"][..]);
-    for (how, graph) in
-        [("fp", fp), ("dwarf", dwarf), ("pipe", fp), ("fp of 5.10", fp), ("dwarf of 5.10", dwarf)]
-    {
+    for (how, graph) in [
+        ("fp", fp),
+        ("dwarf", dwarf),
+        ("pipe", fp),
+        ("fp of 5.10", fp),
+        ("dwarf of 5.10", dwarf),
+        ("fp of 7.2", fp),
+        ("dwarf of 7.2", dwarf),
+        ("compressed by 7.2", &["-g", "-z"][..]),
+    ] {
         let file = at(&format!("{how}.data"));
-        let mut perf = Command::new("perf");
+        let (mut perf, mut reader) = (Command::new("perf"), Command::new("perf"));
         if how.ends_with("5.10") {
             let Some(older) = of_debian("bullseye", "perf_5.10") else { continue };
             perf = older;
+        } else if how.ends_with("7.2") {
+            let newest = || of_debian("sid", "perf");
+            let Some(newest) = newest().zip(newest()) else { continue };
+            (perf, reader) = newest;
         }
         perf.args(["record", "-N", "-q", "-e", "cpu-clock", "-F", "499", "-p", &pids]);
         perf.args(graph).arg("-o").arg(if how == "pipe" { Path::new("-") } else { &file });
@@ -116,7 +127,7 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
         stackwire(["resolve".as_ref(), file.as_os_str(), "-o".as_ref(), output.as_os_str()])
             .succeeded();
         let ours = Pprof::read(&output);
-        let theirs = reported(&file, name);
+        let theirs = reported(reader, &file, name);
         let found = leaves(&ours, program.to_str().unwrap());
         // Where both have a name: Debian's programs are stripped, and then perf shows addresses.
         // What perf calls the first entry of a linkage table is nobody's name.
@@ -149,6 +160,44 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
             assert!(share >= 99.5 || name == "unwind_o2", "{said}");
         }
     }
+}
+
+/// A file of Linux 7.2 whose user stacks come in records of their own: samples have as many frames
+/// as perf finds.
+#[test]
+fn user_stacks_that_come_later_are_joined_to_their_samples() {
+    let Some(mut perf) = of_debian("sid", "perf") else { return };
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/deferred.perf.data");
+    let fields = ["script", "--no-inline", "-F", "pid,time,ip", "-i"];
+    let (text, _) = run(perf.args(fields).arg(&fixture));
+    let mut theirs: BTreeMap<usize, u64> = BTreeMap::new();
+    for sample in text.split("\n\n").filter(|sample| !sample.trim().is_empty()) {
+        // Where the record is not in the file, perf prints its cookie as a frame.
+        let is_cookie = |address: &str| (0x1000_0000..1 << 63).contains(&hex(address));
+        let frames = sample.lines().filter_map(|line| line.strip_prefix('\t'));
+        let frames = frames.filter(|address| !is_cookie(address)).count();
+        *theirs.entry(frames).or_default() += 1;
+    }
+    assert!(theirs.values().sum::<u64>() > 300, "{text}");
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("out.pb.gz");
+    stackwire(["resolve".as_ref(), fixture.as_os_str(), "-o".as_ref(), output.as_os_str()])
+        .succeeded();
+    let profile = Pprof::read(&output);
+    let mut ours: BTreeMap<usize, u64> = BTreeMap::new();
+    let mut of_both = 0;
+    for sample in &profile.samples {
+        *ours.entry(sample.locations.len()).or_default() += sample.count;
+        let is_user = |at: &u64| profile.file_of(*at) == "/bin/reads";
+        let user = sample.locations.iter().filter(|at| is_user(at)).count();
+        of_both += if user >= 4 && user < sample.locations.len() { sample.count } else { 0 };
+    }
+    assert_eq!(ours, theirs);
+    assert!(of_both > 100, "{of_both} samples have stacks of the kernel and of user mode");
+}
+
+fn hex(text: &str) -> u64 {
+    u64::from_str_radix(text.trim(), 16).unwrap()
 }
 
 #[test]

@@ -216,13 +216,19 @@ fn a_cpu_that_goes_and_comes_back_is_sampled_again() {
         .map(|_| crate::support::Running::start(Command::new(work).args(["plain", "30"])))
         .collect();
     let mut collector = Command::new(binary("stackwire-collector"))
-        .args(["--all", "--duration=9s", "--sample-rate=499", "--epoch=1s", "--output"])
+        .args(["--all", "--duration=12s", "--sample-rate=499", "--epoch=1s"])
+        .args(["--profile", "--pmu", "--output"])
         .arg(&capture)
         .spawn()
         .unwrap();
     std::thread::sleep(std::time::Duration::from_millis(2500));
     // Faster than the collector looks.
     std::fs::write(online, "0").unwrap();
+    std::fs::write(online, "1").unwrap();
+    // Slower.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    std::fs::write(online, "0").unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(2));
     std::fs::write(online, "1").unwrap();
     assert!(collector.wait().unwrap().success());
 
@@ -238,4 +244,12 @@ fn a_cpu_that_goes_and_comes_back_is_sampled_again() {
     }
     let after = &by_epoch[by_epoch.len() - 4..by_epoch.len() - 1];
     assert!(after.iter().all(|&samples| samples > 100), "samples on CPU 1 by second: {by_epoch:?}");
+    // Counters of the CPU begin anew with it.
+    let path = capture.to_str().unwrap();
+    let sums = stackwire(["report", "--pmu", "--pmu-format=json", path]).succeeded().stdout;
+    let sums: serde_json::Value = serde_json::from_str(&sums).unwrap();
+    let faults = &sums["total"]["counters"]["page-faults"];
+    let (counted, enabled_ns) = (faults["counted"].as_f64(), faults["enabled_ns"].as_f64());
+    assert!(counted.is_some_and(|it| it > 0.0 && it < 1e9), "{faults}");
+    assert!(enabled_ns.is_some_and(|it| it > 1e9 && it < 25e9), "{faults}");
 }

@@ -3,7 +3,6 @@
 
 use std::ffi::CString;
 use std::ops::RangeInclusive;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use stackwire_collector_ebpf::MAX_EVENTS;
 use stackwire_model::{AddUp, Event, NoBpf, OffCpu, Share, Source, Unwind};
 use stackwire_rights::capabilities::as_user;
 
+use crate::host::in_a_pid_namespace;
 use crate::outbox::Limits;
 use crate::process::{has_ended, text};
 use crate::sampler::BTF_PATH;
@@ -40,6 +40,10 @@ const CGROUP2: i64 = 0x6367_7270;
 /// Above it, most waits would not be taken one by one, and a short one would stand for more than
 /// a profile's count of events holds.
 const MAX_THRESHOLD: Duration = Duration::from_millis(100);
+
+/// The shortest period of a clock, to which the kernel makes shorter ones longer without saying so
+/// (`perf_swevent_start_hrtimer` of kernel/events/core.c).
+const SHORTEST_CLOCK_NS: u64 = 10_000;
 
 /// Bytes of a user stack that can be copied.
 const STACK_BYTES: RangeInclusive<u32> = 1 << 10..=63 << 10;
@@ -158,6 +162,11 @@ pub enum ConfigError {
     /// Count 0.
     #[error("a sample of each 0 events is none; 1 takes every event")]
     CountZero,
+    /// A clock that is to take samples faster than the kernel lets it.
+    #[error(
+        "a clock counts nanoseconds and takes a sample each 10,000 at most: count 10000 or more"
+    )]
+    ClockTooFast,
     /// A filter without a tracepoint.
     #[error("a filter is of tracepoints, and none is sampled: add one, as sched:sched_switch")]
     NothingToFilter,
@@ -254,6 +263,11 @@ impl Config {
         if self.count == Some(0) {
             return Err(ConfigError::CountZero);
         }
+        if self.count.is_some_and(|count| count < SHORTEST_CLOCK_NS)
+            && self.events.iter().any(Event::is_clock)
+        {
+            return Err(ConfigError::ClockTooFast);
+        }
         if self.filter.is_some() && !self.needs_perf() {
             return Err(ConfigError::NothingToFilter);
         }
@@ -310,13 +324,10 @@ impl Config {
     /// What of this host is in the way of eBPF, as far as can be told without trying.
     #[must_use]
     pub fn no_bpf(&self) -> Option<NoBpf> {
-        // PROC_PID_INIT_INO of include/linux/proc_ns.h.
-        let in_another = |of: std::fs::Metadata| of.ino() != 0xEFFF_FFFC;
         if !Path::new(BTF_PATH).exists() {
             return Some(NoBpf::NoBtf);
         }
-        let is_elsewhere = std::fs::metadata("/proc/self/ns/pid").is_ok_and(in_another);
-        is_elsewhere.then_some(NoBpf::PidNamespace)
+        in_a_pid_namespace().then_some(NoBpf::PidNamespace)
     }
 }
 
@@ -400,6 +411,10 @@ mod tests {
         assert_eq!(config.check(), Ok(()));
         config.count = Some(0);
         assert_eq!(config.check(), Err(ConfigError::CountZero));
+        config.events = vec![clock.clone()];
+        config.count = Some(9_999);
+        assert_eq!(config.check(), Err(ConfigError::ClockTooFast));
+        config.events = vec![Event::by_name("sched:x")];
         config.count = None;
         config.filter = Some(c"prev_pid == 1".to_owned());
         assert_eq!(config.check(), Ok(()));

@@ -9,8 +9,8 @@ use perf_event::{Builder, Counter, ReadFormat};
 use stackwire_model::Event;
 use stackwire_model::sched::CounterSum;
 
-use crate::process::threads;
-use crate::sources::perf_event::builder;
+use crate::process::{each_once, threads};
+use crate::sources::perf_event::{builder, raise_descriptors};
 use crate::sources::tracepoint::{self, TracepointError};
 
 /// What is counted.
@@ -65,6 +65,8 @@ pub struct Counters {
 }
 
 struct OfThread {
+    /// Place in the list that was asked for: an event may be in several groups.
+    place: usize,
     event: Event,
     tid: Option<u32>,
     /// Of user mode alone: the kernel's part may not be counted.
@@ -98,15 +100,19 @@ impl Counters {
     /// # Errors
     /// See [`CountError`].
     pub fn start(counting: &Counting) -> Result<Self, CountError> {
+        // One for each event of each thread.
+        let _ = raise_descriptors();
         let mut counters = Vec::new();
-        for &pid in &counting.pids {
+        for pid in each_once(&counting.pids) {
             let tids = threads(pid);
             if tids.is_empty() {
                 return Err(CountError::NoSuchProcess(pid));
             }
             for tid in tids {
+                let mut place = 0;
                 for group in &counting.groups {
-                    open_group(group, counting, pid, tid, &mut counters)?;
+                    open_group(group, place, counting, (pid, tid), &mut counters)?;
+                    place += group.len();
                 }
             }
         }
@@ -122,36 +128,37 @@ impl Counters {
     /// What was counted so far: each event once, or for each thread.
     #[must_use]
     pub fn read(&mut self) -> Vec<Count> {
-        let mut found: Vec<Count> = Vec::new();
-        for OfThread { event, tid, user_only, counter } in &mut self.counters {
+        let mut found: Vec<(usize, Count)> = Vec::new();
+        for OfThread { place, event, tid, user_only, counter } in &mut self.counters {
             let counted = counter.as_mut().and_then(|counter| {
                 let read = counter.read_count_and_time().ok()?;
                 let (enabled_ns, running_ns) = (read.time_enabled, read.time_running);
                 Some(CounterSum { value: read.count, enabled_ns, running_ns })
             });
-            let same = |it: &&mut Count| it.event == event.name && it.tid == *tid;
-            let Some(sum) = found.iter_mut().find(same) else {
+            let same = |(at, it): &&mut (usize, Count)| at == place && it.tid == *tid;
+            let Some((_, sum)) = found.iter_mut().find(same) else {
                 let (event, user_only) = (event.name.clone(), *user_only);
-                found.push(Count { event, tid: *tid, user_only, counted });
+                found.push((*place, Count { event, tid: *tid, user_only, counted }));
                 continue;
             };
             if let Some(more) = counted {
                 *sum.counted.get_or_insert_default() += more;
             }
         }
-        found
+        found.into_iter().map(|(_, count)| count).collect()
     }
 }
 
+/// Opens a group whose first event has this place.
 fn open_group(
     group: &[Event],
+    first_place: usize,
     counting: &Counting,
-    pid: u32,
-    tid: u32,
+    (pid, tid): (u32, u32),
     into: &mut Vec<OfThread>,
 ) -> Result<(), CountError> {
     let first = into.len();
-    for event in group {
+    for (place, event) in (first_place..).zip(group) {
         let found = if event.is_tracepoint() { tracepoint::find(event)? } else { event.clone() };
         let leader = into[first..].iter_mut().find_map(|of| of.counter.as_mut());
         let (counter, user_only) = match open(&found, counting, tid, false, leader) {
@@ -174,7 +181,7 @@ fn open_group(
             },
         };
         let tid = counting.per_thread.then_some(tid);
-        into.push(OfThread { event: event.clone(), tid, user_only, counter });
+        into.push(OfThread { place, event: event.clone(), tid, user_only, counter });
     }
     Ok(())
 }

@@ -71,9 +71,11 @@ pub mod fuzz {
         let _ = crate::sources::side_band::forked(bytes);
         for stack_bytes in [0, 8] {
             let kernel = crate::sources::perf_event::Kernel::WithStacks;
-            let contents =
-                crate::sources::perf_event::Contents { kernel, stack_bytes, cgroup: true };
-            let _ = crate::sources::perf_sample::PerfSample::decode(bytes, &contents);
+            for period in [None, Some(1)] {
+                use crate::sources::perf_event::Contents;
+                let contents = Contents { kernel, stack_bytes, cgroup: true, period };
+                let _ = crate::sources::perf_sample::PerfSample::decode(bytes, &contents);
+            }
         }
     }
 }

@@ -4,12 +4,14 @@ mod cli;
 
 use std::fmt::Display;
 use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
+use rustix::event::{PollFd, PollFlags, poll};
 use stackwire_collector::{ConfigError, Count, Counters, Counting, Helpers, Session, SessionError};
 
 fn main() -> ExitCode {
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
                     | ConfigError::NoDuration
                     | ConfigError::StackBytes
                     | ConfigError::CountZero
+                    | ConfigError::ClockTooFast
                     | ConfigError::NothingToFilter
                     | ConfigError::NeedsPerf
                     | ConfigError::NeedsBoth
@@ -56,9 +59,12 @@ fn main() -> ExitCode {
     }
 }
 
+/// Ctrl-C, and what service managers send.
+const STOPS: [i32; 2] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM];
+
 fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+    for signal in STOPS {
         // A second one ends it at once: delivering what is left may take long.
         signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
             .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
@@ -72,7 +78,7 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
         let stop = Arc::clone(&stop);
         std::thread::spawn(move || {
             // Whatever it says, its end is what counts.
-            let _ = std::io::stdin().read_to_end(&mut Vec::new());
+            let _ = io::stdin().read_to_end(&mut Vec::new());
             stop.store(true, Ordering::Relaxed);
         });
     }
@@ -107,16 +113,35 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
     Ok(())
 }
 
-/// Counts until standard input closes. A line says when it has begun.
+/// Waits until the input closes or a signal has come.
+fn wait_for_the_end(input: &io::Stdin, signalled: &UnixStream) {
+    loop {
+        let mut fds = [PollFd::new(input, PollFlags::IN), PollFd::new(signalled, PollFlags::IN)];
+        // Interrupted, it looks again.
+        let _ = poll(&mut fds, None);
+        let [input_ready, signal_ready] = fds.map(|fd| !fd.revents().is_empty());
+        // Whatever the input says, its end is what counts.
+        let is_over = || input.lock().read(&mut [0; 64]).is_ok_and(|read| read == 0);
+        if signal_ready || (input_ready && is_over()) {
+            return;
+        }
+    }
+}
+
+/// Counts until standard input closes or a signal ends it. A line says when it has begun.
 fn count(counting: &Counting) -> Result<(), Box<dyn std::error::Error>> {
+    // Ctrl-C reaches `stackwire stat` and this process: what was counted is wanted then.
+    let (signalled, signals) = UnixStream::pair()?;
+    for signal in STOPS {
+        signal_hook::low_level::pipe::register(signal, signals.try_clone()?)?;
+    }
     let mut counters = Counters::start(counting)?;
     // Counters that are open go on without.
     stackwire_collector::drop_capabilities()?;
     let mut out = io::stdout().lock();
     writeln!(out, "counting")?;
     out.flush()?;
-    // Whatever it says, its end is what counts.
-    let _ = io::stdin().read_to_end(&mut Vec::new());
+    wait_for_the_end(&io::stdin(), &signalled);
     for Count { event, tid, user_only, counted } in counters.read() {
         let tid = tid.map_or("-".to_owned(), |tid| tid.to_string());
         let part = if user_only { "u" } else { "-" };

@@ -205,6 +205,7 @@ impl Pipeline {
             }
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
+                || self.waits.as_ref().is_some_and(Waits::is_full)
             {
                 self.cut();
             }
@@ -216,6 +217,8 @@ impl Pipeline {
                 second = Instant::now();
                 self.sampler.follow_hotplug(&mut self.batch);
                 self.refused_cpus = self.refused_cpus.max(self.sampler.refused_cpus());
+                let ended = self.processes.take_ended();
+                self.sampler.dismiss(&ended);
                 if self.processes.all_ended() {
                     break;
                 }

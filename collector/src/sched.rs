@@ -133,7 +133,8 @@ impl Totals {
         Some(Done { of, stats })
     }
 
-    /// What a thread does that has run since `running.since_ns` and was not switched out.
+    /// What a thread does that has run since `running.since_ns` and was not switched out, its
+    /// counters since then.
     /// `unmet` says who it is if it never was.
     pub fn still_runs(
         &self,
@@ -150,7 +151,13 @@ impl Totals {
         let slices = Histogram::new(ran_ns, [(abi::bucket_of(ran_ns) as u16, 1)]);
         // Only the kernel side knows whether one it never met is in the cgroup.
         let of = met.or_else(|| unmet().filter(|_| !self.in_cgroup))?;
-        Some(Done { of: Some(of), stats: SchedStats { slices, ..SchedStats::default() } })
+        let counter = |now: &abi::CounterSum| CounterSum {
+            value: now.value,
+            enabled_ns: now.enabled_ns,
+            running_ns: now.running_ns,
+        };
+        let counters = running.counters.iter().take(self.counters).map(counter).collect();
+        Some(Done { of: Some(of), stats: SchedStats { slices, counters, ..SchedStats::default() } })
     }
 
     /// Whether it is threads that are told apart.
@@ -193,8 +200,10 @@ mod tests {
         assert_eq!((done.of.unwrap().pid, done.of.unwrap().tid), (7, None));
         // Another process of this number has another key.
         assert_eq!(totals.look(8, &sums).unwrap().stats.switches.io, 1);
-        let running = abi::OnCpu { since_ns: 10, pid: 7, tid: 9, ..abi::OnCpu::default() };
+        let mut running = abi::OnCpu { since_ns: 10, pid: 7, tid: 9, ..abi::OnCpu::default() };
+        running.counters[0].value = 6;
         let done = totals.still_runs(&running, 30, || None).unwrap();
+        assert_eq!(done.stats.counters[0].value, 6);
         assert_eq!(done.stats.slices, Histogram::new(20, [(20, 1)]));
         let stranger = abi::OnCpu { pid: 6, ..running };
         assert!(totals.still_runs(&stranger, 30, || None).is_none());

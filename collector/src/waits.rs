@@ -83,6 +83,8 @@ pub struct Part {
 pub struct Waits {
     by_number: FxHashMap<Key, Stack>,
     words: usize,
+    /// Of those, learned in this epoch.
+    learned: usize,
     epoch: u64,
     /// Place of the series of blocked time; behind it is that of runnable time.
     event: u8,
@@ -116,13 +118,20 @@ impl Waits {
     #[must_use]
     pub fn new(event: u8) -> Self {
         let by_number = FxHashMap::default();
-        Self { by_number, words: 0, epoch: 0, event, without_stacks: 0 }
+        Self { by_number, words: 0, learned: 0, epoch: 0, event, without_stacks: 0 }
     }
 
     /// Waits whose stacks did not come.
     #[must_use]
     pub fn without_stacks(&self) -> u64 {
         self.without_stacks
+    }
+
+    /// Whether so much was learned in this epoch that it is to end early: what nobody uses is
+    /// forgotten between epochs.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.learned > MAX_WORDS
     }
 
     /// Learns of a stack.
@@ -132,6 +141,7 @@ impl Waits {
             if key.pid == 0 { (kernel, header.kernel_end) } else { (user, header.user_end) };
         let stack = Stack { frames: frames.into(), end, used: self.epoch };
         self.words += words(&stack);
+        self.learned += words(&stack);
         if let Some(before) = self.by_number.insert(key, stack) {
             self.words -= words(&before);
         }
@@ -239,6 +249,7 @@ impl Waits {
         waiting: impl FnOnce() -> Vec<(u32, Waiting)>,
     ) {
         self.epoch += 1;
+        self.learned = 0;
         if self.words <= MAX_WORDS {
             return;
         }
@@ -342,10 +353,12 @@ mod tests {
         for number in [0x100, 0x200, 0x300] {
             waits.learn(&header(7, number), &frames, &[]);
         }
+        assert!(waits.is_full());
         let told = std::cell::RefCell::new(Vec::new());
         let waiting = || vec![(9, Waiting { pid: 7, user_stack: 0x200, ..Waiting::default() })];
         waits.end_epoch(|place, _| told.borrow_mut().push(place), waiting);
         assert_eq!(waits.by_number.len(), 3, "used in the epoch that ended");
+        assert!(!waits.is_full(), "epochs do not end early for what stays");
         waits.over(&header(7, 1), &[0x300, 0, 1, 0, 1]);
         waits.end_epoch(|place, _| told.borrow_mut().push(place), waiting);
         assert_eq!(waits.by_number.len(), 2);

@@ -51,8 +51,9 @@ pub fn write_text(stat: &Stat, mut out: impl Write) -> io::Result<()> {
     writeln!(out, "\n Performance counter stats for {}:\n", stat.of)?;
     for count in &stat.counts {
         let thread = count.thread.as_ref();
-        let thread =
-            thread.map_or(String::new(), |(name, tid)| format!("{:>22} ", format!("{name}-{tid}")));
+        let thread = thread.map_or(String::new(), |(name, tid)| {
+            format!("{:>22} ", format!("{}-{tid}", crate::plain::plain(name)))
+        });
         let amount = match count.counted {
             None => "<not supported>".to_owned(),
             Some(_) => count

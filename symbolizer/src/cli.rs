@@ -98,8 +98,9 @@ pub struct Record {
     pub count: Option<u64>,
     /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event
     /// is a series of its own. `stackwire events` lists those of this host: of software, of the
-    /// hardware, of its caches, tracepoints as sched:sched_switch; r01c2 is a raw one.
-    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = str::parse::<Event>)]
+    /// hardware, of its caches, tracepoints as sched:sched_switch; r01c2 is a raw one. cpu-clock
+    /// unless told.
+    #[arg(long, short, value_name = "EVENT", value_delimiter = ',', value_parser = str::parse::<Event>)]
     pub event: Vec<Event>,
     /// Of tracepoints, sample only occurrences whose fields fit: "prev_pid == 1".
     #[arg(long, value_name = "FILTER")]

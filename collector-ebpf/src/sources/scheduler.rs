@@ -18,7 +18,7 @@ use stackwire_collector_ebpf::sched_stats::{
     AddUp, BUCKETS, CounterSum, MAX_COUNTERS, MAX_SCHED_STATS, OnCpu, SchedStats, SwitchReason,
     THE_REST, Times, bucket_of, key_of,
 };
-use stackwire_collector_ebpf::{Counter, MAX_CPUS, MAX_WAITING, masked};
+use stackwire_collector_ebpf::{Counter, MAX_CPUS, MAX_WAITING, Scope, masked};
 
 use crate::atomic::{add_u32, add_u64};
 use crate::maps::{config, count};
@@ -104,12 +104,24 @@ pub fn add_up_migration(ctx: RawTracePointContext) -> i32 {
     } else {
         key_of(task.pid(), task.process_start())
     };
-    // One that has not run yet is not known.
-    if let Some(stats) = SCHED_STATS.get_ptr_mut(&key) {
-        // SAFETY: the pointer came from a successful lookup.
-        unsafe { add_u64(&raw mut (*stats).migrations, 1) };
-    }
+    let stats = match SCHED_STATS.get_ptr_mut(&key) {
+        Some(stats) => stats,
+        // One that has not run yet is not known, but where there are more than are told apart.
+        None => match SCHED_STATS.get_ptr_mut(&THE_REST) {
+            // SAFETY: the pointer came from a successful lookup.
+            Some(rest) if unsafe { (*rest).slices.sum_ns } != 0 && is_wanted(task) => rest,
+            _ => return 0,
+        },
+    };
+    // SAFETY: as above.
+    unsafe { add_u64(&raw mut (*stats).migrations, 1) };
     0
+}
+
+/// Whether a task that is not the current one is wanted; of a cgroup that is not known.
+#[inline(always)]
+fn is_wanted(task: Task) -> bool {
+    config().scope != Scope::Cgroup as u32 && wanted(task.pid(), task.process_start())
 }
 
 #[inline(always)]
@@ -249,8 +261,10 @@ fn read_counters(on_cpu: &mut OnCpu, stats: Option<*mut SchedStats>, cpu: u32) {
         let now =
             CounterSum { value: now.counter, enabled_ns: now.enabled, running_ns: now.running };
         let before = core::mem::replace(&mut on_cpu.counters[number], now);
-        // Not known before the first look.
-        if before.enabled_ns == 0 {
+        // Not known before the first look, nor of another that was opened since: the CPU was
+        // offline.
+        let is_another = now.value < before.value || now.enabled_ns < before.enabled_ns;
+        if before.enabled_ns == 0 || is_another {
             continue;
         }
         if let Some(stats) = stats {

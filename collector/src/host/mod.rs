@@ -10,6 +10,7 @@ pub mod kernel_names;
 pub mod vdso;
 
 use std::fmt::Write as _;
+use std::os::unix::fs::MetadataExt;
 
 use stackwire_elf::gnu_build_id;
 use stackwire_model::BuildId;
@@ -87,6 +88,14 @@ impl Identity {
             cpu: cpu::parse(&text("/proc/cpuinfo")),
         }
     }
+}
+
+/// Whether this is not the pid namespace of the host.
+#[must_use]
+pub fn in_a_pid_namespace() -> bool {
+    // PROC_PID_INIT_INO of include/linux/proc_ns.h.
+    let is_another = |of: std::fs::Metadata| of.ino() != 0xEFFF_FFFC;
+    std::fs::metadata("/proc/self/ns/pid").is_ok_and(is_another)
 }
 
 /// GNU build-id of a loaded module, if the kernel publishes one.

@@ -15,6 +15,12 @@ pub fn family(pids: &[u32]) -> Vec<u32> {
     descend(pids, &parents(Path::new("/proc")))
 }
 
+/// These processes, each once.
+#[must_use]
+pub fn each_once(pids: &[u32]) -> Vec<u32> {
+    descend(pids, &[])
+}
+
 /// (process, parent) of every process.
 fn parents(proc: &Path) -> Vec<(u32, u32)> {
     let Ok(entries) = std::fs::read_dir(proc) else { return Vec::new() };

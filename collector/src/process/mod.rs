@@ -23,7 +23,7 @@ use std::io;
 use std::rc::Rc;
 
 use self::executable::{Executables, Kind};
-pub use self::family::family;
+pub use self::family::{each_once, family};
 pub use self::image::{Mapping, Mappings, Process};
 pub use self::introduce::ThreadNames;
 use self::life::is_running;
@@ -222,15 +222,23 @@ impl Processes {
         self.most = 0;
     }
 
-    /// Processes asked for have all ended. Never true when all processes are observed.
-    pub fn all_ended(&mut self) -> bool {
-        let Some(wanted) = &mut self.wanted else { return false };
+    /// Processes asked for, or followed, that have ended since the last call. None when all
+    /// processes are observed.
+    pub fn take_ended(&mut self) -> Vec<u32> {
+        let Some(wanted) = &mut self.wanted else { return Vec::new() };
         // Forgotten only at the second look: their last events may still be on their way.
         let gone = &mut self.gone;
-        wanted.retain(|pid| is_running(*pid) || !gone.contains(pid));
+        let ended: Vec<u32> =
+            wanted.extract_if(|pid| gone.contains(pid) && !is_running(*pid)).collect();
         gone.clear();
         gone.extend(wanted.iter().copied().filter(|&pid| !is_running(pid)));
-        wanted.is_empty()
+        ended
+    }
+
+    /// Whether none is left of those asked for. Never true when all processes are observed.
+    #[must_use]
+    pub fn all_ended(&self) -> bool {
+        self.wanted.as_ref().is_some_and(HashSet::is_empty)
     }
 
     fn is_wanted(&self, pid: u32) -> bool {

@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 use std::time::{Duration, Instant};
 
-use aya::maps::{MapData, RingBuf};
+use aya::maps::{MapData, MapError, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{Counter, RING_BYTES, Waiting};
@@ -41,6 +41,8 @@ pub struct EbpfSampler {
     object: Object,
     /// `None`: nobody asked where threads wait.
     waiters: Option<Waiters>,
+    /// Threads that waited in the beginning and for which it had no room.
+    unnoted: u64,
     /// `None`: nobody asked how threads are scheduled.
     sched: Option<SchedSums>,
     /// Counters that were asked for.
@@ -109,6 +111,7 @@ impl EbpfSampler {
         let mut sampler = Self {
             object,
             waiters,
+            unnoted: 0,
             sched,
             counters,
             ring,
@@ -190,7 +193,11 @@ impl EbpfSampler {
         let Some(waiters) = &mut self.waiters else { return };
         for (tid, waiting) in threads {
             // BPF_NOEXIST: the kernel side knows better.
-            let _ = waiters.insert(tid, zerocopy::transmute_ref!(waiting), 1);
+            match waiters.insert(tid, zerocopy::transmute_ref!(waiting), 1) {
+                Err(MapError::SyscallError(error))
+                    if error.io_error.raw_os_error() == Some(libc::EEXIST) => {}
+                noted => self.unnoted += u64::from(noted.is_err()),
+            }
         }
     }
 
@@ -241,9 +248,10 @@ impl Sampler for EbpfSampler {
         }
         for cpu in gone {
             self.events.remove(&cpu);
-        }
-        if let Some(sched) = &mut self.sched {
-            sched.keep(&online);
+            // The kernel has taken its counters off for good, too.
+            if let Some(sched) = &mut self.sched {
+                sched.close(cpu);
+            }
         }
         for cpu in online {
             if !self.events.contains_key(&cpu) {
@@ -329,8 +337,12 @@ impl Sampler for EbpfSampler {
         self.object.forget(place, number);
     }
 
-    fn running(&self) -> Vec<OnCpu> {
-        self.sched.as_ref().map(SchedSums::running).unwrap_or_default()
+    fn dismiss(&mut self, pids: &[u32]) {
+        self.object.dismiss(pids);
+    }
+
+    fn running(&mut self) -> Vec<OnCpu> {
+        self.sched.as_mut().map(SchedSums::running).unwrap_or_default()
     }
 
     fn sched_sums(&self) -> Vec<(u64, SchedStats)> {
@@ -351,7 +363,8 @@ impl Sampler for EbpfSampler {
     }
 
     fn counter(&self, counter: Counter) -> u64 {
-        self.object.counter(counter)
+        let unnoted = if let Counter::ThreadsFull = counter { self.unnoted } else { 0 };
+        self.object.counter(counter) + unnoted
     }
 }
 

@@ -165,6 +165,10 @@ pub trait Sampler: fmt::Debug {
         Vec::new()
     }
 
+    /// Forgets processes that have ended, so that there is room for others. From kernel 5.19 on it
+    /// takes no capability.
+    fn dismiss(&mut self, _pids: &[u32]) {}
+
     /// Has the kernel side tell of stacks again, by their number and the place it is noted in.
     fn forget(&self, _place: u32, _number: u64) {}
 
@@ -175,7 +179,7 @@ pub trait Sampler: fmt::Debug {
     }
 
     /// What has run on its CPU since the last switch there, and is not in the sums.
-    fn running(&self) -> Vec<OnCpu> {
+    fn running(&mut self) -> Vec<OnCpu> {
         Vec::new()
     }
 

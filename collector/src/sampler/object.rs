@@ -203,6 +203,16 @@ impl Object {
         Ok(())
     }
 
+    /// Forgets processes that have ended.
+    pub fn dismiss(&mut self, pids: &[u32]) {
+        let Some(targets) = self.ebpf.map_mut("TARGETS") else { return };
+        let Ok(mut targets) = HashMap::<_, u32, u64>::try_from(targets) else { return };
+        for pid in pids {
+            // It is not there where the kernel side had no room for it.
+            let _ = targets.remove(pid);
+        }
+    }
+
     /// Begins to watch where threads wait.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io;
 use std::time::Duration;
 
-use rustix::process::{Resource, getrlimit, setrlimit};
+use rustix::process::{Resource, getrlimit};
 use stackwire_collector_ebpf::{
     Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader, UserEnd,
 };
@@ -21,8 +21,11 @@ use super::drained::{Batch, Copy};
 use super::rings::{Rings, records};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error, paranoid};
 use crate::clock::now_ns;
+use crate::host::in_a_pid_namespace;
 use crate::process::{family, threads};
-use crate::sources::perf_event::{Contents, Kernel, PerfEvent, Sampled, Watched};
+use crate::sources::perf_event::{
+    Contents, Kernel, PerfEvent, Sampled, Watched, raise_descriptors,
+};
 use crate::sources::perf_sample::{PerfSample, SAMPLE};
 use crate::sources::side_band::{self, Change, Forked, without_id};
 use crate::unwind::Tally;
@@ -64,8 +67,8 @@ pub struct PerfSampler {
     events: Vec<OnCpu>,
     /// By the number of the event.
     by_id: HashMap<u64, Place>,
-    /// Processes that were admitted.
-    admitted: Vec<u32>,
+    /// Processes that were admitted and, where their children are theirs, those they have started.
+    admitted: BTreeSet<u32>,
     /// When threads got events, monotonic nanoseconds. Of interest while events are opened.
     opened: HashMap<u32, u64>,
     /// Bytes of records that were looked at meanwhile.
@@ -85,6 +88,8 @@ struct Seen {
     lost_by_events: u64,
     /// Samples of processes outside this pid namespace.
     outside: u64,
+    /// This is the first pid namespace, outside which there are none.
+    is_first_namespace: bool,
 }
 
 /// An event on a CPU.
@@ -118,6 +123,8 @@ impl PerfSampler {
         contents: Contents,
         grows: bool,
     ) -> Result<Self, SamplerError> {
+        // One for each event on each CPU.
+        let _ = raise_descriptors();
         let cpus = online_cpus()?;
         let kind = |event: &Event| Kind { event: event.clone(), when: sampled, paced: false };
         let kinds = kinds.iter().map(kind);
@@ -130,11 +137,11 @@ impl PerfSampler {
             rings: Rings::start(&cpus)?,
             events: Vec::new(),
             by_id: HashMap::new(),
-            admitted: Vec::new(),
+            admitted: BTreeSet::new(),
             opened: HashMap::new(),
             looked_at: 0,
             refused: BTreeSet::new(),
-            seen: Seen::default(),
+            seen: Seen { is_first_namespace: !in_a_pid_namespace(), ..Seen::default() },
         };
         if !matches!(sampler.tasks, Tasks::Processes { .. }) {
             for cpu in cpus {
@@ -169,9 +176,8 @@ impl PerfSampler {
         let mut old = std::mem::take(&mut self.events);
         let opened = match self.tasks {
             Tasks::Processes { follow } => {
-                let now = self.admitted.clone();
                 self.opened.clear();
-                self.open_threads(&if follow { family(&now) } else { now }, false)
+                self.open_threads(&self.watched_processes(follow), false)
             }
             _ => {
                 let cpus = self.rings.cpus();
@@ -180,7 +186,10 @@ impl PerfSampler {
         };
         if opened.is_err() {
             self.contents.stack_bytes = before;
-            self.events = old;
+            let new = std::mem::replace(&mut self.events, old);
+            for of in new {
+                self.by_id.remove(&of.event.id());
+            }
             return opened;
         }
         // What they wrote stays in the rings, with as large a copy as they were opened for.
@@ -189,11 +198,14 @@ impl PerfSampler {
         Ok(())
     }
 
+    fn watched_processes(&self, follow: bool) -> Vec<u32> {
+        let admitted: Vec<u32> = self.admitted.iter().copied().collect();
+        if follow { family(&admitted) } else { admitted }
+    }
+
     /// Opens events of all threads of these processes that have not inherited any. With `begin`
     /// they are enabled at once; without, those before are still there.
     fn open_threads(&mut self, pids: &[u32], begin: bool) -> Result<(), SamplerError> {
-        // One for each thread on each CPU.
-        let _ = raise_descriptors();
         let cpus = self.rings.cpus();
         for look in 0..MAX_LOOKS {
             let mut found = self.unopened(pids);
@@ -326,12 +338,24 @@ impl Sampler for PerfSampler {
         self.opened.clear();
         self.looked_at = 0;
         let mut bytes = std::mem::take(&mut batch.bytes);
-        let from = bytes.len();
+        let (from, first_event) = (bytes.len(), batch.events.len());
         self.rings.drain(&mut bytes);
         for (at, record) in records(&bytes, from) {
             self.seen.take(record, at, &self.by_id, batch);
         }
         batch.bytes = bytes;
+        if matches!(self.tasks, Tasks::Processes { follow: true }) {
+            // Of those that are watched alone: their parents may end before them.
+            for event in &batch.events[first_event..] {
+                match event.change {
+                    Change::Fork { .. } => drop(self.admitted.insert(event.pid)),
+                    Change::Exit { tid } if tid == event.pid => {
+                        self.admitted.remove(&event.pid);
+                    }
+                    _ => {}
+                }
+            }
+        }
         batch.samples.sort_by_key(|sample| sample.header.time_ns);
         batch.events.sort_by_key(|event| event.time_ns);
     }
@@ -350,11 +374,8 @@ impl Sampler for PerfSampler {
         let new: Vec<u32> = online.iter().copied().filter(|cpu| !known.contains(cpu)).collect();
         for cpu in new {
             let tids = match self.tasks {
-                Tasks::Processes { follow: false } => {
-                    self.admitted.iter().flat_map(|&pid| threads(pid)).collect()
-                }
-                Tasks::Processes { follow: true } => {
-                    family(&self.admitted).into_iter().flat_map(threads).collect()
+                Tasks::Processes { follow } => {
+                    self.watched_processes(follow).into_iter().flat_map(threads).collect()
                 }
                 _ => vec![0],
             };
@@ -399,8 +420,8 @@ impl Sampler for PerfSampler {
         // Copies of before it grew last say nothing of those of now.
         let too_small = tally.cut * 100 >= tally.walked && tally.largest_cut > bytes / 2;
         if self.grows && too_small && bytes < MAX_STACK_BYTES {
-            // It goes on as before where that fails.
-            let _ = self.copy_stacks((bytes * 2).min(MAX_STACK_BYTES));
+            // It goes on as before where that fails, and is not tried again: it would be each time.
+            self.grows = self.copy_stacks((bytes * 2).min(MAX_STACK_BYTES)).is_ok();
         }
     }
 }
@@ -441,6 +462,9 @@ impl Seen {
         match PerfSample::decode(record, contents) {
             // As the kernel numbers those that this namespace does not have
             // (perf_event_pid_type of kernel/events/core.c).
+            Ok(sample) if sample.pid == 0 && self.is_first_namespace => {
+                // What a CPU does that has nothing to do. With eBPF it is no sample, too.
+            }
             Ok(sample) if matches!(sample.pid, 0 | u32::MAX) => {
                 self.samples += 1;
                 self.outside += 1;
@@ -490,11 +514,4 @@ fn add(sample: &PerfSample<'_>, at: usize, event: u8, batch: &mut Batch) {
     };
     let stack = at + sample.stack.start..at + sample.stack.end;
     batch.push(header, start, sample.registers.map(|registers| Copy { registers, stack }));
-}
-
-/// As many descriptors as this process may allow itself.
-fn raise_descriptors() -> rustix::io::Result<()> {
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    setrlimit(Resource::Nofile, limit)
 }

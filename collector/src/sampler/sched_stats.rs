@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 
 use aya::maps::{Array, MapData, PerCpuValues};
 use stackwire_collector_ebpf::MAX_CPUS;
-use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats, THE_REST};
+use stackwire_collector_ebpf::sched_stats::{CounterSum, OnCpu, SchedStats, THE_REST};
 use stackwire_model::Event;
 use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
@@ -24,8 +24,8 @@ pub struct SchedSums {
     running: Running,
     /// Those there are.
     events: Vec<Event>,
-    /// By CPU: open counters.
-    open: BTreeMap<u32, Vec<PerfEvent>>,
+    /// By CPU: open counters, each with its number among `events`.
+    open: BTreeMap<u32, Vec<(usize, PerfEvent)>>,
 }
 
 impl SchedSums {
@@ -54,12 +54,32 @@ impl SchedSums {
         self.running.set(0, all, 0).map_err(load_error)
     }
 
-    /// What has not been switched out since it was switched to.
-    pub fn running(&self) -> Vec<OnCpu> {
+    /// What has not been switched out since it was switched to, with what its counters have counted
+    /// since then.
+    pub fn running(&mut self) -> Vec<OnCpu> {
         let all = self.running.get(&0, 0);
-        let all = all.iter().flat_map(|all| all.iter());
-        let all = all.filter_map(|bytes| OnCpu::read_from_bytes(bytes).ok());
-        all.filter(|it| it.pid != 0).collect()
+        let all = all.iter().flat_map(|all| all.iter()).zip(0..);
+        let mut found = Vec::new();
+        for (bytes, cpu) in all {
+            let Ok(mut on_cpu) = OnCpu::read_from_bytes(bytes) else { continue };
+            if on_cpu.pid == 0 {
+                continue;
+            }
+            let before = std::mem::take(&mut on_cpu.counters);
+            for (number, counter) in self.open.get_mut(&cpu).into_iter().flatten() {
+                // Not known before the first look.
+                let before = before.get(*number).filter(|before| before.enabled_ns > 0);
+                if let Some((now, before)) = counter.counted().zip(before) {
+                    on_cpu.counters[*number] = CounterSum {
+                        value: now.value.saturating_sub(before.value),
+                        enabled_ns: now.enabled_ns.saturating_sub(before.enabled_ns),
+                        running_ns: now.running_ns.saturating_sub(before.running_ns),
+                    };
+                }
+            }
+            found.push(on_cpu);
+        }
+        found
     }
 
     /// Opens the counters of a CPU, if they are not.
@@ -74,15 +94,15 @@ impl SchedSums {
             let Ok(counter) = PerfEvent::count(cpu, perf) else { continue };
             let place = number as u32 * MAX_CPUS + cpu;
             if self.places.set(place, counter.fd().as_raw_fd() as u32, 0).is_ok() {
-                counters.push(counter);
+                counters.push((number, counter));
             }
         }
         self.open.insert(cpu, counters);
     }
 
-    /// Closes those of CPUs that are offline.
-    pub fn keep(&mut self, online: &[u32]) {
-        self.open.retain(|cpu, _| online.contains(cpu));
+    /// Closes those of a CPU that went offline, if only for a moment.
+    pub fn close(&mut self, cpu: u32) {
+        self.open.remove(&cpu);
     }
 
     /// All sums, by `key_of` a process or thread.

@@ -20,7 +20,7 @@ use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
-use crate::process::{Processes, ThreadNames, family, waiting};
+use crate::process::{Processes, ThreadNames, each_once, family, waiting};
 use crate::sampler::Filter;
 use crate::sched::Totals;
 use crate::sources::perf_event::Kernel;
@@ -44,7 +44,8 @@ pub(super) fn prepare(
     let (filter, asked, mut sampling) = describe(config)?;
     let raised = Raised::for_now();
     let mut side = Side::start(config, &filter)?;
-    let family = |of: &[u32]| if filter.follow { family(of) } else { of.to_vec() };
+    let mut clocks = (now_ns(), realtime_ns());
+    let family = |of: &[u32]| if filter.follow { family(of) } else { each_once(of) };
     let wanted = asked.as_deref().map(family);
     match &mut side {
         Side::Ebpf(sampler) => sampling.counters = sampler.counters().to_vec(),
@@ -90,7 +91,11 @@ pub(super) fn prepare(
             admitted.extend(late);
         }
     }
-    let (started, clocks) = (Instant::now(), (now_ns(), realtime_ns()));
+    let started = Instant::now();
+    // All of what single processes do is sampled from now on; of others it was from the start on.
+    if matches!(config.scope, Scope::Processes { .. }) {
+        clocks = (now_ns(), realtime_ns());
+    }
     if let (Some(off_cpu), Side::Ebpf(sampler)) = (&config.off_cpu, &mut side) {
         let pids = match &config.scope {
             Scope::All => waiting::processes(),

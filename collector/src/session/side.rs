@@ -10,7 +10,7 @@ use super::{SessionError, as_user};
 use crate::config::{Config, ConfigError, Scope};
 use crate::helpers::broker::Broker;
 use crate::sampler::{EbpfSampler, Filter, PerfSampler, Sampler, SamplerError, Tasks};
-use crate::sources::perf_event::{Contents, Kernel};
+use crate::sources::perf_event::{Contents, Kernel, Sampled};
 use crate::sources::tracepoint;
 use crate::unwind::{CopiedStacks, Descriptors};
 
@@ -108,9 +108,10 @@ fn perf(config: &Config) -> Result<PerfSampler, SessionError> {
         _ => config.stack_bytes.unwrap_or(STACK_BYTES),
     };
     let kernel = if config.kernel_stacks { Kernel::WithStacks } else { Kernel::WithoutStacks };
-    let contents = Contents { kernel, stack_bytes, cgroup: true };
-    let grows = stack_bytes > 0 && config.stack_bytes.is_none();
     let (sampled, filter) = (config.sampled(), config.filter.clone());
+    let period = if let Sampled::EachOf(period) = sampled { Some(period) } else { None };
+    let contents = Contents { kernel, stack_bytes, cgroup: true, period };
+    let grows = stack_bytes > 0 && config.stack_bytes.is_none();
     let events = config.events.iter().map(|event| {
         if event.is_tracepoint() { tracepoint::find(event) } else { Ok(event.clone()) }
     });

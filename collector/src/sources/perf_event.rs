@@ -19,7 +19,9 @@ use std::time::Duration;
 use perf_event::events::Software;
 use perf_event::{Builder, Clock, Counter, ReadFormat, SampleFlag, Sampler};
 use perf_event_open_sys::ioctls;
+use rustix::process::{Resource, getrlimit, setrlimit};
 use stackwire_collector_ebpf::arch::{PERF_IP, PERF_REGISTERS};
+use stackwire_collector_ebpf::sched_stats::CounterSum;
 use stackwire_model::PerfType;
 
 /// Bytes of records the ring of a CPU holds that carries the side band alone: half of what
@@ -80,6 +82,10 @@ pub struct Contents {
     pub stack_bytes: u32,
     /// The cgroup of the task. Kernels may be built without (CONFIG_CGROUP_PERF).
     pub cgroup: bool,
+    /// What each sample weighs, where samples do not say it: the kernel takes one at each
+    /// occurrence of a software event or tracepoint that is to say it and has a fixed period
+    /// (`perf_swevent_event` of kernel/events/core.c).
+    pub period: Option<u64>,
 }
 
 /// What is sampled of the kernel.
@@ -178,7 +184,10 @@ impl PerfEvent {
         builder.exclude_kernel(excluded).exclude_hv(excluded).exclude_idle(true);
         builder.exclude_callchain_kernel(contents.kernel != Kernel::WithStacks);
         let parts = SampleFlag::IDENTIFIER | SampleFlag::TID | SampleFlag::TIME | SampleFlag::CPU;
-        builder.sample(parts | SampleFlag::PERIOD | SampleFlag::CALLCHAIN);
+        builder.sample(parts | SampleFlag::CALLCHAIN);
+        if contents.period.is_none() {
+            builder.sample(SampleFlag::PERIOD);
+        }
         if contents.stack_bytes > 0 {
             let all = PERF_REGISTERS.into_iter().chain([PERF_IP]);
             builder.sample(SampleFlag::REGS_USER | SampleFlag::STACK_USER);
@@ -205,6 +214,7 @@ impl PerfEvent {
     pub fn count(cpu: u32, event: PerfType) -> io::Result<Self> {
         let mut builder = of_cpu(cpu, event, Sampled::Never);
         builder.any_pid().exclude_kernel(false).exclude_hv(false).enabled(true);
+        builder.read_format(ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::TOTAL_TIME_RUNNING);
         Ok(Self { event: Opened::Counter(builder.build()?), enabled: Duration::ZERO })
     }
 
@@ -292,6 +302,13 @@ impl PerfEvent {
         advanced
     }
 
+    /// What a [`PerfEvent::count`] has counted so far. `None`: it cannot be read.
+    pub fn counted(&mut self) -> Option<CounterSum> {
+        let read = self.counter_mut().read_count_and_time().ok()?;
+        let (enabled_ns, running_ns) = (read.time_enabled, read.time_running);
+        Some(CounterSum { value: read.count, enabled_ns, running_ns })
+    }
+
     /// Samples of [`PerfEvent::open_copying`], inherited ones among them, for which the ring had no
     /// room. `None` before Linux 6.0.
     pub fn lost(&mut self) -> Option<u64> {
@@ -346,6 +363,16 @@ static TELLS_LOST: LazyLock<bool> = LazyLock::new(|| {
     builder.observe_self().any_cpu().exclude_kernel(true).exclude_hv(true);
     builder.read_format(ReadFormat::LOST).build().is_ok()
 });
+
+/// As many descriptors as this process may allow itself.
+///
+/// # Errors
+/// Those of setrlimit(2).
+pub fn raise_descriptors() -> rustix::io::Result<()> {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit)
+}
 
 /// An event by its numbers.
 pub fn builder(event: PerfType) -> Builder<'static> {

@@ -72,20 +72,23 @@ impl<'a> PerfSample<'a> {
     pub fn decode(record: &'a [u8], contents: &Contents) -> Result<Self, MalformedRecord> {
         let malformed = MalformedRecord { length: record.len() };
         let words = &mut Words(record);
-        let sample = Self::read(words, contents.stack_bytes > 0);
+        let sample = Self::read(words, contents);
         let cgroup_id = if contents.cgroup { words.next() } else { Some(0) };
         let whole = sample.zip(cgroup_id).map(|(sample, cgroup_id)| Self { cgroup_id, ..sample });
         whole.ok_or(malformed)
     }
 
-    fn read(words: &mut Words<'a>, copied: bool) -> Option<Self> {
+    fn read(words: &mut Words<'a>, contents: &Contents) -> Option<Self> {
         let all_bytes = words.0.len();
         words.next()?; // the header
         words.next()?; // the number of the event
         let (pid, tid) = words.pair()?;
         let time_ns = words.next()?;
         let (cpu, _) = words.pair()?;
-        let period = words.next()?;
+        let period = match contents.period {
+            Some(period) => period,
+            None => words.next()?,
+        };
         let length = usize::try_from(words.next()?).ok()?;
         let chain = words.many(length)?;
         let mut sample = Self {
@@ -100,7 +103,7 @@ impl<'a> PerfSample<'a> {
             stack: 0..0,
             cgroup_id: 0,
         };
-        if !copied {
+        if contents.stack_bytes == 0 {
             return Some(sample);
         }
         let abi = words.next()?;
@@ -138,15 +141,19 @@ impl<'a> PerfSample<'a> {
     }
 
     fn of(&self, context: u64) -> impl Iterator<Item = u64> + use<'a> {
-        let mut now = 0;
         let all = self.chain.iter().map(|word| u64::from_ne_bytes(*word));
-        all.filter(move |&word| {
+        // Those of user mode come last: a mark among them is an address that the process made up.
+        let all = all.scan(0, |now, word| {
             let marks = word >= LAST_MARK;
-            if marks {
-                now = word;
+            if marks && *now == USER {
+                return None;
             }
-            !marks && now == context
-        })
+            if marks {
+                *now = word;
+            }
+            Some((!marks).then_some((*now, word)))
+        });
+        all.flatten().filter(move |&(of, _)| of == context).map(|(_, word)| word)
     }
 }
 
@@ -183,11 +190,31 @@ mod tests {
     use crate::sources::perf_event::Kernel;
 
     fn contents(stack_bytes: u32, cgroup: bool) -> Contents {
-        Contents { kernel: Kernel::WithStacks, stack_bytes, cgroup }
+        Contents { kernel: Kernel::WithStacks, stack_bytes, cgroup, period: None }
     }
 
     fn record(words: &[u64]) -> Vec<u8> {
         words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+    }
+
+    #[test]
+    fn what_a_process_makes_up_is_not_the_kernels() {
+        let pair = |low: u64, high: u64| low | high << 32;
+        let mut words = vec![0, 77, pair(5, 6), 99, pair(3, 0), 1000];
+        words.extend([7, KERNEL, 0xf1, USER, 0x11, KERNEL, 0xf2, 0xf3]);
+        let record = record(&words);
+        let sample = PerfSample::decode(&record, &contents(0, false)).unwrap();
+        assert_eq!(sample.kernel().collect::<Vec<_>>(), [0xf1]);
+        assert_eq!(sample.user().collect::<Vec<_>>(), [0x11]);
+    }
+
+    #[test]
+    fn a_sample_that_does_not_say_its_weight_has_that_of_its_event() {
+        let pair = |low: u64, high: u64| low | high << 32;
+        let record = record(&[0, 77, pair(5, 6), 99, pair(3, 0), 2, USER, 0x11]);
+        let contents = Contents { period: Some(500), ..contents(0, false) };
+        let sample = PerfSample::decode(&record, &contents).unwrap();
+        assert_eq!((sample.period, sample.user().collect::<Vec<_>>()), (500, vec![0x11]));
     }
 
     #[test]

@@ -13,7 +13,7 @@ const VERSION: u32 = 1;
 
 pub fn write(profile: &Profile, parts: &[Part<'_>], mut out: impl Write) -> io::Result<()> {
     let part = |part: &Part<'_>| {
-        let mut value = stats(profile, part.stats);
+        let mut value = stats(profile, &part.stats);
         if let Some(who) = &part.who {
             value.insert("pid".to_owned(), who.pid.into());
             value.insert("comm".to_owned(), who.comm.into());

@@ -7,6 +7,10 @@ mod json;
 mod prometheus;
 mod text;
 
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::Hash;
 use std::io::{self, Write};
 
 use stackwire_model::Profile;
@@ -48,10 +52,11 @@ pub fn write(profile: &Profile, options: Options, out: impl Write) -> io::Result
 }
 
 /// One of those that were told apart.
+#[derive(Clone)]
 struct Part<'a> {
     /// None: all those there was no room to tell apart.
     who: Option<Named<'a>>,
-    stats: &'a SchedStats,
+    stats: Cow<'a, SchedStats>,
 }
 
 impl Part<'_> {
@@ -62,14 +67,18 @@ impl Part<'_> {
 }
 
 /// A process or a thread.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Named<'a> {
     pid: u32,
+    /// When the process began.
+    start_ns: u64,
     comm: &'a str,
     thread: Option<(u32, &'a str)>,
 }
 
 fn parts(profile: &Profile) -> Vec<Part<'_>> {
     let part = |(&who, stats)| {
+        let stats = Cow::Borrowed(stats);
         let (process, thread) = match who {
             Who::TheRest => return Part { who: None, stats },
             Who::Process(process) => (process, None),
@@ -79,20 +88,40 @@ fn parts(profile: &Profile) -> Vec<Part<'_>> {
             }
         };
         let process = &profile.processes[process.index()];
-        let (pid, comm) = (process.pid, process.comm.as_str());
-        Part { who: Some(Named { pid, comm, thread }), stats }
+        let (pid, start_ns, comm) = (process.pid, process.start_ns, process.comm.as_str());
+        Part { who: Some(Named { pid, start_ns, comm, thread }), stats }
     };
-    let mut parts: Vec<_> = profile.sched.iter().map(part).collect();
+    // The profile has one more process each time one becomes another program.
+    let mut parts = merged(profile.sched.iter().map(part), |part| part.who);
     // Stable: the order they came in decides between equals.
     parts.sort_by_key(|part| std::cmp::Reverse(part.stats.slices.sum_ns()));
     parts
+}
+
+/// Adds up those that are called the same, at the place of the first.
+fn merged<'a, K: Eq + Hash>(
+    parts: impl Iterator<Item = Part<'a>>,
+    name: impl Fn(&Part<'a>) -> K,
+) -> Vec<Part<'a>> {
+    let mut places: HashMap<K, usize> = HashMap::new();
+    let mut merged: Vec<Part<'a>> = Vec::new();
+    for part in parts {
+        match places.entry(name(&part)) {
+            Entry::Occupied(place) => *merged[*place.get()].stats.to_mut() += &*part.stats,
+            Entry::Vacant(place) => {
+                place.insert(merged.len());
+                merged.push(part);
+            }
+        }
+    }
+    merged
 }
 
 /// All of them added up.
 fn total(parts: &[Part<'_>]) -> SchedStats {
     let mut total = SchedStats::default();
     for part in parts {
-        total += part.stats;
+        total += &*part.stats;
     }
     total
 }
@@ -115,4 +144,26 @@ fn counters<'a>(
 /// One number for so many of another; none where there is nothing to divide by.
 fn ratio(of: Option<u64>, by: Option<u64>) -> Option<f64> {
     by.filter(|by| *by > 0).and_then(|by| Some(of? as f64 / by as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_called_the_same_are_added_up_at_the_place_of_the_first() {
+        let stats = |migrations| SchedStats { migrations, ..SchedStats::default() };
+        let (one, other, third) = (stats(1), stats(2), stats(4));
+        let part = |pid, stats| {
+            let who = Named { pid, start_ns: 5, comm: "sh", thread: None };
+            Part { who: Some(who), stats: Cow::Borrowed(stats) }
+        };
+        let parts = [part(7, &one), part(8, &other), part(7, &third)];
+        let merged = merged(parts.into_iter(), |part| part.who);
+        let found: Vec<_> = merged
+            .iter()
+            .map(|part| (part.who.map(|who| who.pid), part.stats.migrations))
+            .collect();
+        assert_eq!(found, [(Some(7), 5), (Some(8), 2)]);
+    }
 }

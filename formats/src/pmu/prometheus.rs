@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use stackwire_model::Profile;
 use stackwire_model::sched::{CounterSum, Histogram, PerfCounter, SchedStats};
 
-use super::{Part, counters, total};
+use super::{Part, counters, merged, total};
 
 /// Bounds of buckets: powers of two of nanoseconds, a microsecond to 17 seconds.
 const POWERS: std::ops::RangeInclusive<u32> = 10..=34;
@@ -13,6 +13,8 @@ const POWERS: std::ops::RangeInclusive<u32> = 10..=34;
 pub fn write(profile: &Profile, parts: &[Part<'_>], mut out: impl Write) -> io::Result<()> {
     let out = &mut out;
     let all = total(parts);
+    // It takes no two rows with the same labels.
+    let parts = &merged(parts.iter().cloned(), labels);
     histogram(out, "stackwire_time_slice_seconds", "How long threads ran in one go.", &all.slices)?;
     let help = "How long threads could run and had no CPU.";
     histogram(out, "stackwire_run_queue_seconds", help, &all.run_queue)?;
@@ -56,7 +58,7 @@ fn counter(
     writeln!(out, "# HELP {name} {help}\n# TYPE {name} counter")?;
     for part in parts {
         let who = labels(part);
-        for (more, value) in rows(part.stats) {
+        for (more, value) in rows(&part.stats) {
             writeln!(out, "{name}{{{who}{more}}} {value}")?;
         }
     }
@@ -82,7 +84,7 @@ fn histogram(out: &mut impl Write, name: &str, help: &str, times: &Histogram) ->
     for power in POWERS {
         // Buckets end at powers of two less one.
         let inside = times.buckets().filter(|&(bucket, _)| Histogram::end_of(bucket) < 1 << power);
-        let count: u64 = inside.map(|(_, count)| count).sum();
+        let count = inside.fold(0, |sum: u64, (_, count)| sum.saturating_add(count));
         let bound = (1u64 << power) as f64 / 1e9;
         writeln!(out, "{name}_bucket{{le=\"{bound}\"}} {count}")?;
     }

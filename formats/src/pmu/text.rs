@@ -23,7 +23,7 @@ pub fn write(
     if !profile.origin.all_processes {
         for part in parts {
             writeln!(out, "=== PMU Metrics ({}) ===\n", name(part.who.as_ref()))?;
-            block(profile, part.stats, seconds, out)?;
+            block(profile, &part.stats, seconds, out)?;
             writeln!(out)?;
         }
     } else if per_pid || parts.iter().any(Part::is_thread) {
@@ -31,7 +31,7 @@ pub fn write(
         writeln!(out, "Profiled {} processes over {seconds:.1} s\n", processes(parts))?;
         for part in parts {
             writeln!(out, "--- {} ---\n", name(part.who.as_ref()))?;
-            block(profile, part.stats, seconds, out)?;
+            block(profile, &part.stats, seconds, out)?;
             writeln!(out)?;
         }
     } else {
@@ -58,8 +58,8 @@ fn processes(parts: &[Part<'_>]) -> usize {
 fn name(who: Option<&Named<'_>>) -> String {
     match who {
         None => "all others: too many to tell apart".to_owned(),
-        Some(Named { pid, comm, thread: None }) => format!("PID: {pid}, {}", plain(comm)),
-        Some(Named { pid, comm, thread: Some((tid, thread)) }) => {
+        Some(Named { pid, comm, thread: None, .. }) => format!("PID: {pid}, {}", plain(comm)),
+        Some(Named { pid, comm, thread: Some((tid, thread)), .. }) => {
             format!("PID: {pid}, {}; TID: {tid}, {}", plain(comm), plain(thread))
         }
     }
@@ -142,8 +142,14 @@ fn hardware(
     let instructions = of("instructions");
     for (name, ratio) in [
         ("IPC (Instr/Cycle):", ratio(instructions, of("cycles"))),
-        ("Cache Misses/1K Instr:", ratio(of("cache-misses").map(|it| it * 1000), instructions)),
-        ("Branch Misses/1K Instr:", ratio(of("branch-misses").map(|it| it * 1000), instructions)),
+        (
+            "Cache Misses/1K Instr:",
+            ratio(of("cache-misses").map(|it| it.saturating_mul(1000)), instructions),
+        ),
+        (
+            "Branch Misses/1K Instr:",
+            ratio(of("branch-misses").map(|it| it.saturating_mul(1000)), instructions),
+        ),
     ] {
         if let Some(ratio) = ratio {
             writeln!(out, "  {name:<23} {ratio:.3}")?;
@@ -159,7 +165,7 @@ mod tests {
     #[test]
     fn names_reach_the_terminal_as_text() {
         let comm = "a\n\u{1b}[31m";
-        let named = |thread| name(Some(&Named { pid: 1, comm, thread }));
+        let named = |thread| name(Some(&Named { pid: 1, start_ns: 0, comm, thread }));
         assert_eq!(named(None), "PID: 1, a??[31m");
         assert_eq!(named(Some((2, "b\nPID: 3"))), "PID: 1, a??[31m; TID: 2, b?PID: 3");
     }

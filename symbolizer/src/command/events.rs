@@ -1,6 +1,6 @@
 //! `stackwire events`: the events of this host, as its collector finds them.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::process::Command;
 
 use anyhow::{Context, anyhow};
@@ -20,7 +20,14 @@ pub fn run(arguments: &Events) -> Result<(), Failure> {
     }
     let text = String::from_utf8_lossy(&listed.stdout);
     let pattern = arguments.pattern.as_deref().unwrap_or("");
-    let mut out = std::io::stdout().lock();
+    match show(&text, pattern, std::io::stdout().lock()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        shown => Ok(shown.context("cannot write the list")?),
+    }
+}
+
+/// Those whose names have the pattern in them, by group.
+fn show(text: &str, pattern: &str, mut out: impl Write) -> std::io::Result<()> {
     for group in ["software", "hardware", "hardware cache", "tracepoint"] {
         let of_group = text.lines().filter_map(|line| line.strip_prefix(group)?.strip_prefix('\t'));
         let mut names: Vec<&str> = Vec::new();

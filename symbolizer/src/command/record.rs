@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use stackwire::{AddUp, Builder, Kept, Names, OffCpu, Profile, Session, SessionError, Sources};
+use stackwire::{
+    AddUp, Builder, Event, Kept, Names, OffCpu, Profile, Session, SessionError, Sources,
+};
 
 use super::Failure;
 use super::launch::{Launched, exit};
@@ -125,7 +127,9 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
         } else {
             format!("had no {}", names.join(" and no "))
         };
-        return anyhow!("no samples: {whom} {did} in {took:.1} s, so there is no profile to write");
+        return anyhow!(
+            "no samples: {whom} {did} in {took:.1} s, so there is no profile to write{notes}"
+        );
     }
     anyhow!("no samples, so there is no profile to write{lost}{notes}")
 }
@@ -157,6 +161,17 @@ fn check(arguments: &Record) -> Result<(), Failure> {
             "--per-pid divides what --pmu finds of the whole host: add -a --pmu, or leave it out; with --pid every process is told apart",
         );
     }
+    let of_samples = [
+        ("--event", !arguments.event.is_empty()),
+        ("--count", arguments.count.is_some()),
+        ("--filter", arguments.filter.is_some()),
+        ("--profile-output", arguments.profile_output.is_some()),
+    ];
+    if let Some((flag, _)) = of_samples.iter().find(|(_, given)| *given && !samples(arguments)) {
+        return usage(&format!(
+            "{flag} is about samples of events, of which --offcpu and --pmu take none: add --profile"
+        ));
+    }
     if arguments.follow && arguments.all {
         return usage("--all samples children already: leave out --follow");
     }
@@ -176,6 +191,10 @@ fn start(
     command: Option<u32>,
     placer: &Placer,
 ) -> Result<(Session, Sources), Failure> {
+    let mut events = arguments.event.clone();
+    if events.is_empty() {
+        events.push(Event::cpu_clock());
+    }
     let mut builder: Builder = Session::builder()
         .buildid_dir(arguments.outputs.perf_buildid_dir.clone())
         .timeline(arguments.outputs.perf_data_output.is_some())
@@ -183,7 +202,7 @@ fn start(
         .count(arguments.count)
         .filter(arguments.filter.clone())
         .kernel_stacks(arguments.kernel_stacks)
-        .events(arguments.event.clone())
+        .events(events)
         .unwind(arguments.unwind)
         .source(arguments.source)
         .stack_bytes(arguments.stack_bytes)

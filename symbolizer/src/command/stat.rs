@@ -17,6 +17,10 @@ use crate::cli::Stat;
 
 /// Between two looks at whether the command has ended.
 const TURN: Duration = Duration::from_millis(2);
+/// Between two looks at whether processes have ended.
+const LONG_TURN: Duration = Duration::from_millis(20);
+/// How long a command may take to end after Ctrl-C, which it was sent, too.
+const TO_END: Duration = Duration::from_secs(1);
 
 pub fn run(arguments: &Stat) -> Result<(), Failure> {
     match (arguments.pid.is_empty(), arguments.command.is_empty()) {
@@ -70,9 +74,13 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
     let mut status = None;
     match command {
         Some((mut child, mut stream)) => {
-            while status.is_none() && !stop.load(Ordering::Relaxed) {
+            let mut stopped: Option<Instant> = None;
+            while status.is_none() && stopped.is_none_or(|at| at.elapsed() < TO_END) {
                 status = child.try_wait().context("cannot wait for the command")?;
                 std::thread::sleep(TURN);
+                if stopped.is_none() && stop.load(Ordering::Relaxed) {
+                    stopped = Some(Instant::now());
+                }
             }
             // A word, or the end of the stream when it became the command.
             if status.is_some() && stream.read(&mut [0]).is_ok_and(|read| read > 0) {
@@ -81,8 +89,9 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
         }
         None => {
             let is_over = || arguments.duration.is_some_and(|duration| began.elapsed() >= duration);
-            while !stop.load(Ordering::Relaxed) && !is_over() {
-                std::thread::sleep(TURN);
+            let run = || arguments.pid.iter().any(|&pid| runs(pid));
+            while !stop.load(Ordering::Relaxed) && !is_over() && run() {
+                std::thread::sleep(LONG_TURN);
             }
         }
     }
@@ -106,6 +115,13 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
         stat::write_text(&counted, out)?;
     }
     status.map_or(Ok(()), exit)
+}
+
+/// Whether a process has not ended: proc_pid_stat(5), the state is field 3.
+fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
 /// Waits until it counts.

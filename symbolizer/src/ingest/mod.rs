@@ -10,12 +10,14 @@ mod stacks;
 mod tables;
 mod waits;
 
+use std::cell::Cell;
+
 use stackwire_model::{FileOffset, UserAddr};
 use stackwire_proto::v1;
 
 pub use self::greeting::{Context, hello};
 use self::stacks::Stacks;
-use self::tables::Reader;
+use self::tables::{MAX_NAMES, Reader};
 use self::waits::Waits;
 
 use crate::profile::{
@@ -92,7 +94,8 @@ pub struct Met {
 /// # Errors
 /// See [`IngestError`].
 pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result<Met, IngestError> {
-    let reader = Reader { epoch, context };
+    let names_left = &Cell::new(MAX_NAMES);
+    let reader = Reader { epoch, context, names_left };
     let mut executables: Vec<ExecutableId> = epoch
         .executables
         .iter()
@@ -326,6 +329,18 @@ mod tests {
         epoch(wire, &context, &mut builder)?;
         epoch(wire, &context, &mut builder)?;
         Ok(builder.build())
+    }
+
+    #[test]
+    fn a_long_name_that_many_share_is_refused() {
+        let mut wire = sample();
+        wire.strings.push("x".repeat(MAX_NAMES / 8));
+        let thread = v1::Thread { comm: 3, ..wire.threads[0] };
+        wire.threads.extend(vec![thread; 7]);
+        build(&wire).unwrap();
+        wire.threads.extend(vec![thread; 2]);
+        let said = build(&wire).unwrap_err().to_string();
+        assert!(said.contains("its names have more than"), "{said}");
     }
 
     #[test]

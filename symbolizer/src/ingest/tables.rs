@@ -1,6 +1,8 @@
 //! The tables of an epoch: each entry checked and turned into the profile's, and what its numbers
 //! mean.
 
+use std::cell::Cell;
+
 use stackwire_model::ExecutableKey;
 use stackwire_proto::v1;
 
@@ -17,16 +19,25 @@ pub(super) struct Node {
     pub(super) kind: FrameKind,
 }
 
+/// Bytes of names that the entries of an epoch may have, however often they share one.
+pub(super) const MAX_NAMES: usize = 64 << 20;
+
 #[derive(Clone, Copy)]
 pub(super) struct Reader<'a> {
     pub(super) epoch: &'a v1::Epoch,
     pub(super) context: &'a Context,
+    /// Bytes of names that may still be read: of [`MAX_NAMES`].
+    pub(super) names_left: &'a Cell<usize>,
 }
 
 impl Reader<'_> {
     pub(super) fn string(&self, index: u32) -> Result<String, IngestError> {
         let found = self.epoch.strings.get(index as usize);
-        found.cloned().ok_or_else(|| self.undefined("string", index))
+        let found = found.ok_or_else(|| self.undefined("string", index))?;
+        let left = self.names_left.get().checked_sub(found.len());
+        let too_long = || self.invalid(format_args!("its names have more than {MAX_NAMES} bytes"));
+        self.names_left.set(left.ok_or_else(too_long)?);
+        Ok(found.clone())
     }
 
     /// A reason that need not be there.

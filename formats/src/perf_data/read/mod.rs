@@ -4,6 +4,7 @@
 //! The crate that reads the records trusts sizes in them: `guard.rs` looks at those first.
 
 mod chain;
+mod deferred;
 mod guard;
 mod kernel;
 mod series;
@@ -22,8 +23,8 @@ use linux_perf_data::{
 };
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
-    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, SampleKey,
-    SeriesId, StackId, Taken,
+    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, ProcessId,
+    SampleKey, SeriesId, StackId, Taken,
 };
 use stackwire_model::{
     BuildId, Device, ExecutableKey, FileId, FileOffset, KernelAddr, Machine, UserAddr,
@@ -31,6 +32,7 @@ use stackwire_model::{
 use stackwire_unwind::MACHINE;
 
 use self::chain::Chain;
+use self::deferred::{CALLCHAIN_DEFERRED, Deferred, Known};
 use self::kernel::Kernel;
 use self::series::Sampled;
 use self::stack_copy::{Copied, Walker};
@@ -71,6 +73,7 @@ struct Reader<'a> {
     tasks: Tasks,
     kernel: Kernel,
     walker: Walker,
+    deferred: Deferred,
     build_ids: FxHashMap<DsoKey, BuildId>,
     /// By index of the event: its series, and what samples weigh that do not say.
     series: FxHashMap<usize, (SeriesId, u64)>,
@@ -130,6 +133,7 @@ impl<'a> Reader<'a> {
             tasks: Tasks::default(),
             kernel: Kernel::default(),
             walker: Walker::default(),
+            deferred: Deferred::default(),
             series: FxHashMap::default(),
             undecoded: 0,
             taken: 0,
@@ -157,7 +161,7 @@ impl<'a> Reader<'a> {
                     let misc = record.misc;
                     let kind = record.record_type;
                     match guard::decodes(&record).then(|| record.parse()) {
-                        Some(Ok(EventRecord::Raw(raw))) => self.raw(kind.0, raw.data),
+                        Some(Ok(EventRecord::Raw(raw))) => self.raw(kind.0, raw.data)?,
                         Some(Ok(parsed)) => self.record(parsed, attr_index, misc, time)?,
                         Some(Err(_)) | None => self.undecoded += 1,
                     }
@@ -170,6 +174,7 @@ impl<'a> Reader<'a> {
                 }
             }
         }
+        self.add_without_their_stacks()?;
         self.finish();
         Ok(())
     }
@@ -250,14 +255,25 @@ impl<'a> Reader<'a> {
     }
 
     /// Records the crate has no type for.
-    fn raw(&mut self, kind: u32, mut data: RawData<'_>) {
+    fn raw(&mut self, kind: u32, mut data: RawData<'_>) -> Result<(), ReadError> {
         /// `PERF_RECORD_LOST_SAMPLES`: how many.
         const LOST_SAMPLES: u32 = 13;
-        if kind == LOST_SAMPLES
-            && let Ok(count) = data.read_u64::<byteorder::LittleEndian>()
-        {
-            self.lost = self.lost.saturating_add(count);
+        let mut next = || data.read_u64::<byteorder::LittleEndian>();
+        match kind {
+            LOST_SAMPLES => self.lost = self.lost.saturating_add(next().unwrap_or(0)),
+            CALLCHAIN_DEFERRED => {
+                let (Ok(cookie), Ok(count)) = (next(), next()) else {
+                    self.undecoded += 1;
+                    return Ok(());
+                };
+                let chain = Chain::brought((0..count).map_while(|_| next().ok()));
+                for sample in self.deferred.take(cookie) {
+                    self.add(sample, &chain.user, EndReason::NotSaid)?;
+                }
+            }
+            _ => {}
         }
+        Ok(())
     }
 
     fn map(
@@ -332,20 +348,53 @@ impl<'a> Reader<'a> {
         let (thread, process) = self.tasks.thread(self.into, TaskId { pid, tid })?;
         let mut chain = Chain::of(sample);
         let end = self.walk_copy(sample, pid, &mut chain);
-        let Chain { kernel, user } = chain;
+        let Chain { kernel, user, deferred } = chain;
         let kernel = self.kernel_stack(&kernel)?;
-        let user = self.tasks.stack(self.into, pid, &user, end)?;
-        if let Some(user) = user {
-            self.look_for_perf_map(pid, process, user)?;
-        }
         if let Some(time) = time {
             let (first, last) = self.span.unwrap_or((time, time));
             self.span = Some((first.min(time), last.max(time)));
         }
-        let key = SampleKey { series, thread, user, kernel, labels: 0 };
+        let key = SampleKey { series, thread, user: None, kernel, labels: 0 };
         let value = sample.period.unwrap_or(period);
-        self.into.sample(key, Taken { count: 1, value, time_ns: time, cpu: sample.cpu })?;
+        let taken = Taken { count: 1, value, time_ns: time, cpu: sample.cpu };
+        let ip = sample.ip.filter(|_| sample.cpu_mode == CpuMode::User).map(UserAddr);
+        let known = Known { pid, process, key, taken, ip };
+        match deferred.filter(|_| user.is_empty()) {
+            Some(cookie) => self.deferred.keep(cookie, known),
+            None => self.add(known, &user, end)?,
+        }
+        Ok(())
+    }
+
+    fn add(
+        &mut self,
+        sample: Known,
+        user: &[(UserAddr, FrameKind)],
+        end: EndReason,
+    ) -> Result<(), ReadError> {
+        let Known { pid, process, mut key, taken, .. } = sample;
+        key.user = self.tasks.stack(self.into, pid, user, end)?;
+        if let Some(user) = key.user {
+            self.look_for_perf_map(pid, process, user)?;
+        }
+        self.into.sample(key, taken)?;
         self.taken += 1;
+        Ok(())
+    }
+
+    /// Adds the samples whose user stack is not in the file.
+    fn add_without_their_stacks(&mut self) -> Result<(), ReadError> {
+        let rest = self.deferred.take_rest();
+        if !rest.is_empty() {
+            self.into.note(format!(
+                "{} samples have no user stack: the file has no deferred call chain for them",
+                rest.len()
+            ));
+        }
+        for sample in rest {
+            let user: Vec<_> = sample.ip.map(|ip| (ip, FrameKind::Exact)).into_iter().collect();
+            self.add(sample, &user, EndReason::NotSaid)?;
+        }
         Ok(())
     }
 
@@ -403,7 +452,7 @@ impl<'a> Reader<'a> {
     fn look_for_perf_map(
         &mut self,
         pid: u32,
-        process: stackwire_model::profile::ProcessId,
+        process: ProcessId,
         user: StackId,
     ) -> Result<(), ReadError> {
         if self.jits.contains(&pid) || !self.into.runs_anonymous(user) {
