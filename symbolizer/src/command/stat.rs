@@ -117,11 +117,15 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
     status.map_or(Ok(()), exit)
 }
 
-/// Whether a process has not ended: proc_pid_stat(5), the state is field 3.
+/// Whether a process has a thread that has not ended: proc_pid_stat(5), the state of its main
+/// thread is field 3, the number of threads field 20.
 fn runs(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
+    let Some((_, rest)) = stat.rsplit_once(") ") else { return false };
+    let mut fields = rest.split(' ');
+    let main_ended = matches!(fields.next(), Some("Z" | "X"));
+    let threads = fields.nth(16).and_then(|threads| threads.parse().ok());
+    !main_ended || threads.is_some_and(|threads: u32| threads > 1)
 }
 
 /// Waits until it counts.
