@@ -59,8 +59,8 @@ cat >"$root/init" <<E2
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t sysfs sys /sys
 /bin/busybox mount -t devtmpfs dev /dev
-/bin/unwind >/dev/null &
-while :; do /bin/brief 30; done &
+/bin/unwind >/dev/null & busy=\$!
+while :; do /bin/brief 30; done & busy="\$busy \$!"
 /bin/busybox sleep 1
 /bin/stackwire-collector -a --profile --event cpu-clock,page-faults --offcpu --offcpu-states sleep,disk,preempted --pmu \\
   --sample-rate 199 --share-executables always --unwind-cache-dir /tmp/tables --output /tmp/x.stackwire & collector=\$!
@@ -70,18 +70,26 @@ until [ -s /tmp/x.stackwire ] || ! kill -0 \$collector; do /bin/busybox sleep 0.
 /bin/busybox sleep 1
 /bin/faults 15 >/tmp/pages & programs=\$!
 { /bin/busybox sleep 1; /bin/waits 4; } & programs="\$programs \$!"
-{ /bin/busybox sleep 6; echo "sched \$(/bin/sched 3)"; } & programs="\$programs \$!"
 wait \$programs
 echo "pages \$(/bin/busybox cat /tmp/pages)"
 for i in 1 2 3 4 5 6 7 8 9 10; do [ -e /tmp/tables/$(build_id "$work/brief").v* ] || /bin/busybox sleep 10; done
-/bin/busybox sleep 12
+/bin/busybox sleep 18
 kill -INT \$collector
 wait \$collector
 echo "exit code \$?"
-/bin/waits 60 >/dev/null &
+/bin/waits 60 >/dev/null & waits=\$!
 /bin/stackwire-collector -a --offcpu --offcpu-wakers --duration 5s --output /tmp/wakers.stackwire
 echo "exit code \$?"
-for port in S1:x S2:wakers; do
+# The kernel counts the time from a wake-up to the switch, some 100 us here, as time on the CPU. With nothing else to do
+# at switches it is shortest.
+kill \$busy \$waits
+/bin/stackwire-collector -a --pmu --output /tmp/sched.stackwire & collector=\$!
+until [ -s /tmp/sched.stackwire ] || ! kill -0 \$collector; do /bin/busybox sleep 0.2; done
+echo "sched \$(/bin/sched 3)"
+kill -INT \$collector
+wait \$collector
+echo "exit code \$?"
+for port in S1:x S2:wakers S3:sched; do
   /bin/busybox stty -F /dev/tty\${port%:*} raw
   /bin/busybox cat /tmp/\${port#*:}.stackwire >/dev/tty\${port%:*}
 done
@@ -93,8 +101,8 @@ chmod +x "$root/init"
 judge() { # SERIES PROGRAM
   local text=$work/$1-$2.txt lasted release whole
   lasted=$("$out/stackwire" report "$work/$1.stackwire" | sed -n '1s/.* over \([0-9]*\)[.0-9]* s.*/\1/p')
-  # The last ten seconds, when the tables were there.
-  "$out/stackwire" report --event cpu-clock --where "comm=$2" "--time=$((lasted - 10)).." "$work/$1.stackwire" >"$text"
+  # The last sixteen seconds, when the tables were there.
+  "$out/stackwire" report --event cpu-clock --where "comm=$2" "--time=$((lasted - 16)).." "$work/$1.stackwire" >"$text"
   release=$(sed -n '1s/.* on [^ ]* (\([^ ]*\) .*/\1/p' "$text")
   whole=$(awk '/^  stacks   share/ { on = 1; next } /^$/ { on = 0 }
     on && /%/ { all += $1; if (/thread.s root$/) whole = $1 }
@@ -151,7 +159,7 @@ wakers() { # SERIES
 scheduled() { # SERIES LOG
   local said found
   said=$(sed -n 's/^sched \([0-9]*\) [0-9]* [0-9]* \([0-9]*\) .*/\1 \2/p' "$2")
-  found=$("$out/stackwire" report --pmu --pmu-format json "$work/$1.stackwire" |
+  found=$("$out/stackwire" report --pmu --pmu-format json "$work/$1-sched.stackwire" |
     jq -r '.processes[] | select(.comm == "sched") | "\(.switches.voluntary) \(.slices.sum_ns)"' | head -1)
   echo "kernel $1: sched: ${found:-no} switches and ns, ${said:-no} by its own count"
   awk -v said="$said" -v found="$found" 'BEGIN { split(said, s, " "); split(found, f, " ")
@@ -164,7 +172,7 @@ for series in 6.1 6.12; do
   log=$work/$series.log
   # Both CPUs on one thread: on two, QEMU runs into instructions the kernel is just replacing ("Oops: int3").
   timeout 600 qemu-system-x86_64 -accel tcg,thread=single -m 768 -smp 2 -display none -monitor none -no-reboot -nic none \
-    -serial "file:$log" -serial "file:$work/$series.stackwire" -serial "file:$work/$series-wakers.stackwire" -kernel "$image" -initrd "$work/initrd.gz" \
+    -serial "file:$log" -serial "file:$work/$series.stackwire" -serial "file:$work/$series-wakers.stackwire" -serial "file:$work/$series-sched.stackwire" -kernel "$image" -initrd "$work/initrd.gz" \
     -append "console=ttyS0 quiet panic=-1" </dev/null || true
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
   for program in unwind brief; do judge "$series" "$program"; done
