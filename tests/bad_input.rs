@@ -442,7 +442,7 @@ fn no_previous_state() {
         shell.args(["-m", "sh", "-c", show]).arg(&path).arg(binary("stackwire-collector"));
         let ran = Ran::of(shell.args(["--all", "--duration=1s", "--output=/dev/null", what]));
         if fails {
-            ran.failed(1, "waits and scheduling are recorded from kernel 5.18 on");
+            ran.failed(1, "waits and scheduling are recorded from kernel 5.19 on");
         } else {
             ran.succeeded();
         }

@@ -79,9 +79,9 @@ pub struct Args {
     #[arg(long, value_name = "FILTER")]
     filter: Option<String>,
     /// Count these events, in groups as "{cycles,instructions},page-faults", until standard input
-    /// closes; then print a line for each: event, thread or "-", "u" if it is of user mode alone
-    /// or "-", count, nanoseconds it was to be counted and was; or "-" where this machine counts no
-    /// such event. `stackwire stat` uses it.
+    /// closes or a signal comes; then print a line for each: event, thread or "-", "u" if it is of
+    /// user mode alone or "-", count, nanoseconds it was to be counted and was; or "-" where this
+    /// machine counts no such event. `stackwire stat` uses it.
     #[arg(long, value_name = "EVENTS", value_parser = str::parse::<Groups>, requires = "pid", conflicts_with_all = ["to", "output"])]
     stat: Option<Groups>,
     /// Count each thread by itself.

@@ -33,6 +33,7 @@ mod in_time;
 mod list;
 mod normalize;
 mod outbox;
+mod perf_samples;
 mod pipeline;
 mod priority;
 mod process;

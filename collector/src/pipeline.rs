@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::sched_stats::{SwitchReason, THE_REST};
-use stackwire_collector_ebpf::{Counter, RecordKind, UserEnd};
+use stackwire_collector_ebpf::{Counter, RecordKind};
 use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
@@ -20,11 +20,12 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::outbox::Outbox;
-use crate::process::{Processes, ThreadNames, maps};
+use crate::perf_samples::PerfSamples;
+use crate::process::{Processes, maps};
 use crate::sampler::{Batch, RawSample, Sampler};
 use crate::sched::{Scheduled, Totals};
 use crate::sources::side_band::Change;
-use crate::unwind::{CopiedStacks, Stats, Unwind};
+use crate::unwind::{Stats, Unwind};
 use crate::waits::{Over, Taken, Waits};
 use crate::wire::{self, References, Span};
 
@@ -32,11 +33,6 @@ use crate::wire::{self, References, Span};
 const EPOCH_BYTES: usize = 24 << 20;
 /// How long a sample waits for events that happened before it and are not in their ring yet.
 const SETTLE: Duration = Duration::from_millis(5);
-
-/// How long a sample waits for the table its stack is to be walked by.
-const PATIENCE: Duration = Duration::from_secs(3);
-/// Copied stacks that may wait: beyond it, they are walked as far as tables are there.
-const MAX_COPIED: usize = 64 << 20;
 /// Mappings asked about in a turn: a process may map a file without end, and all others wait.
 const MAX_ASKED: usize = 32;
 
@@ -65,12 +61,8 @@ pub struct Pipeline {
     processes: Processes,
     /// `None`: stacks are walked by frame pointers.
     unwind: Option<Unwind>,
-    /// `None`: the kernel side walks user stacks.
-    copied: Option<CopiedStacks>,
-    /// A stack that was walked.
-    walked: Vec<u64>,
-    /// `None`: samples say what their threads are called.
-    threads: Option<ThreadNames>,
+    /// `None`: samples are those of the eBPF programs, which say everything.
+    perf: Option<PerfSamples>,
     layout: KernelLayout,
     names: KernelNames,
     identity: Identity,
@@ -107,10 +99,8 @@ pub struct Parts {
     pub processes: Processes,
     /// Publishes unwind tables; `None`: stacks are walked by frame pointers.
     pub unwind: Option<Unwind>,
-    /// Walks stacks that were copied; `None`: the kernel side walks user stacks.
-    pub copied: Option<CopiedStacks>,
-    /// Names of threads; `None`: samples say them.
-    pub threads: Option<ThreadNames>,
+    /// Completes samples of perf events; `None`: samples are those of the eBPF programs.
+    pub perf: Option<PerfSamples>,
     /// Where the kernel's code is.
     pub layout: KernelLayout,
     /// What it is called.
@@ -150,15 +140,13 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, handover, outbox } = parts.outgoing;
-        let Parts { copied, threads, waits, sched, started, epoch_start, epoch_length, .. } = parts;
+        let Parts { perf, waits, sched, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
             processes,
             unwind,
-            copied,
-            walked: Vec::new(),
-            threads,
+            perf,
             layout,
             names,
             identity,
@@ -210,7 +198,7 @@ impl Pipeline {
                 self.cut();
             }
             self.sampler.adapt();
-            if let Some(tally) = self.copied.as_mut().and_then(CopiedStacks::take_tally) {
+            if let Some(tally) = self.perf.as_mut().and_then(PerfSamples::take_tally) {
                 self.sampler.note_cut(tally);
             }
             if second.elapsed() >= Duration::from_secs(1) {
@@ -228,7 +216,7 @@ impl Pipeline {
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
-        // Those of young programs wait for their tables, none for longer than `PATIENCE`.
+        // Those of young programs wait for their tables, none without end (`perf_samples.rs`).
         while !self.batch.samples.is_empty() {
             std::thread::sleep(SETTLE);
             self.take(Duration::ZERO, false);
@@ -279,50 +267,15 @@ impl Pipeline {
 
     /// False: the table is not there yet that its stack is to be walked by.
     fn add(&mut self, sample: &RawSample) -> bool {
-        let is_of_perf = self.threads.is_some();
-        if is_of_perf {
-            return self.add_of_perf(sample);
-        }
-        self.add_of_ebpf(sample);
-        true
-    }
-
-    /// Adds a sample that says neither when its process began nor how its thread is called, and
-    /// whose stack may have been copied.
-    fn add_of_perf(&mut self, sample: &RawSample) -> bool {
-        let pid = sample.header.pid;
-        let mut header = sample.header;
-        header.start_boottime_ns = self.processes.start_of(pid);
-        let process = self.processes.sampled(pid, header.start_boottime_ns, header.cgroup_id);
-        if let Some(threads) = &mut self.threads {
-            header.comm = threads.of(pid, header.tid, &process.comm);
-        }
-        let user = self.batch.user(sample);
-        self.walked.clear();
-        if let Some(copied) = self.batch.copied(sample)
-            && let Some(walker) = &mut self.copied
-        {
-            // Walked by what was mapped when it was taken.
-            self.processes.told(header.time_ns);
-            if let Some(unwind) = &mut self.unwind {
-                unwind.update(&mut self.processes, &[], false);
-            }
-            let Some(process) = self.processes.get(pid) else { return true };
-            let end = walker.walk(&copied, process, user, &mut self.walked);
-            let age_ns = now_ns().saturating_sub(header.time_ns);
-            if end == UserEnd::NoTableYet
-                && age_ns < PATIENCE.as_nanos() as u64
-                && self.batch.copied_bytes() < MAX_COPIED
-            {
-                return false;
-            }
-            header.user_end = end as u8;
-        } else {
-            self.walked.extend_from_slice(user);
-        }
-        let kernel = self.batch.kernel(sample);
-        let (processes, layout) = (&mut self.processes, &self.layout);
-        self.epoch.add(&header, &self.walked, kernel, Taken::ONE, processes, layout);
+        let Some(perf) = &mut self.perf else {
+            self.add_of_ebpf(sample);
+            return true;
+        };
+        let (processes, unwind) = (&mut self.processes, self.unwind.as_mut());
+        let completed = perf.complete(sample, &self.batch, processes, unwind);
+        let Some((header, user)) = completed else { return false };
+        let (kernel, layout) = (self.batch.kernel(sample), &self.layout);
+        self.epoch.add(&header, user, kernel, Taken::ONE, processes, layout);
         true
     }
 
@@ -390,8 +343,8 @@ impl Pipeline {
             _ => {}
         }
         self.processes.apply(event);
-        if let Some(threads) = &mut self.threads {
-            threads.apply(event);
+        if let Some(perf) = &mut self.perf {
+            perf.apply(event);
         }
         if let Change::Exit { tid } = event.change
             && tid == event.pid

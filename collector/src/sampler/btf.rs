@@ -27,7 +27,7 @@ pub enum BtfError {
     },
     /// A kernel whose tracepoint does not say why a thread leaves the CPU.
     #[error(
-        "this kernel cannot tell why threads leave their CPU: its tracepoint sched_switch has no previous state; waits and scheduling are recorded from kernel 5.18 on"
+        "this kernel cannot tell why threads leave their CPU: its tracepoint sched_switch has no previous state; waits and scheduling are recorded from kernel 5.19 on"
     )]
     NoPreviousState,
 }

@@ -12,6 +12,7 @@ mod offsets;
 mod perf;
 mod rings;
 mod sched_stats;
+mod seen;
 
 use std::fmt;
 use std::io;

@@ -12,22 +12,19 @@ use std::io;
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
-use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader, UserEnd,
-};
+use stackwire_collector_ebpf::Counter;
 use stackwire_model::Event;
 
-use super::drained::{Batch, Copy};
+use super::drained::Batch;
 use super::rings::{Rings, records};
+use super::seen::{Place, Seen};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error, paranoid};
 use crate::clock::now_ns;
-use crate::host::in_a_pid_namespace;
 use crate::process::{family, threads};
 use crate::sources::perf_event::{
     Contents, Kernel, PerfEvent, Sampled, Watched, raise_descriptors,
 };
-use crate::sources::perf_sample::{PerfSample, SAMPLE};
-use crate::sources::side_band::{self, Change, Forked, without_id};
+use crate::sources::side_band::{self, Change, Forked};
 use crate::unwind::Tally;
 
 /// Longest time between two looks at what the thread of the rings has taken.
@@ -77,35 +74,11 @@ pub struct PerfSampler {
     seen: Seen,
 }
 
-/// What came out of the rings so far.
-#[derive(Debug, Default)]
-struct Seen {
-    /// Records of samples.
-    samples: u64,
-    /// Samples that were lost, as the rings tell it.
-    lost: u64,
-    /// Likewise, as events tell it that were closed.
-    lost_by_events: u64,
-    /// Samples of processes outside this pid namespace.
-    outside: u64,
-    /// This is the first pid namespace, outside which there are none.
-    is_first_namespace: bool,
-}
-
 /// An event on a CPU.
 #[derive(Debug)]
 struct OnCpu {
     cpu: u32,
     event: PerfEvent,
-}
-
-/// What is known of an event by its number.
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    /// In `kinds`.
-    number: u8,
-    /// Of its samples.
-    contents: Contents,
 }
 
 impl PerfSampler {
@@ -141,7 +114,7 @@ impl PerfSampler {
             opened: HashMap::new(),
             looked_at: 0,
             refused: BTreeSet::new(),
-            seen: Seen { is_first_namespace: !in_a_pid_namespace(), ..Seen::default() },
+            seen: Seen::nothing_yet(),
         };
         if !matches!(sampler.tasks, Tasks::Processes { .. }) {
             for cpu in cpus {
@@ -193,7 +166,7 @@ impl PerfSampler {
             return opened;
         }
         // What they wrote stays in the rings, with as large a copy as they were opened for.
-        self.seen.end(&mut old);
+        self.seen.end(old.iter_mut().map(|of| &mut of.event));
         self.enable_all();
         Ok(())
     }
@@ -368,7 +341,8 @@ impl Sampler for PerfSampler {
         if known.iter().any(|cpu| !online.contains(cpu)) {
             self.drain(batch);
             let gone = self.events.extract_if(.., |of| !online.contains(&of.cpu));
-            self.seen.end(&mut gone.collect::<Vec<_>>());
+            let mut gone: Vec<_> = gone.collect();
+            self.seen.end(gone.iter_mut().map(|of| &mut of.event));
             self.rings.keep(&online);
         }
         let new: Vec<u32> = online.iter().copied().filter(|cpu| !known.contains(cpu)).collect();
@@ -403,14 +377,14 @@ impl Sampler for PerfSampler {
     }
 
     fn stop(&mut self) {
-        self.seen.end(&mut self.events);
+        self.seen.end(self.events.iter_mut().map(|of| &mut of.event));
     }
 
     fn counter(&self, counter: Counter) -> u64 {
         match counter {
-            Counter::Taken => self.seen.samples + self.seen.lost(),
+            Counter::Taken => self.seen.taken(),
             Counter::RingFull => self.seen.lost(),
-            Counter::Outside => self.seen.outside,
+            Counter::Outside => self.seen.outside(),
             _ => 0,
         }
     }
@@ -424,94 +398,4 @@ impl Sampler for PerfSampler {
             self.grows = self.copy_stacks((bytes * 2).min(MAX_STACK_BYTES)).is_ok();
         }
     }
-}
-
-impl Seen {
-    fn lost(&self) -> u64 {
-        self.lost.max(self.lost_by_events)
-    }
-
-    /// Stops these events, each once, and asks them for what they have lost.
-    fn end(&mut self, events: &mut [OnCpu]) {
-        for OnCpu { event, .. } in events {
-            // Fails only for events of a CPU that went offline, which take no samples.
-            let _ = event.disable();
-            self.lost_by_events += event.lost().unwrap_or(0);
-        }
-    }
-
-    /// Takes a record, header first, that begins there in what the batch keeps.
-    fn take(&mut self, record: &[u8], at: usize, by_id: &HashMap<u64, Place>, batch: &mut Batch) {
-        if record.first_chunk() != Some(&SAMPLE.to_ne_bytes()) {
-            let event = side_band::decode(without_id(record));
-            batch.events.extend(event.map(|mut event| {
-                if let Change::Lost(count) = &mut event.change {
-                    // Which of them were samples nobody can tell; nearly all are.
-                    self.lost += std::mem::take(count);
-                }
-                event
-            }));
-            return;
-        }
-        let place = PerfSample::event_id(record).and_then(|id| by_id.get(&id));
-        let Some(Place { number, contents }) = place else {
-            self.samples += 1;
-            batch.malformed += 1;
-            return;
-        };
-        match PerfSample::decode(record, contents) {
-            // As the kernel numbers those that this namespace does not have
-            // (perf_event_pid_type of kernel/events/core.c).
-            Ok(sample) if sample.pid == 0 && self.is_first_namespace => {
-                // What a CPU does that has nothing to do. With eBPF it is no sample, too.
-            }
-            Ok(sample) if matches!(sample.pid, 0 | u32::MAX) => {
-                self.samples += 1;
-                self.outside += 1;
-            }
-            Ok(sample) => {
-                self.samples += 1;
-                add(&sample, at, *number, batch);
-            }
-            Err(_) => {
-                self.samples += 1;
-                batch.malformed += 1;
-            }
-        }
-    }
-}
-
-/// Adds a sample to those that are to be walked, or that the kernel has walked.
-fn add(sample: &PerfSample<'_>, at: usize, event: u8, batch: &mut Batch) {
-    let start = batch.frames.len();
-    batch.frames.extend(sample.user().take(if sample.compat { 1 } else { MAX_USER_FRAMES }));
-    let user_frames = batch.frames.len() - start;
-    batch.frames.extend(sample.kernel().take(MAX_KERNEL_FRAMES));
-    let kernel_frames = batch.frames.len() - start - user_frames;
-    let user_end = match user_frames {
-        _ if sample.compat => UserEnd::Compat,
-        0 => UserEnd::NoUserStack,
-        _ => UserEnd::NotSaid,
-    };
-    let kernel_end = match kernel_frames {
-        0 => KernelEnd::None,
-        MAX_KERNEL_FRAMES => KernelEnd::DepthLimit,
-        _ => KernelEnd::Complete,
-    };
-    let header = SampleHeader {
-        time_ns: sample.time_ns,
-        period: sample.period,
-        cgroup_id: sample.cgroup_id,
-        pid: sample.pid,
-        tid: sample.tid,
-        cpu: sample.cpu,
-        user_frames: user_frames as u16,
-        kernel_frames: kernel_frames as u16,
-        user_end: user_end as u8,
-        kernel_end: kernel_end as u8,
-        event,
-        ..SampleHeader::default()
-    };
-    let stack = at + sample.stack.start..at + sample.stack.end;
-    batch.push(header, start, sample.registers.map(|registers| Copy { registers, stack }));
 }

@@ -18,9 +18,10 @@ use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Scope};
 use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, kallsyms, vdso};
+use crate::perf_samples::PerfSamples;
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
-use crate::process::{Processes, ThreadNames, each_once, family, waiting};
+use crate::process::{Processes, each_once, family, waiting};
 use crate::sampler::Filter;
 use crate::sched::Totals;
 use crate::sources::perf_event::Kernel;
@@ -113,10 +114,11 @@ pub(super) fn prepare(
             sampler.note_running(*tid, clocks.0);
         }
     }
+    let mut perf = None;
     if let Side::Perf(sampler, _) = &side {
         sampling.kernel_excluded = sampler.contents().kernel == Kernel::Excluded;
+        perf = Some(PerfSamples::new(copied));
     }
-    let threads = matches!(side, Side::Perf(..)).then(ThreadNames::default);
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
     let mut names = KernelNames::default();
@@ -160,8 +162,7 @@ pub(super) fn prepare(
         sampler: side.into_sampler(),
         processes,
         unwind,
-        copied,
-        threads,
+        perf,
         layout,
         names,
         identity,

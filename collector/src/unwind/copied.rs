@@ -1,5 +1,5 @@
 //! Walks a copied stack by the tables, as the eBPF programs walk a live one: with the same
-//! [`TableWalk::up`]. Called by `pipeline.rs` for samples of perf events.
+//! [`TableWalk::up`]. Called by `perf_samples.rs`.
 
 use std::collections::HashMap;
 use std::fs::File;

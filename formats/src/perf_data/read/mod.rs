@@ -5,6 +5,7 @@
 
 mod chain;
 mod deferred;
+mod executables;
 mod guard;
 mod kernel;
 mod series;
@@ -18,21 +19,19 @@ use linux_perf_data::linux_perf_event_reader::{
     AttrFlags, CpuMode, EventRecord, Mmap2FileId, RawData, SampleFormat, SampleRecord,
 };
 use linux_perf_data::{
-    AttributeDescription, DsoKey, Endianness, PerfFile, PerfFileReader, PerfFileRecord,
-    PerfRecordIter,
+    AttributeDescription, Endianness, PerfFile, PerfFileReader, PerfFileRecord, PerfRecordIter,
 };
 use rustc_hash::FxHashMap;
 use stackwire_model::profile::{
-    ArtifactHash, Builder, EndReason, Executable, FrameKind, LostReason, Origin, ProcessId,
-    SampleKey, SeriesId, StackId, Taken,
+    Builder, EndReason, Executable, FrameKind, LostReason, Origin, ProcessId, SampleKey, SeriesId,
+    StackId, Taken,
 };
-use stackwire_model::{
-    BuildId, Device, ExecutableKey, FileId, FileOffset, KernelAddr, Machine, UserAddr,
-};
+use stackwire_model::{FileOffset, KernelAddr, Machine, UserAddr};
 use stackwire_unwind::MACHINE;
 
 use self::chain::Chain;
 use self::deferred::{CALLCHAIN_DEFERRED, Deferred, Known};
+use self::executables::Executables;
 use self::kernel::Kernel;
 use self::series::Sampled;
 use self::stack_copy::{Copied, Walker};
@@ -74,7 +73,7 @@ struct Reader<'a> {
     kernel: Kernel,
     walker: Walker,
     deferred: Deferred,
-    build_ids: FxHashMap<DsoKey, BuildId>,
+    executables: Executables,
     /// By index of the event: its series, and what samples weigh that do not say.
     series: FxHashMap<usize, (SeriesId, u64)>,
     undecoded: u64,
@@ -82,8 +81,6 @@ struct Reader<'a> {
     lost: u64,
     span: Option<(u64, u64)>,
     modified: Option<std::time::SystemTime>,
-    /// The vDSO, once it was looked for.
-    vdso: Option<Option<ArtifactHash>>,
     /// Processes that ran code they made themselves, once they were looked at.
     jits: rustc_hash::FxHashSet<u32>,
     /// Copied stacks are walked where there are rules for it.
@@ -122,11 +119,8 @@ impl<'a> Reader<'a> {
                 "copies of stacks of {arch} are not walked: user stacks are one frame"
             ));
         }
-        let build_ids = file.build_ids().unwrap_or_default();
-        let build_ids = build_ids.into_iter();
-        let build_ids = build_ids.filter_map(|(key, info)| Some((key, trimmed(&info.build_id)?)));
         Ok(Self {
-            build_ids: build_ids.collect(),
+            executables: Executables::of(&file),
             file,
             into,
             host,
@@ -140,7 +134,6 @@ impl<'a> Reader<'a> {
             lost: 0,
             span: None,
             modified,
-            vdso: None,
             jits: rustc_hash::FxHashSet::default(),
             machine,
         })
@@ -231,9 +224,8 @@ impl<'a> Reader<'a> {
             }
             EventRecord::Mmap2(map) if map.pid == -1 || map.cpu_mode == CpuMode::Kernel => {
                 let path = text(map.path);
-                if let Mmap2FileId::BuildId(id) = map.file_id {
-                    let key = DsoKey::detect(path.as_bytes(), CpuMode::Kernel);
-                    self.build_ids.extend(key.zip(trimmed(&id)));
+                if let Mmap2FileId::BuildId(id) = &map.file_id {
+                    self.executables.learn_of_kernel(&path, id);
                 }
                 let start = KernelAddr(map.address);
                 let range = start..start.saturating_add(map.length);
@@ -289,7 +281,7 @@ impl<'a> Reader<'a> {
         if range.is_empty() {
             return Ok(());
         }
-        let executable = self.executable(path, id);
+        let executable = self.executables.at(path, id.as_ref(), self.host);
         let private = matches!(executable, Executable::Anonymous);
         let executable = self.into.executable(executable)?;
         self.tasks.map(
@@ -298,39 +290,6 @@ impl<'a> Reader<'a> {
             Map { start: range.start, end: range.end, file_offset, executable, private, since },
         )?;
         Ok(())
-    }
-
-    fn executable(&mut self, path: &str, id: Option<Mmap2FileId>) -> Executable {
-        if path == "[vdso]" {
-            let kernel = self.host_kernel();
-            let host = &mut self.host;
-            let image = *self.vdso.get_or_insert_with(|| host.vdso(kernel?));
-            return Executable::Vdso { image };
-        }
-        // Code that was made at run time; as perf, which looks for a perf-map then.
-        if path.starts_with("//anon")
-            || path.starts_with('[')
-            || path.is_empty()
-            || path.starts_with("anon_inode:")
-        {
-            return Executable::Anonymous;
-        }
-        let (build_id, file) = match id {
-            Some(Mmap2FileId::BuildId(id)) => (trimmed(&id), None),
-            Some(Mmap2FileId::InodeAndVersion(id)) => {
-                let device = Device { major: id.major, minor: id.minor };
-                (None, FileId::new(id.inode, device))
-            }
-            None => (None, None),
-        };
-        let listed = || self.build_ids.get(&DsoKey::detect(path.as_bytes(), CpuMode::User)?);
-        let build_id = build_id.or_else(|| listed().copied());
-        Executable::File { path: path.to_owned(), key: ExecutableKey::of(build_id, file) }
-    }
-
-    /// Build-id of the kernel the file is of, if known.
-    fn host_kernel(&self) -> Option<BuildId> {
-        self.build_ids.get(&DsoKey::Kernel).copied()
     }
 
     fn sample(
@@ -436,14 +395,8 @@ impl<'a> Reader<'a> {
         if addresses.is_empty() {
             return Ok(None);
         }
-        let build_ids = &self.build_ids;
-        self.kernel.prepare(self.into, self.host, |module| {
-            let key = match module {
-                "" => DsoKey::Kernel,
-                module => DsoKey::detect(format!("[{module}]").as_bytes(), CpuMode::Kernel)?,
-            };
-            build_ids.get(&key).copied()
-        })?;
+        let executables = &self.executables;
+        self.kernel.prepare(self.into, self.host, |module| executables.module(module))?;
         Ok(self.kernel.stack(self.into, addresses)?)
     }
 
@@ -487,15 +440,6 @@ impl<'a> Reader<'a> {
         let end = zero.saturating_add(last).saturating_add(1);
         self.into.span(zero.saturating_add(first), end);
     }
-}
-
-/// A build-id of 20 bytes whose end is padding.
-fn trimmed(mut id: &[u8]) -> Option<BuildId> {
-    // perf before 5.10 did not say how long it is.
-    while id.len().is_multiple_of(4) && id.len() > 8 && id.ends_with(&[0; 4]) {
-        id = &id[..id.len() - 4];
-    }
-    BuildId::new(id).filter(|_| id.iter().any(|&byte| byte != 0))
 }
 
 fn text(raw: RawData<'_>) -> String {
