@@ -322,7 +322,11 @@ fn stat_prints_what_it_counted_when_it_is_interrupted_or_the_process_ends() {
     }
     let running = Running::start(Command::new(spread()).args(["1", "0", "60000"]));
     let pid = format!("--pid={}", running.pid());
-    for (what, code) in [(&[pid.as_str()][..], 0), (&["--", "sleep", "60"], 130)] {
+    // The last is waited for, as it does not end at once.
+    let takes_its_time = ["--", "sh", "-c", "trap '' INT; sleep 4; exit 5"];
+    for (what, code) in
+        [(&[pid.as_str()][..], 0), (&["--", "sleep", "60"], 130), (&takes_its_time, 5)]
+    {
         let mut stat = Command::new(binary("stackwire"));
         stat.args(["stat", "--event=task-clock"]).args(what).stderr(Stdio::piped());
         let stat = stat.process_group(0).spawn().unwrap();

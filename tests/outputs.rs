@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::support::{Pprof, Ran, Running, binary, build::work, privileged, stackwire};
+use crate::support::{Pprof, Ran, Running, binary, build::work, privileged, recorded, stackwire};
 
 /// A capture of a program with known functions.
 fn capture(directory: &Path) {
@@ -125,4 +125,42 @@ fn profiles_named_within_a_minute_are_both_kept() {
     let written: Vec<Pprof> = profiles.map(|path| Pprof::read(&path)).collect();
     assert_eq!(written.len(), 2);
     assert!(written.iter().all(|profile| (200..1200).contains(&profile.count())));
+}
+
+/// A device that is full takes nothing; what else was asked for is written, and it is said where
+/// the capture is.
+#[test]
+fn one_output_that_cannot_be_written_does_not_lose_the_others() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let work = ["sh", "-c", "sleep 0.1; i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"];
+    let ways = ["--profile", "--profile-output=on.pb.gz", "--offcpu", "--pmu"];
+    let full = ["--offcpu-output=off.pb.gz", "--pmu-output=/dev/full", "--folded=/dev/full", "--"];
+    let ran = recorded(directory.path(), &[&ways[..], &full[..], &work[..]].concat());
+    assert!(ran.stderr.contains("capture: on.stackwire"), "{}", ran.stderr);
+    ran.failed(1, "cannot write /dev/full: No space left on device");
+    for name in ["on.pb.gz", "off.pb.gz"] {
+        assert!(!Pprof::read(&directory.path().join(name)).samples.is_empty(), "{name}");
+    }
+    let at = |name: &str| directory.path().join(name);
+    // What the capture does not hold is not written, and neither is what nobody would look at.
+    recorded(
+        directory.path(),
+        &["--profile", "--capture=x.stackwire", "--", work[0], work[1], work[2]],
+    )
+    .succeeded();
+    let capture = at("x.stackwire").display().to_string();
+    let pmu = format!("--pmu-output={}", at("pmu.txt").display());
+    let output = format!("--output={}", at("y.pb.gz").display());
+    let none = "does not say how threads were scheduled";
+    stackwire(["resolve", &capture, &output, &pmu]).failed(1, none);
+    let waits = format!("--offcpu-output={}", at("waits.pb.gz").display());
+    let ran = stackwire(["resolve", &capture, &output, &waits]).succeeded();
+    assert!(ran.stderr.contains("no samples: not written: "), "{}", ran.stderr);
+    assert!(!at("waits.pb.gz").exists() && at("y.pb.gz").exists());
+    for way in ["--per-pid", "--pmu-format=json"] {
+        stackwire(["report", &capture, way]).failed(2, "say how --pmu is written");
+    }
 }

@@ -77,6 +77,37 @@ fn sums_are_those_the_kernel_has_of_the_process() {
     }
 }
 
+/// A shell that works and then becomes `sleep`, and says how long it ran until then.
+#[test]
+fn each_program_that_a_process_becomes_has_its_own_times() {
+    if !privileged() {
+        return;
+    }
+    let _alone = alone();
+    let work = "i=0; while [ $i -lt 500000 ]; do i=$((i+1)); done;
+                read ran rest </proc/$$/schedstat; echo $ran; exec sleep 0.3";
+    for way in [&[][..], &["--per-thread"]] {
+        let directory = tempfile::tempdir().unwrap();
+        let mut command = Command::new(binary("stackwire"));
+        command.current_dir(directory.path()).args(["record", "--pmu", "--pmu-format=json"]);
+        command.args(["--pmu-output=pmu.json", "--no-capture"]).args(way);
+        let stolen_before = stolen_ns();
+        let ran = Ran::of(command.args(["--", "sh", "-c", work])).succeeded();
+        let stolen_ns = stolen_ns() - stolen_before;
+        let said: u64 = ran.stdout.trim().parse().unwrap();
+        let found = read(&directory.path().join("pmu.json"));
+        let all = found["processes"].as_array().unwrap();
+        let slices = |comm: &str| {
+            let own = all.iter().filter(|it| it["comm"] == comm);
+            own.map(|it| number(it, "/slices/sum_ns")).sum::<u64>()
+        };
+        // What it does from its last words on is in the sum, too, and what the host takes from it.
+        assert_near("sh", slices("sh"), said, 50, 10_000_000 + stolen_ns);
+        assert!((1..50_000_000).contains(&slices("sleep")), "{found}");
+        assert_eq!(all.len(), 2, "{found}");
+    }
+}
+
 /// What each process of `handover` says, by its pid.
 struct HandedOver {
     run_ns: u64,

@@ -7,7 +7,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::privileges::{NOBODY, public_binaries};
-use crate::support::build::{inlined_cc_release, inlined_rs_release, spread, unwind_corpus};
+use crate::support::build::{
+    attack, inlined_cc_release, inlined_rs_release, spread, unwind_corpus,
+};
 use crate::support::pprof::Sample;
 use crate::support::{Pprof, Ran, Running, binary, can, privileged, recorded, report};
 
@@ -286,6 +288,25 @@ fn with_rights_the_kernel_and_all_processes_are_sampled() {
     }
 }
 
+/// Its main thread has ended, and takes no events.
+#[test]
+fn nobody_profiles_a_process_whose_main_thread_has_ended() {
+    if !privileged() {
+        return;
+    }
+    let nobody = Nobody::new();
+    let mut leader = nobody.command(&nobody.copy(&attack("leader")));
+    let leader = Running(leader.stdout(Stdio::null()).spawn().unwrap());
+    std::thread::sleep(Duration::from_millis(500));
+    let pid = format!("--pid={}", leader.pid());
+    // Where the kernel walks by frame pointers, nobody says why a stack ends.
+    let ran = nobody.record(&[&pid, "--duration=1s", "--unwind=fp"]).succeeded();
+    assert!(!ran.stderr.contains("does not know"), "{}", ran.stderr);
+    let profile = nobody.profile();
+    let taken: u64 = profile.samples.iter().map(|sample| sample.count).sum();
+    assert!(taken > 50, "{taken} samples of a thread that runs for a second");
+}
+
 /// What cannot be sampled without capabilities says so.
 #[test]
 fn what_nobody_may_not_sample() {
@@ -304,6 +325,20 @@ fn what_nobody_may_not_sample() {
     let mut offcpu = nobody.command(&nobody.binaries.path().join("stackwire"));
     offcpu.args(["record", "--offcpu", "--source=perf", "--duration=1s", &pid]);
     Ran::of(&mut offcpu).failed(2, "with eBPF alone");
+    // As root it would not be there either.
+    let mut cycles = nobody.command(&nobody.binaries.path().join("stackwire"));
+    cycles.args(["stat", "--event=cycles", "--", "true"]);
+    if Ran::of(&mut cycles).stderr.contains("<not supported>") {
+        let said = "this machine has no counter for it";
+        nobody.record(&[&pid, "--duration=1s", "--event=cycles"]).failed(1, said);
+    }
+    // The kernel gives no events of it.
+    let unreadable = nobody.copy(spread());
+    std::fs::set_permissions(&unreadable, PermissionsExt::from_mode(0o711)).unwrap();
+    let unreadable = unreadable.display().to_string();
+    let said = "that it may not read";
+    nobody.record(&["--", &unreadable, "1", "0", "300"]).failed(0, said);
+    std::fs::remove_file(&unreadable).unwrap();
     // An event for each thread on each CPU.
     let mut many = nobody.command(&nobody.copy(spread()));
     let many = Running::start(many.args(["100", "0", "3000"]));

@@ -263,6 +263,19 @@ fn waits_are_in_every_output_and_resolve_to_the_same_bytes() {
     assert!((2.9..3.1).contains(&in_sleep), "{beside}");
     let one = report(&["--series=off-cpu"]);
     assert!(!one.contains("cpu-clock") && one.contains("hrtimer_nanosleep"), "{one}");
+    // Of short waits one stands for several: their times are there all the same.
+    let count = |arguments: &[&str]| {
+        let mut command = Command::new(binary("stackwire"));
+        command.current_dir(directory.path()).args([
+            "resolve",
+            "out.stackwire",
+            "--output=p.pb.gz",
+        ]);
+        Ran::of(command.args(arguments)).succeeded();
+        let profile = Pprof::read(&at("p.pb.gz"));
+        profile.samples.iter().flat_map(|sample| &sample.values).sum::<u64>()
+    };
+    assert_eq!(count(&["--time=0..1.5"]) + count(&["--time=1.5..100"]), count(&[]));
     let diff = ["report", "--diff", "out.stackwire", "out.stackwire", "--series=run-queue"];
     let mut command = Command::new(binary("stackwire"));
     let diff = Ran::of(command.current_dir(directory.path()).args(diff)).succeeded().stdout;
@@ -431,6 +444,72 @@ fn a_sleep_longer_than_the_capture_shows() {
     assert_eq!(labels, ["sleep", "sleep", "start,end"]);
     // The kernel says where it is all the same.
     assert!(profile.functions(sample).contains(&"hrtimer_nanosleep"), "{sample:?}");
+}
+
+/// The process that becomes the command waits until sampling has started.
+#[test]
+fn what_comes_before_a_command_is_not_its_own() {
+    if !privileged() {
+        return;
+    }
+    let _alone = alone();
+    let directory = tempfile::tempdir().unwrap();
+    let ways = ["--offcpu", "--offcpu-threshold=0", "--pmu", "--pmu-format=json"];
+    let outputs = ["--offcpu-output=off.pb.gz", "--pmu-output=pmu.json", "--", "sleep", "0.5"];
+    recorded(directory.path(), &[&ways[..], &outputs[..]].concat()).succeeded();
+    let profile = Pprof::read(&directory.path().join("off.pb.gz"));
+    let blocked = profile.samples.iter().map(|sample| sample.values[1]).sum();
+    assert_near("blocked", blocked, 500_000_000, 50, 5_000_000);
+    assert!(profile.samples.iter().all(|sample| sample.labels["comm"] == "sleep"));
+    let pmu = std::fs::read(directory.path().join("pmu.json")).unwrap();
+    let pmu: serde_json::Value = serde_json::from_slice(&pmu).unwrap();
+    let processes = pmu["processes"].as_array().unwrap();
+    let names: Vec<_> = processes.iter().map(|it| it["comm"].as_str().unwrap()).collect();
+    assert_eq!(names, ["sleep"]);
+}
+
+/// A thread that hardly ever gets the CPU waits for it already when the capture begins, and one
+/// that always has it does not.
+#[test]
+fn threads_wait_for_a_cpu_from_the_start_on() {
+    if !privileged() {
+        return;
+    }
+    let _alone = alone();
+    let spin = |nice: &str| {
+        let arguments =
+            ["-c", "0", "nice", "-n", nice, "sh", "-c", "echo ready; while :; do :; done"];
+        Running::start(Command::new("taskset").args(arguments))
+    };
+    let [_one, _two, starved] = ["0", "0", "19"].map(spin);
+    std::thread::sleep(Duration::from_millis(500));
+    let ways = ["--offcpu", "--offcpu-states=preempted", "--pmu", "--pmu-format=json"];
+    let outputs = ["--offcpu-output=off.pb.gz", "--pmu-output=pmu.json", "--duration=2s"];
+    for time in 0..3 {
+        let directory = tempfile::tempdir().unwrap();
+        let pid = format!("--pid={}", starved.pid());
+        let arguments = [&[pid.as_str()], &ways[..], &outputs[..]].concat();
+        recorded(directory.path(), &arguments).succeeded();
+        let profile = Pprof::read(&directory.path().join("off.pb.gz"));
+        let waited: u64 = profile.samples.iter().map(|sample| sample.values[3]).sum();
+        let pmu = std::fs::read(directory.path().join("pmu.json")).unwrap();
+        let pmu: serde_json::Value = serde_json::from_slice(&pmu).unwrap();
+        let ran = pmu["total"]["slices"]["sum_ns"].as_u64().unwrap();
+        let passed = pmu["duration_ns"].as_u64().unwrap();
+        assert_near(&format!("capture {time}"), waited + ran, passed, 50, 5_000_000);
+    }
+    drop(starved);
+    // Alone, it runs nearly all the time, and may not be switched at all.
+    let alone = Running::start(Command::new("sh").args(["-c", "echo ready; while :; do :; done"]));
+    drop((_one, _two));
+    let directory = tempfile::tempdir().unwrap();
+    let pid = format!("--pid={}", alone.pid());
+    let ran = recorded(directory.path(), &[&[pid.as_str()], &ways[..], &outputs[..]].concat());
+    if ran.code == Some(0) {
+        let profile = Pprof::read(&directory.path().join("off.pb.gz"));
+        let waited: u64 = profile.samples.iter().map(|sample| sample.values[3]).sum();
+        assert!(waited < 1_000_000_000, "{waited} ns of 2 s");
+    }
 }
 
 #[test]

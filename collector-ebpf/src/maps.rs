@@ -261,7 +261,7 @@ static CONFIG: Config = Config {
     task_policy: 0,
     task_runtime: 0,
     task_runtime_before: 0,
-    reserved: 0,
+    task_exec_id: 0,
 };
 
 /// The configuration the collector wrote before load.

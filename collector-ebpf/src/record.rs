@@ -246,8 +246,8 @@ pub struct Config {
     pub task_runtime: u32,
     /// Offset of `se.prev_sum_exec_runtime`: that of when it was given its CPU.
     pub task_runtime_before: u32,
-    /// Zero; keeps the size a multiple of 8.
-    pub reserved: u32,
+    /// Offset of `self_exec_id`: how often the process has become another program.
+    pub task_exec_id: u32,
 }
 
 /// How user stacks are walked.

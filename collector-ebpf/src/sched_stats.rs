@@ -18,11 +18,13 @@ pub const MAX_SCHED_STATS: u32 = 2048;
 pub const THE_REST: u64 = 0;
 
 /// The key of a process or thread with this number that began at this time, nanoseconds: numbers
-/// are used again.
+/// are used again. Each program it becomes has a key of its own.
 #[inline(always)]
 #[must_use]
-pub fn key_of(number: u32, start_boottime_ns: u64) -> u64 {
-    u64::from(number) << 32 | (start_boottime_ns >> 10) & 0xffff_ffff
+pub fn key_of(number: u32, start_boottime_ns: u64, exec_id: u32) -> u64 {
+    // Fibonacci hashing: any numbers that are spread well will do.
+    let born = ((start_boottime_ns >> 10) as u32).wrapping_add(exec_id.wrapping_mul(0x9e37_79b9));
+    u64::from(number) << 32 | u64::from(born)
 }
 
 /// What runs on a CPU, by what the last switch there said.
@@ -97,13 +99,16 @@ pub struct SchedStats {
     pub counters: [CounterSum; MAX_COUNTERS],
     /// Start of the process, `CLOCK_BOOTTIME` nanoseconds.
     pub start_boottime_ns: u64,
+    /// When it was met, `CLOCK_MONOTONIC` nanoseconds: the program is that of this time.
+    pub since_ns: u64,
     /// The cgroup it was in when it was met.
     pub cgroup_id: u64,
     /// Process; 0: of many.
     pub pid: u32,
     /// Thread that was met first.
     pub tid: u32,
-    /// Name of the thread, NUL-padded; of a process, of the thread that was met first.
+    /// Name of the thread, NUL-padded; of a process, of the thread that was met first. Empty:
+    /// nobody saw it before it became another program.
     pub comm: [u8; 16],
 }
 

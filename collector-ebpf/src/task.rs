@@ -52,6 +52,11 @@ impl Task {
         self.read(config().task_start_boottime).unwrap_or(0)
     }
 
+    /// Another number for each program the process has become; the same for all its threads.
+    pub fn exec_id(self) -> u32 {
+        self.read(config().task_exec_id).unwrap_or(0)
+    }
+
     /// How long it has run since it was given its CPU, nanoseconds, at a switch to another. None of
     /// one that runs in real time, of which the kernel does not keep it.
     pub fn ran_ns(self) -> Option<u64> {

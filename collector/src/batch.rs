@@ -14,7 +14,7 @@ use crate::normalize::{self, Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
 use crate::sched::Done;
-use crate::sources::record::comm_text;
+use crate::sources::record::{comm_bytes, comm_text};
 use crate::waits::{Over, Part, Stacks, Taken, Waker};
 
 /// A process with samples in this epoch, as it was at the first of them; or one that ended in it.
@@ -301,13 +301,11 @@ impl Epoch {
             self.sched.push(SchedDef { process: 0, thread: 0, stats });
             return;
         };
-        let process = processes.sampled(of.pid, of.start_boottime_ns, of.cgroup_id);
-        // One that ended before anybody read its name.
-        if process.comm.is_empty() {
-            process.comm = comm_text(&of.comm);
-        }
-        let process = self.process(process);
-        let thread = of.tid.map(|tid| self.thread(ThreadDef { process, tid, comm: of.comm }));
+        let of_process = (of.pid, of.start_boottime_ns, of.cgroup_id);
+        let program = processes.program_at(of_process, of.since_ns, || comm_text(&of.comm));
+        let process = self.process(&program);
+        let comm = if of.comm[0] == 0 { comm_bytes(program.comm.as_bytes()) } else { of.comm };
+        let thread = of.tid.map(|tid| self.thread(ThreadDef { process, tid, comm }));
         let thread = thread.map_or(0, |thread| thread + 1);
         self.sched.push(SchedDef { process: process + 1, thread, stats });
     }

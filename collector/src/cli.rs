@@ -87,8 +87,8 @@ pub struct Args {
     /// Count each thread by itself.
     #[arg(long, requires = "stat")]
     stat_threads: bool,
-    /// Count from the moment on that the process becomes another program.
-    #[arg(long, requires = "stat")]
+    /// Begin when the processes become other programs: what they do before does not count.
+    #[arg(long, requires = "pid")]
     on_exec: bool,
     /// List the events there are on this host, one a line: group, tab, name. `stackwire events`
     /// shows them.
@@ -178,7 +178,7 @@ impl Args {
         let scope = match self.cgroup {
             Some(path) => Scope::Cgroup(path),
             None if self.all => Scope::All,
-            None => Scope::Processes { pids: self.pid, follow: self.follow },
+            None => Scope::Processes { pids: self.pid, follow: self.follow, on_exec: self.on_exec },
         };
         let mut config = Config::new(scope);
         let others = self.offcpu || self.pmu;

@@ -14,7 +14,7 @@ use rustix::time::{ClockId, clock_gettime};
 #[must_use]
 pub fn now_ns() -> u64 {
     static OFFSET: OnceLock<i64> = OnceLock::new();
-    let offset = *OFFSET.get_or_init(|| own_offset(Path::new("/proc/self")));
+    let offset = *OFFSET.get_or_init(|| own_offset(Path::new("/proc/self"), "monotonic"));
     nanoseconds(ClockId::Monotonic).wrapping_sub(offset as u64)
 }
 
@@ -31,31 +31,38 @@ pub fn boottime_offset_ns() -> i64 {
     nanoseconds(ClockId::Boottime).wrapping_sub(nanoseconds(ClockId::Monotonic)) as i64
 }
 
+/// What this process's time namespace adds to `CLOCK_BOOTTIME`, nanoseconds.
+#[must_use]
+pub fn boottime_of_namespace_ns() -> i64 {
+    static OFFSET: OnceLock<i64> = OnceLock::new();
+    *OFFSET.get_or_init(|| own_offset(Path::new("/proc/self"), "boottime"))
+}
+
 fn nanoseconds(clock: ClockId) -> u64 {
     let now = clock_gettime(clock);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// What this process's time namespace adds to `CLOCK_MONOTONIC`, nanoseconds; 0 on kernels without
-/// time namespaces (before 5.6).
+/// What this process's time namespace adds to a clock, nanoseconds; 0 on kernels without time
+/// namespaces (before 5.6).
 ///
 /// `timens_offsets` describes the time namespace of the children. After `unshare` without a fork,
 /// this is not the process's own time namespace (time_namespaces(7)). The process itself is then
 /// still in the initial namespace, unless namespaces are nested.
-fn own_offset(process: &Path) -> i64 {
+fn own_offset(process: &Path, clock: &str) -> i64 {
     let namespace = |name| fs::read_link(process.join("ns").join(name)).ok();
     if namespace("time") != namespace("time_for_children") {
         return 0;
     }
-    fs::read_to_string(process.join("timens_offsets")).map_or(0, |text| monotonic_offset(&text))
+    fs::read_to_string(process.join("timens_offsets")).map_or(0, |text| offset_of(&text, clock))
 }
 
-/// The line `monotonic SECONDS NANOSECONDS` of `/proc/PID/timens_offsets`, in nanoseconds; 0 if
+/// The line `CLOCK SECONDS NANOSECONDS` of `/proc/PID/timens_offsets`, in nanoseconds; 0 if
 /// there is none.
-fn monotonic_offset(text: &str) -> i64 {
+fn offset_of(text: &str, clock: &str) -> i64 {
     let fields = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let mut offsets = fields.filter_map(|fields| match fields[..] {
-        ["monotonic", seconds, nanoseconds] => Some(
+        [name, seconds, nanoseconds] if name == clock => Some(
             seconds
                 .parse::<i64>()
                 .ok()?
@@ -77,14 +84,17 @@ mod tests {
     fn offsets_of_a_time_namespace_are_read() {
         // From `unshare -T --monotonic=-100 cat /proc/self/timens_offsets`.
         assert_eq!(
-            monotonic_offset("monotonic        -100         0\nboottime            5         0\n"),
+            offset_of(
+                "monotonic        -100         0\nboottime            5         0\n",
+                "monotonic"
+            ),
             -100_000_000_000
         );
         // The kernel keeps nanoseconds positive.
-        assert_eq!(monotonic_offset("monotonic -1 999999999\nboottime 0 0\n"), -1);
-        assert_eq!(monotonic_offset(""), 0);
-        assert_eq!(monotonic_offset("monotonic x y"), 0);
-        assert_eq!(monotonic_offset("monotonic 99999999999999999 0"), 0);
+        assert_eq!(offset_of("monotonic -1 999999999\nboottime 0 0\n", "monotonic"), -1);
+        assert_eq!(offset_of("", "monotonic"), 0);
+        assert_eq!(offset_of("monotonic x y", "monotonic"), 0);
+        assert_eq!(offset_of("monotonic 99999999999999999 0", "monotonic"), 0);
     }
 
     #[test]
@@ -95,9 +105,9 @@ mod tests {
         fs::write(process.path().join("timens_offsets"), "monotonic 7 1\nboottime 0 0\n").unwrap();
         symlink("time:[4026531834]", links.join("time")).unwrap();
         symlink("time:[4026532345]", links.join("time_for_children")).unwrap();
-        assert_eq!(own_offset(process.path()), 0);
+        assert_eq!(own_offset(process.path(), "monotonic"), 0);
         fs::remove_file(links.join("time")).unwrap();
         symlink("time:[4026532345]", links.join("time")).unwrap();
-        assert_eq!(own_offset(process.path()), 7_000_000_001);
+        assert_eq!(own_offset(process.path(), "monotonic"), 7_000_000_001);
     }
 }

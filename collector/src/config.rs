@@ -29,6 +29,8 @@ pub enum Scope {
         pids: Vec<u32>,
         /// Their future children as well.
         follow: bool,
+        /// From the moment on that they become other programs.
+        on_exec: bool,
     },
     /// The tasks of a cgroup and those below it.
     Cgroup(PathBuf),

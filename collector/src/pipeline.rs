@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stackwire_collector_ebpf::sched_stats::{SwitchReason, THE_REST};
-use stackwire_collector_ebpf::{Counter, RecordKind};
+use stackwire_collector_ebpf::{Counter, RecordKind, SampleHeader};
 use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
@@ -24,6 +24,7 @@ use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps};
 use crate::sampler::{Batch, RawSample, Sampler};
 use crate::sched::{Scheduled, Totals};
+use crate::sources::record::comm_bytes;
 use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
 use crate::waits::{Over, Taken, Waits};
@@ -84,6 +85,10 @@ pub struct Pipeline {
     refused_cpus: u64,
     /// Parts of waits that were not over.
     going_on: u64,
+    /// Taken before the capture began, or before a process became the program that is looked at.
+    early: u64,
+    /// When the capture began, monotonic nanoseconds.
+    begun_ns: u64,
     /// Totals at the start of this epoch, to tell what this epoch lost.
     before: HashMap<LostReason, u64>,
     tables_before: Stats,
@@ -166,6 +171,8 @@ impl Pipeline {
             lost_events: 0,
             refused_cpus: 0,
             going_on: 0,
+            early: 0,
+            begun_ns: epoch_start,
             before: HashMap::new(),
             tables_before: Stats::default(),
             dropped: 0,
@@ -267,6 +274,10 @@ impl Pipeline {
 
     /// False: the table is not there yet that its stack is to be walked by.
     fn add(&mut self, sample: &RawSample) -> bool {
+        if sample.header.kind == RecordKind::Sample as u8 && self.is_early(&sample.header) {
+            self.early += 1;
+            return true;
+        }
         let Some(perf) = &mut self.perf else {
             self.add_of_ebpf(sample);
             return true;
@@ -291,8 +302,18 @@ impl Pipeline {
         if header.kind == RecordKind::Stack as u8 {
             waits.learn(header, user, kernel);
         } else if let Some(over) = waits.over(header, user) {
-            self.epoch.add_wait(&over, processes, layout);
+            if processes.is_unborn(header.pid) {
+                let parts = over.parts.iter().map(|part| u64::from(part.taken.count));
+                self.early += parts.sum::<u64>();
+            } else {
+                self.epoch.add_wait(&over, processes, layout);
+            }
         }
+    }
+
+    /// Whether it is of a time that does not count.
+    fn is_early(&self, header: &SampleHeader) -> bool {
+        header.time_ns < self.begun_ns || self.processes.is_unborn(header.pid)
     }
 
     /// Adds the waits that are not over.
@@ -300,6 +321,9 @@ impl Pipeline {
         let Some(waits) = &mut self.waits else { return };
         let now_ns = now_ns();
         for (tid, mut waiting) in self.sampler.waiting() {
+            if self.processes.is_unborn(waiting.pid) {
+                continue;
+            }
             if waiting.start_boottime_ns == 0 {
                 let process = self.processes.get(waiting.pid);
                 waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
@@ -430,7 +454,14 @@ impl Pipeline {
     fn add_sched(&mut self) {
         let mut ended_keys = Vec::new();
         for (key, sums) in self.sampler.sched_sums() {
+            let before = self.processes.before(sums.pid, sums.since_ns);
+            let counts = before.map_or(!self.processes.is_unborn(sums.pid), |it| it.counts);
+            if before.is_some() {
+                // Nothing is added to it any more.
+                ended_keys.push(key);
+            }
             match self.sched.look(key, &sums) {
+                Some(_) if !counts => {}
                 Some(done) => self.epoch.add_sched(&done, &mut self.processes),
                 None if key == THE_REST => {}
                 None => {
@@ -460,14 +491,12 @@ impl Pipeline {
             let processes = &self.processes;
             let unmet = || {
                 let process = processes.get(running.pid)?;
-                let mut comm = [0; 16];
-                let name = process.comm.as_bytes();
-                let length = name.len().min(15);
-                comm[..length].copy_from_slice(&name[..length]);
+                let comm = comm_bytes(process.comm.as_bytes());
                 Some(Scheduled {
                     pid: running.pid,
                     tid: self.sched.of_threads().then_some(running.tid),
                     start_boottime_ns: process.start_ns,
+                    since_ns: running.since_ns,
                     cgroup_id: process.cgroup.id,
                     comm,
                 })
@@ -491,7 +520,7 @@ impl Pipeline {
         self.cut();
         let lost = self.totals();
         let waits = self.sampler.counter(Counter::WaitsTaken) + self.going_on;
-        let taken = self.sampler.counter(Counter::Taken) + waits;
+        let taken = self.sampler.counter(Counter::Taken) + waits - self.early;
         self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
         Summary {
             taken,

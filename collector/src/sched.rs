@@ -24,6 +24,8 @@ pub struct Scheduled {
     pub tid: Option<u32>,
     /// Start of the process, `CLOCK_BOOTTIME` nanoseconds.
     pub start_boottime_ns: u64,
+    /// The program is that of this time, `CLOCK_MONOTONIC` nanoseconds.
+    pub since_ns: u64,
     /// Its cgroup.
     pub cgroup_id: u64,
     /// Name of the thread, or of the first that was met, NUL-padded.
@@ -91,6 +93,7 @@ impl Totals {
             pid: now.pid,
             tid: (self.add_up == AddUp::Threads).then_some(now.tid),
             start_boottime_ns: now.start_boottime_ns,
+            since_ns: now.since_ns,
             cgroup_id: now.cgroup_id,
             comm: now.comm,
         });
@@ -146,11 +149,12 @@ impl Totals {
             |of: &&Scheduled| of.pid == running.pid && of.tid.is_none_or(|tid| tid == running.tid);
         let met = self.before.values().filter_map(|sums| sums.of.as_ref()).filter(is_it);
         // Numbers are used again: the last.
-        let met = met.max_by_key(|of| of.start_boottime_ns).copied();
+        let met = met.max_by_key(|of| (of.start_boottime_ns, of.since_ns)).copied();
         let ran_ns = now_ns.saturating_sub(running.since_ns);
         let slices = Histogram::new(ran_ns, [(abi::bucket_of(ran_ns) as u16, 1)]);
         // Only the kernel side knows whether one it never met is in the cgroup.
         let of = met.or_else(|| unmet().filter(|_| !self.in_cgroup))?;
+        let of = Scheduled { since_ns: running.since_ns, ..of };
         let counter = |now: &abi::CounterSum| CounterSum {
             value: now.value,
             enabled_ns: now.enabled_ns,

@@ -60,7 +60,7 @@ impl Builder {
     pub fn pid(mut self, pid: u32) -> Self {
         match &mut self.config.scope {
             Scope::Processes { pids, .. } => pids.push(pid),
-            scope => *scope = Scope::Processes { pids: vec![pid], follow: false },
+            scope => *scope = Scope::Processes { pids: vec![pid], follow: false, on_exec: false },
         }
         self
     }

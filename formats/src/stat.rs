@@ -74,7 +74,8 @@ pub fn write_text(stat: &Stat, mut out: impl Write) -> io::Result<()> {
     }
     writeln!(out, "\n{:>18.9} seconds time elapsed", stat.elapsed)?;
     if let Some((user, system)) = stat.cpu {
-        writeln!(out, "\n{user:>18.9} seconds user\n{system:>18.9} seconds sys")?;
+        // Children are counted in hundredths of a second.
+        writeln!(out, "\n{user:>18.2} seconds user\n{system:>18.2} seconds sys")?;
     }
     writeln!(out)
 }
@@ -221,7 +222,7 @@ mod tests {
             "     <not counted>      branches",
             "   <not supported>      bus-cycles",
             "       1.000000000 seconds time elapsed",
-            "       1.500000000 seconds user",
+            "              1.50 seconds user",
         ] {
             assert!(text.contains(line), "{line}\n{text}");
         }

@@ -31,10 +31,17 @@ const PERF_OFF_CPU: &str = "offcpu-time";
 
 /// There is no event of that name.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error(
-    "perf knows no event of this name; cpu-clock, page-faults, cycles, r01c2 and sched:sched_switch are some, `stackwire events` lists all of this host"
-)]
-pub struct UnknownEvent;
+#[non_exhaustive]
+pub enum UnknownEvent {
+    /// None that perf knows.
+    #[error(
+        "perf knows no event of this name; cpu-clock, page-faults, cycles, r01c2 and sched:sched_switch are some, `stackwire events` lists all of this host"
+    )]
+    Name,
+    /// One with a modifier, as in `cycles:u`.
+    #[error("events have no modifiers here: leave out what is behind the colon")]
+    Modifier,
+}
 
 impl Event {
     /// A timer on the CPU's clock; exists everywhere, weighs in nanoseconds.
@@ -124,12 +131,17 @@ impl FromStr for Event {
 
     fn from_str(name: &str) -> Result<Self, UnknownEvent> {
         let is_wait = false;
+        // perf-list(1): modifiers are letters; no tracepoint's system is called like an event.
+        let has_modifier = |(event, _): (&str, &str)| perf_events::by_name(event).is_some();
+        if name.split_once(':').is_some_and(has_modifier) {
+            return Err(UnknownEvent::Modifier);
+        }
         if perf_events::is_tracepoint(name) {
             let weight = perf_events::weight(name);
             return Ok(Self { name: name.to_owned(), weight, perf: None, is_wait });
         }
         let perf_events::Named { name, weight, perf, .. } =
-            perf_events::by_name(name).ok_or(UnknownEvent)?;
+            perf_events::by_name(name).ok_or(UnknownEvent::Name)?;
         Ok(Self { name, weight, perf: Some(perf), is_wait })
     }
 }
@@ -206,7 +218,8 @@ mod tests {
         assert_eq!(Event::by_name("other-clock").weight, ValueKind::cpu());
         let faults = Event::by_name("minor-faults");
         assert_eq!(faults.weight.to_string(), "minor-faults/count");
-        assert_eq!("cpu-clocks".parse::<Event>(), Err(UnknownEvent));
+        assert_eq!("cpu-clocks".parse::<Event>(), Err(UnknownEvent::Name));
+        assert_eq!("page-faults:u".parse::<Event>(), Err(UnknownEvent::Modifier));
     }
 
     #[test]

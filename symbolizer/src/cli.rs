@@ -401,7 +401,8 @@ pub struct Slice {
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,
     /// Keep the samples of one event, off-cpu and run-queue among them. Without it pprof, perf.data
-    /// and report have all events, and flame graphs, folded stacks and comparisons the first.
+    /// and report have all events, and flame graphs, folded stacks and comparisons the first. Flame
+    /// graphs draw waits together with CPU time.
     #[arg(long, short, visible_alias = "series", value_name = "EVENT")]
     pub event: Option<String>,
     /// Keep samples with these labels, as "comm=postgres,thread=worker"; of one label several

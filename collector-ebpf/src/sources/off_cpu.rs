@@ -350,6 +350,8 @@ fn unseen(known: &mut Waiting, now_ns: u64, scratch: &mut Scratch) {
         Some(ran_ns) if ran_ns < waited_ns => {
             over(known, task, now_ns - ran_ns, scratch, |_| 0);
         }
+        // The collector found it running or waiting for a CPU, which /proc does not tell apart.
+        _ if known.user_stack == 0 && known.state == WaitState::Preempted as u32 => {}
         _ => {
             count(cpu, Counter::WaitsTaken);
             count(cpu, Counter::WaitsUnseen);

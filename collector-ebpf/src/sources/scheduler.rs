@@ -1,5 +1,6 @@
 //! How threads are scheduled: at each switch to another thread, adds to what is known of the
-//! process of the thread that leaves the CPU.
+//! process of the thread that leaves the CPU. Each program a process becomes is a process of its
+//! own here.
 //!
 //! Nothing is handed over in the ring: the collector reads the sums. How long a thread waited for
 //! its CPU is added when it leaves it again, because only then it is the current one, of which the
@@ -100,9 +101,9 @@ pub fn add_up_new(ctx: RawTracePointContext) -> i32 {
 pub fn add_up_migration(ctx: RawTracePointContext) -> i32 {
     let task = Task(ctx.arg::<u64>(0));
     let key = if config().add_up == AddUp::Threads as u32 {
-        key_of(task.tid(), task.start())
+        key_of(task.tid(), task.start(), task.exec_id())
     } else {
-        key_of(task.pid(), task.process_start())
+        key_of(task.pid(), task.process_start(), task.exec_id())
     };
     let stats = match SCHED_STATS.get_ptr_mut(&key) {
         Some(stats) => stats,
@@ -115,6 +116,29 @@ pub fn add_up_migration(ctx: RawTracePointContext) -> i32 {
     };
     // SAFETY: as above.
     unsafe { add_u64(&raw mut (*stats).migrations, 1) };
+    0
+}
+
+/// `sched_process_exec(task, previous id of its thread, program)`: what the thread has run until now
+/// is of the program before, which ends a slice here.
+#[raw_tracepoint(tracepoint = "sched_process_exec")]
+pub fn add_up_exec(ctx: RawTracePointContext) -> i32 {
+    // SAFETY: helpers without arguments.
+    let (now_ns, cpu) = unsafe { (bpf_ktime_get_ns(), bpf_get_smp_processor_id()) };
+    let Some(on_cpu) = ON_CPU.get_ptr_mut(0) else { return 0 };
+    // SAFETY: the pointer came from a successful lookup. No switch comes in between: tracepoints
+    // run with preemption off.
+    let on_cpu = unsafe { &mut *on_cpu };
+    let since_ns = on_cpu.since_ns;
+    let stats = stats_of(ctx.tgid(), ctx.pid(), Program::Before { since_ns });
+    read_counters(on_cpu, stats, cpu);
+    on_cpu.since_ns = now_ns;
+    if let Some(stats) = stats
+        && since_ns != 0
+    {
+        // SAFETY: the pointer came from a successful lookup.
+        unsafe { add_time(&raw mut (*stats).slices, now_ns.saturating_sub(since_ns)) };
+    }
     0
 }
 
@@ -175,7 +199,7 @@ fn leaves(
 ) {
     let (pid, tid) = (ctx.tgid(), ctx.pid());
     // The counters run while the CPU is idle, too: what they counted is nobody's then.
-    let stats = if tid == 0 { None } else { stats_of(pid, tid) };
+    let stats = if tid == 0 { None } else { stats_of(pid, tid, Program::Now { since_ns: now_ns }) };
     read_counters(on_cpu, stats, cpu);
     let mut waited_ns = UNKNOWN;
     let reason = reason(state);
@@ -199,9 +223,18 @@ fn leaves(
     }
 }
 
+/// Of which of its programs something is added up. One that is not known yet is met then.
+#[derive(Clone, Copy)]
+enum Program {
+    /// That which it is.
+    Now { since_ns: u64 },
+    /// The one before.
+    Before { since_ns: u64 },
+}
+
 /// What is added up of the current thread, if it is wanted.
 #[inline(always)]
-fn stats_of(pid: u32, tid: u32) -> Option<*mut SchedStats> {
+fn stats_of(pid: u32, tid: u32, program: Program) -> Option<*mut SchedStats> {
     // SAFETY: a helper without arguments.
     let task = Task(unsafe { bpf_get_current_task_btf() } as u64);
     let start_boottime_ns = task.process_start();
@@ -209,9 +242,15 @@ fn stats_of(pid: u32, tid: u32) -> Option<*mut SchedStats> {
         return None;
     }
     let of_threads = config().add_up == AddUp::Threads as u32;
-    let key = if of_threads { key_of(tid, task.start()) } else { key_of(pid, start_boottime_ns) };
+    let (exec_id, since_ns, is_named) = match program {
+        Program::Now { since_ns } => (task.exec_id(), since_ns, true),
+        Program::Before { since_ns } => (task.exec_id().wrapping_sub(1), since_ns, false),
+    };
+    let (number, start_ns) =
+        if of_threads { (tid, task.start()) } else { (pid, start_boottime_ns) };
+    let key = key_of(number, start_ns, exec_id);
     if let Some(known) = SCHED_STATS.get_ptr_mut(&key) {
-        if of_threads {
+        if of_threads && is_named {
             // It may have changed.
             // SAFETY: the pointer came from a successful lookup; this thread alone writes here.
             unsafe { bpf_get_current_comm((&raw mut (*known).comm).cast(), 16) };
@@ -228,8 +267,11 @@ fn stats_of(pid: u32, tid: u32) -> Option<*mut SchedStats> {
         // SAFETY: the pointer came from a successful lookup, and it is this thread's to fill in.
         unsafe {
             (*new).start_boottime_ns = start_boottime_ns;
+            (*new).since_ns = since_ns;
             (*new).cgroup_id = bpf_get_current_cgroup_id();
-            bpf_get_current_comm((&raw mut (*new).comm).cast(), 16);
+            if is_named {
+                bpf_get_current_comm((&raw mut (*new).comm).cast(), 16);
+            }
             (*new).pid = pid;
             (*new).tid = tid;
         }

@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
-use super::{Mapping, Mappings, Process, Processes};
+use super::{Before, Mapping, Mappings, Process, Processes};
 use crate::sources::side_band::{Change, Event};
 
 impl Processes {
@@ -21,11 +21,16 @@ impl Processes {
             Change::Fork { parent } => {
                 self.follow(*parent, pid);
                 if self.is_wanted(pid) {
+                    self.keep(pid, event.time_ns);
                     self.fork(*parent, pid, event.time_ns);
                 }
             }
             _ if !self.is_wanted(pid) => {}
-            Change::Comm { exec: true, comm, .. } => self.exec(pid, comm, event.time_ns),
+            Change::Comm { exec: true, comm, .. } => {
+                self.keep(pid, event.time_ns);
+                self.unborn.remove(&pid);
+                self.exec(pid, comm, event.time_ns);
+            }
             Change::Comm { tid, comm, .. } if *tid == pid => {
                 if let Some(process) = self.by_pid.get_mut(&pid) {
                     process.comm.clone_from(comm);
@@ -98,6 +103,17 @@ impl Processes {
             && wanted.contains(&parent)
         {
             wanted.insert(pid);
+        }
+    }
+
+    /// Keeps what a process was until this time, if it was something and somebody asks.
+    fn keep(&mut self, pid: u32, time_ns: u64) {
+        if let Some(before) = &mut self.before
+            && let Some(process) = self.by_pid.get(&pid)
+        {
+            let counts = !self.unborn.contains(&pid);
+            let program = process.clone();
+            before.entry(pid).or_default().push(Before { until_ns: time_ns, program, counts });
         }
     }
 

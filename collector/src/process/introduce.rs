@@ -4,7 +4,8 @@
 use std::collections::HashMap;
 
 use super::{Processes, text};
-use crate::clock::boottime_offset_ns;
+use crate::clock::{boottime_of_namespace_ns, boottime_offset_ns};
+use crate::sources::record::comm_bytes;
 use crate::sources::side_band::{Change, Event};
 
 /// Names remembered.
@@ -43,10 +44,7 @@ impl ThreadNames {
         if self.by_tid.len() >= MAX_NAMES {
             self.by_tid.clear();
         }
-        let mut comm = [0; 16];
-        let length = name.len().min(comm.len() - 1);
-        comm[..length].copy_from_slice(&name[..length]);
-        self.by_tid.insert(tid, comm);
+        self.by_tid.insert(tid, comm_bytes(name));
     }
 }
 
@@ -66,6 +64,16 @@ impl Processes {
             .or_else(|| Some(born?.since_ns.saturating_add_signed(boottime_offset_ns())))
             .unwrap_or(0)
     }
+}
+
+/// Whether the process that has this number now began then, `CLOCK_BOOTTIME` nanoseconds, as far as
+/// is known.
+pub(super) fn began(pid: u32, start_ns: u64) -> bool {
+    let stat = text::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let Some(found) = start(&stat).filter(|_| start_ns != 0) else { return true };
+    // /proc has the time of the reader's time namespace (timens_add_boottime_ns of
+    // fs/proc/array.c), cut to ticks.
+    found.saturating_add_signed(-boottime_of_namespace_ns()).abs_diff(start_ns) <= TICK_NS
 }
 
 /// proc_pid_stat(5): starttime is field 22, in ticks. Pure.

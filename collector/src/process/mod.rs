@@ -38,6 +38,15 @@ const MAX_PROCESSES: usize = 32_768;
 /// Samples older than this have been looked at.
 const OLDEST_NS: u64 = 10_000_000_000;
 
+/// A program that another has taken the place of.
+#[derive(Clone, Debug)]
+pub struct Before {
+    until_ns: u64,
+    program: Process,
+    /// What it did counts.
+    pub counts: bool,
+}
+
 /// All processes of interest.
 #[derive(Debug, Default)]
 pub struct Processes {
@@ -58,6 +67,10 @@ pub struct Processes {
     untold: HashSet<u32>,
     /// Processes to hold before the next attempt to forget some.
     most: usize,
+    /// Programs of this epoch that others have taken the place of, by pid. `None`: nobody asks.
+    before: Option<HashMap<u32, Vec<Before>>>,
+    /// Processes that have not become the program yet that is to be looked at.
+    unborn: HashSet<u32>,
     /// Processes whose mappings could not be read, by cause.
     pub denied: u64,
 }
@@ -96,6 +109,60 @@ impl Processes {
         }
     }
 
+    /// Keeps what processes were before they became another program, until the epoch ends.
+    pub fn keep_before(&mut self) {
+        self.before = Some(HashMap::new());
+    }
+
+    /// Nothing that these processes do counts until they become another program.
+    pub fn await_exec(&mut self, pids: &[u32]) {
+        self.unborn.extend(pids);
+    }
+
+    /// Whether it is one of [`Processes::await_exec`], and nothing it does counts yet.
+    #[must_use]
+    pub fn is_unborn(&self, pid: u32) -> bool {
+        self.unborn.contains(&pid)
+    }
+
+    /// What had this number at this time, if something else has it by now. Needs
+    /// [`Processes::keep_before`].
+    #[must_use]
+    pub fn before(&self, pid: u32, time_ns: u64) -> Option<&Before> {
+        let programs = self.before.as_ref()?.get(&pid)?;
+        programs.iter().find(|before| time_ns < before.until_ns)
+    }
+
+    /// The program that a process was at this time. It is made up where nobody knows it any more:
+    /// `comm` says what it was called.
+    pub fn program_at(
+        &mut self,
+        (pid, start_ns, cgroup_id): (u32, u64, u64),
+        time_ns: u64,
+        comm: impl FnOnce() -> String,
+    ) -> Process {
+        let is_it = |process: &Process| process.start_ns == 0 || process.start_ns == start_ns;
+        let now = self.by_pid.get(&pid);
+        // It has taken the number since. Of one that was never sampled the start is not known.
+        let is_later = now.is_some_and(|now| {
+            now.start_ns == 0 && now.witnessed && now.generation == 0 && time_ns < now.since_ns
+        });
+        let mut program = match self.before(pid, time_ns) {
+            Some(before) if is_it(&before.program) => before.program.clone(),
+            None if !is_later => self.sampled(pid, start_ns, cgroup_id).clone(),
+            _ => {
+                self.next_image += 1;
+                Process::new(self.next_image, pid, String::new(), Mappings::Gone)
+            }
+        };
+        program.start_ns = start_ns;
+        // One that ended before anybody read its name.
+        if program.comm.is_empty() {
+            program.comm = comm();
+        }
+        program
+    }
+
     /// The process a sample was taken in.
     pub fn sampled(&mut self, pid: u32, start_ns: u64, cgroup_id: u64) -> &mut Process {
         // The kernel side has proved it is, whatever the events said.
@@ -110,6 +177,10 @@ impl Processes {
         if self.by_pid.get(&pid).is_none_or(reused) {
             self.by_pid.remove(&pid);
             self.load(pid);
+            // It has ended, and another has its number by now.
+            if self.by_pid.contains_key(&pid) && !introduce::began(pid, start_ns) {
+                self.by_pid.remove(&pid);
+            }
         }
         if self.by_pid.len() > self.most.max(MAX_PROCESSES) {
             // Those that ended first; the others only if that is not enough.
@@ -220,6 +291,9 @@ impl Processes {
         }
         self.executables.purge();
         self.most = 0;
+        if let Some(before) = &mut self.before {
+            before.clear();
+        }
     }
 
     /// Processes asked for, or followed, that have ended since the last call. None when all
@@ -427,6 +501,37 @@ mod tests {
         processes.told(30);
         assert_eq!(processes.sampled(PID, 1, 1).certain(29, &stack), 2);
         assert_eq!(processes.sampled(PID, 1, 1).certain(30, &stack), 3);
+    }
+
+    #[test]
+    fn programs_are_found_by_the_time_they_ran() {
+        let mut processes = Processes::new(None, false);
+        processes.keep_before();
+        processes.await_exec(&[PID]);
+        let fork = |time_ns| Event { time_ns, pid: PID, change: Change::Fork { parent: PID - 1 } };
+        let at = |time_ns, event: Event| Event { time_ns, ..event };
+        let own = |processes: &mut Processes, start_ns, time_ns| {
+            let program = processes.program_at((PID, start_ns, 1), time_ns, || "told".to_owned());
+            (program.comm, program.start_ns)
+        };
+        processes.apply(&exec(PID - 1, "parent"));
+        processes.apply(&fork(10));
+        assert!(processes.is_unborn(PID));
+        processes.apply(&at(20, exec(PID, "first")));
+        processes.apply(&at(30, exec(PID, "second")));
+        assert!(!processes.is_unborn(PID));
+        assert_eq!(own(&mut processes, 9, 15), ("parent".to_owned(), 9));
+        assert!(!processes.before(PID, 15).unwrap().counts);
+        assert_eq!(own(&mut processes, 9, 25), ("first".to_owned(), 9));
+        assert!(processes.before(PID, 25).unwrap().counts);
+        assert_eq!(own(&mut processes, 9, 35), ("second".to_owned(), 9));
+        // Another process takes its number.
+        processes.apply(&fork(40));
+        assert_eq!(own(&mut processes, 9, 35), ("second".to_owned(), 9));
+        processes.end_epoch();
+        // Nobody knows the second any more; the other has not been sampled.
+        assert_eq!(own(&mut processes, 9, 35), ("told".to_owned(), 9));
+        assert_eq!(own(&mut processes, 39, 45), ("parent".to_owned(), 39));
     }
 
     #[test]

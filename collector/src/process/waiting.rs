@@ -1,14 +1,16 @@
 //! Threads that wait when a capture begins: nobody saw them leave their CPU, and some never run
 //! until it ends.
 //!
-//! Where they wait is unknown; how they wait, `/proc/PID/task/TID/stat` says. Called once, by
-//! `session/prepare.rs`.
+//! Where they wait is unknown; how they wait, `/proc/PID/task/TID/stat` says, which does not tell
+//! those that wait for a CPU from those that have one. Called by `session/prepare.rs`, and in the
+//! end by `sampler/ebpf.rs`.
 
 use std::path::{Path, PathBuf};
 
 use stackwire_collector_ebpf::{Stratum, WaitState, Waiting};
 
 use super::text;
+use crate::sources::record::comm_bytes;
 
 /// Those of these processes, each with its thread id, as waiting since `now_ns`.
 #[must_use]
@@ -59,13 +61,24 @@ fn of_process(
     numbers(&tasks).into_iter().filter_map(move |tid| {
         let stat = text::read(tasks.join(tid.to_string()).join("stat")).ok()?;
         let (state, comm) = parse(&stat)?;
+        let woken_ns = if state == WaitState::Preempted { now_ns } else { 0 };
+        let (since_ns, state_number) = (now_ns, state as u32);
         let waiting =
-            Waiting { since_ns: now_ns, pid, state: state as u32, comm, ..Waiting::default() };
+            Waiting { since_ns, woken_ns, pid, state: state_number, comm, ..Waiting::default() };
         states.contains(&state).then_some((tid, waiting))
     })
 }
 
-/// How a thread waits, and its name; none of one that runs or has ended. Pure.
+/// How long a thread has run so far, nanoseconds: the first number of its `schedstat`
+/// (Documentation/scheduler/sched-stats.rst). None of one that has ended.
+#[must_use]
+pub fn ran_ns(pid: u32, tid: u32) -> Option<u64> {
+    let text = text::read(format!("/proc/{pid}/task/{tid}/schedstat")).ok()?;
+    text.split(' ').next()?.parse().ok()
+}
+
+/// How a thread waits, and its name; none of one that has ended. One that runs may wait for a CPU.
+/// Pure.
 ///
 /// proc_pid_stat(5): the name is field 2, in parentheses, and may hold anything; the state is field
 /// 3.
@@ -75,13 +88,10 @@ fn parse(stat: &str) -> Option<(WaitState, [u8; 16])> {
         'S' | 'I' => WaitState::Sleep,
         'D' => WaitState::Disk,
         'T' | 't' => WaitState::Stopped,
+        'R' => WaitState::Preempted,
         _ => return None,
     };
-    let mut comm = [0; 16];
-    let name = before.split_once('(')?.1.as_bytes();
-    let length = name.len().min(comm.len() - 1);
-    comm[..length].copy_from_slice(&name[..length]);
-    Some((state, comm))
+    Some((state, comm_bytes(before.split_once('(')?.1.as_bytes())))
 }
 
 fn numbers(directory: &Path) -> Vec<u32> {
@@ -102,7 +112,7 @@ mod tests {
         };
         assert_eq!(parse("7 (a) b) S 1 7 7"), Some((WaitState::Sleep, comm(b"a) b"))));
         assert_eq!(parse("7 (sh) D 1"), Some((WaitState::Disk, comm(b"sh"))));
-        assert_eq!(parse("7 (sh) R 1"), None);
+        assert_eq!(parse("7 (sh) R 1"), Some((WaitState::Preempted, comm(b"sh"))));
         assert_eq!(parse("7 (sh) Z 1"), None);
         assert_eq!(parse("7 sh"), None);
     }

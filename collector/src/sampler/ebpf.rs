@@ -3,7 +3,7 @@
 //! Everything that needs a capability happens in [`EbpfSampler::start`], except opening events on
 //! CPUs that come online later.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::io;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use aya::maps::{MapData, MapError, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
-use stackwire_collector_ebpf::{Counter, RING_BYTES, Waiting};
+use stackwire_collector_ebpf::{Counter, RING_BYTES, WaitState, Waiting};
 use stackwire_model::Event;
 use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
@@ -21,6 +21,7 @@ use super::object::{Filter, Object, Waiters};
 use super::sched_stats::{SchedSums, counters};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error};
 use crate::clock::now_ns;
+use crate::process::waiting::ran_ns;
 use crate::sources::pace::Pace;
 use crate::sources::perf_event::{PerfEvent, Sampled};
 use crate::sources::{record, side_band};
@@ -43,6 +44,9 @@ pub struct EbpfSampler {
     waiters: Option<Waiters>,
     /// Threads that waited in the beginning and for which it had no room.
     unnoted: u64,
+    /// Threads that ran or waited for a CPU in the beginning: since when, and how long each had run,
+    /// nanoseconds.
+    runnable: HashMap<u32, (u64, u64)>,
     /// `None`: nobody asked how threads are scheduled.
     sched: Option<SchedSums>,
     /// Counters that were asked for.
@@ -112,6 +116,7 @@ impl EbpfSampler {
             object,
             waiters,
             unnoted: 0,
+            runnable: HashMap::new(),
             sched,
             counters,
             ring,
@@ -192,6 +197,10 @@ impl EbpfSampler {
     pub fn note_waiting(&mut self, threads: &[(u32, Waiting)]) {
         let Some(waiters) = &mut self.waiters else { return };
         for (tid, waiting) in threads {
+            if waiting.state == WaitState::Preempted as u32 {
+                let ran_ns = ran_ns(waiting.pid, *tid).unwrap_or(0);
+                self.runnable.insert(*tid, (waiting.since_ns, ran_ns));
+            }
             // BPF_NOEXIST: the kernel side knows better.
             match waiters.insert(tid, zerocopy::transmute_ref!(waiting), 1) {
                 Err(MapError::SyscallError(error))
@@ -199,6 +208,16 @@ impl EbpfSampler {
                 noted => self.unnoted += u64::from(noted.is_err()),
             }
         }
+    }
+
+    /// Whether it was found running or waiting for a CPU in the beginning, has not been switched
+    /// since, and ran all the time.
+    fn has_run_since(&self, tid: u32, waiting: &Waiting) -> bool {
+        let noted = self.runnable.get(&tid).filter(|_| waiting.user_stack == 0);
+        let Some(&(since_ns, before_ns)) = noted else { return false };
+        let passed_ns = now_ns().saturating_sub(since_ns);
+        let ran = |now_ns: u64| now_ns.saturating_sub(before_ns) > passed_ns / 2;
+        since_ns == waiting.since_ns && ran_ns(waiting.pid, tid).is_none_or(ran)
     }
 
     fn attach(&mut self, cpu: u32) -> Result<(), SamplerError> {
@@ -359,7 +378,10 @@ impl Sampler for EbpfSampler {
         let all = self.waiters.iter().flat_map(|waiters| waiters.iter()).flatten();
         let read =
             all.filter_map(|(tid, bytes)| Some((tid, Waiting::read_from_bytes(&bytes).ok()?)));
-        read.filter(|(_, waiting)| waiting.since_ns != 0).collect()
+        let waits = |tid: u32, waiting: &Waiting| {
+            waiting.since_ns != 0 && !self.has_run_since(tid, waiting)
+        };
+        read.filter(|(tid, waiting)| waits(*tid, waiting)).collect()
     }
 
     fn counter(&self, counter: Counter) -> u64 {

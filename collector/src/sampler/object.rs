@@ -371,8 +371,9 @@ impl Object {
 }
 
 /// Programs that add up how threads are scheduled, and at what.
-const SCHEDULER: [(&str, &str); 4] = [
+const SCHEDULER: [(&str, &str); 5] = [
     ("add_up", "sched_switch"),
+    ("add_up_exec", "sched_process_exec"),
     ("add_up_wakeup", "sched_wakeup"),
     ("add_up_new", "sched_wakeup_new"),
     ("add_up_migration", "sched_migrate_task"),

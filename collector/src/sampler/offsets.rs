@@ -27,7 +27,9 @@ pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfErr
         let runs = ["policy", "se.sum_exec_runtime", "se.prev_sum_exec_runtime"];
         btf.offsets("task_struct", runs)?
     };
+    let [exec_id] = btf.offsets("task_struct", ["self_exec_id"])?;
     let config = Config {
+        task_exec_id: exec_id,
         task_policy: policy,
         task_runtime: runtime,
         task_runtime_before: runtime_before,

@@ -68,6 +68,8 @@ pub struct PerfSampler {
     admitted: BTreeSet<u32>,
     /// When threads got events, monotonic nanoseconds. Of interest while events are opened.
     opened: HashMap<u32, u64>,
+    /// Threads that were to get events.
+    found: usize,
     /// Bytes of records that were looked at meanwhile.
     looked_at: usize,
     refused: BTreeSet<u32>,
@@ -112,6 +114,7 @@ impl PerfSampler {
             by_id: HashMap::new(),
             admitted: BTreeSet::new(),
             opened: HashMap::new(),
+            found: 0,
             looked_at: 0,
             refused: BTreeSet::new(),
             seen: Seen::nothing_yet(),
@@ -190,6 +193,7 @@ impl PerfSampler {
             if found.is_empty() && look > 0 {
                 break;
             }
+            self.found += found.len();
             for (tid, pid) in found {
                 let first = self.events.len();
                 for &cpu in &cpus {
@@ -249,10 +253,11 @@ impl PerfSampler {
         } else {
             return opened;
         }
-        // It may be something else that is not allowed.
-        self.open_what_there_is(cpu, tid).or_else(|_| {
+        self.open_what_there_is(cpu, tid).or_else(|other| {
             self.contents = wanted;
-            opened
+            // That it has ended or that there is no such event was hidden by the first.
+            let is_told = other.is(libc::ESRCH) || other.is(libc::ENOENT);
+            if is_told { Err(other) } else { opened }
         })
     }
 
@@ -290,7 +295,7 @@ impl PerfSampler {
             of.is_some_and(|users| users.real != rustix::process::geteuid().as_raw())
         };
         if error.is(libc::EMFILE) {
-            let threads = self.admitted.iter().map(|&pid| threads(pid).len()).sum();
+            let threads = self.found;
             let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
             return SamplerError::Descriptors { threads, cpus: self.rings.cpus().len(), limit };
         }

@@ -57,6 +57,12 @@ pub(super) fn prepare(
         }
     }
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
+    if let Scope::Processes { pids, on_exec: true, .. } = &config.scope {
+        processes.await_exec(pids);
+    }
+    if config.sched != AddUp::Nothing {
+        processes.keep_before();
+    }
     processes.scan();
     // The threads that bring tables would inherit it.
     drop(raised);
@@ -211,7 +217,7 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
     let mut wanted = None;
     match &config.scope {
         Scope::All => filter.config.scope = abi::Scope::All as u32,
-        Scope::Processes { pids, follow } => {
+        Scope::Processes { pids, follow, .. } => {
             filter.config.scope = abi::Scope::Processes as u32;
             filter.follow = *follow;
             sampling.pids.clone_from(pids);

@@ -37,6 +37,15 @@ pub fn comm_text(comm: &[u8; 16]) -> String {
     String::from_utf8_lossy(&comm[..end]).into_owned()
 }
 
+/// A name as the kernel has it: cut, and NUL-padded.
+#[must_use]
+pub fn comm_bytes(name: &[u8]) -> [u8; 16] {
+    let mut comm = [0; 16];
+    let length = name.len().min(comm.len() - 1);
+    comm[..length].copy_from_slice(&name[..length]);
+    comm
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

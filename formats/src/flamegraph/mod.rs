@@ -3,4 +3,4 @@
 mod tooltip;
 mod write;
 
-pub use self::write::{Flames, diff, write};
+pub use self::write::{Flames, amount, diff, write};

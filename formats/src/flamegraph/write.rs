@@ -5,7 +5,8 @@ use std::io::{self, Write};
 
 use inferno::flamegraph::color::{Color, MultiPalette, Palette, PaletteMap};
 use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
-use stackwire_model::profile::{Named, Series};
+use stackwire_model::Profile;
+use stackwire_model::profile::{Named, SeriesId};
 
 use super::tooltip::Tooltips;
 use crate::plain;
@@ -28,20 +29,17 @@ pub struct Flames<'a> {
 /// run time green, C++ and Rust yellow, other native code red; what a thread waits in is blue.
 ///
 /// Of several series it draws the first that has samples. A clock and waits are drawn together:
-/// their sum is the time that passed for all threads.
+/// their sum is the time that passed for all threads. [`amount`] says how much that is.
 ///
 /// # Errors
 /// Those of the writer.
 pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io::Result<()> {
     let marks = folded::Marks { all: true, inlined: flames.inlined };
     let shown = profile.series_of(profile.shown());
-    let drawn_too = |series: &Series| shown.event.is_clock() && series.event.is_wait;
-    let all_time = shown.event.is_wait || profile.series.iter().any(drawn_too);
+    let series = drawn_series(&profile);
+    let all_time = series.iter().any(|&id| profile.series_of(id).event.is_wait);
     let stacks = if all_time {
-        let samples = profile.samples.iter().filter(|sample| {
-            let series = profile.series_of(sample.key.series);
-            sample.key.series == profile.shown() || drawn_too(series)
-        });
+        let samples = profile.samples.iter().filter(|sample| series.contains(&sample.key.series));
         let samples = samples.map(|sample| (sample, sample.value));
         folded::lines_of(profile, samples, flames.by, marks)
     } else {
@@ -72,6 +70,26 @@ pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io
     let lines: Vec<String> =
         stacks.into_iter().map(|(stack, count)| format!("{stack} {count}")).collect();
     out.write_all(Tooltips::of(profile).add_to(&drawn(&mut options, &lines)?).as_bytes())
+}
+
+/// How much a flame graph of a profile draws, in words.
+#[must_use]
+pub fn amount(profile: &Profile) -> String {
+    let drawn = drawn_series(profile);
+    let amounts: Vec<String> = drawn.iter().map(|&id| profile.amount_of(id)).collect();
+    amounts.join(" + ")
+}
+
+fn drawn_series(profile: &Profile) -> Vec<SeriesId> {
+    let shown = profile.shown();
+    let event = &profile.series_of(shown).event;
+    let has_time = event.is_clock() || event.is_wait;
+    let too = |id: &SeriesId| *id == shown || has_time && profile.series_of(*id).event.is_wait;
+    let mut drawn: Vec<SeriesId> = profile.sampled_series().filter(too).collect();
+    if drawn.is_empty() {
+        drawn.push(shown);
+    }
+    drawn
 }
 
 /// Of what threads wait in.

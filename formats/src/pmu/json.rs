@@ -32,7 +32,7 @@ pub fn write(profile: &Profile, parts: &[Part<'_>], mut out: impl Write) -> io::
         "version": VERSION,
         "hostname": profile.origin.hostname,
         "start_ns": profile.start_ns,
-        "duration_ns": profile.duration_ns,
+        "duration_ns": profile.observed_ns,
         "counters": counters.collect::<Vec<_>>(),
         "total": stats(profile, &total(parts)),
         "processes": told_apart.collect::<Vec<_>>(),

@@ -19,7 +19,7 @@ pub fn write(
         return writeln!(out, "No PMU metrics collected");
     }
     let out = &mut out;
-    let seconds = profile.duration_ns as f64 / 1e9;
+    let seconds = profile.observed_ns as f64 / 1e9;
     if !profile.origin.all_processes {
         for part in parts {
             writeln!(out, "=== PMU Metrics ({}) ===\n", name(part.who.as_ref()))?;

@@ -121,13 +121,14 @@ impl<'a> Reader<'a> {
         let shown = default.unwrap_or(kinds.len().saturating_sub(1));
         let period_type = wire.period_type.as_ref().map(of).transpose()?;
         let period_type = period_type.unwrap_or_default();
-        let frequency = match (period_type.unit.as_str(), wire.period) {
-            ("nanoseconds", period @ 1..) => 1_000_000_000 / period,
-            _ => 0,
-        };
         let counts = [ValueKind::samples(), ValueKind::events()];
         let of = if kinds.first().is_some_and(|it| counts.contains(it)) { 1 } else { shown };
         let event = Event::by_name(kinds.get(of).map_or("", |kind| &kind.kind));
+        // Waits are not sampled at a rate.
+        let frequency = match (period_type.unit.as_str(), wire.period) {
+            ("nanoseconds", period @ 1..) if !event.is_wait => 1_000_000_000 / period,
+            _ => 0,
+        };
         let frequency = u32::try_from(frequency).unwrap_or(0);
         let comments = wire.comment.iter().map(|&at| self.text(at).map(str::to_owned));
         let comments: Vec<String> = comments.collect::<Result<_, _>>()?;

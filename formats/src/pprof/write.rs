@@ -43,7 +43,9 @@ pub enum Part {
 }
 
 impl Part {
-    fn has(self, series: &Series) -> bool {
+    /// Whether it has the samples of a series.
+    #[must_use]
+    pub fn has(self, series: &Series) -> bool {
         match self {
             Self::All => true,
             Self::Waits => series.event.is_wait,

@@ -232,6 +232,8 @@ pub struct Origin {
     pub all_processes: bool,
     /// Kernel stacks were recorded.
     pub kernel_stacks: bool,
+    /// Samples were taken through perf events, not with eBPF.
+    pub perf_events: bool,
     /// Version of the collector; empty: another program took the profile.
     pub collector: String,
     /// CPUs of the host, and those of them that were online; 0: unknown.
@@ -262,6 +264,8 @@ pub struct Profile {
     pub start_ns: u64,
     /// Length, nanoseconds.
     pub duration_ns: u64,
+    /// The part of it that captures are of: there may be gaps between several.
+    pub observed_ns: u64,
     /// How processes and threads were scheduled, where that was recorded.
     pub sched: BTreeMap<Who, SchedStats>,
     /// Counters of those, in their order.

@@ -69,10 +69,10 @@ impl Launched {
     /// Ends the process that waits.
     pub fn abandon(self) {
         let Self { mut child, listener, _directory } = self;
-        drop(listener);
-        // Reaped either way; it may have seen the socket close and ended by itself.
+        // Before the socket closes, of which it would tell. Reaped either way.
         let _ = child.kill();
         let _ = child.wait();
+        drop(listener);
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use stackwire::formats::{flamegraph, folded, perf_data, pmu, pprof};
 use stackwire::profile::Named;
 use stackwire::{Profile, VERSION};
@@ -121,76 +121,101 @@ impl Outputs {
         by: Option<&str>,
         kept: Option<String>,
     ) -> anyhow::Result<()> {
-        let mut written = String::new();
+        let mut written = Written::default();
         if let Some(pmu) = self.pmu {
-            written = format!("{}: {}", scheduled(&profile), pmu.path.display());
-            pmu.finish(|out| pmu::write(&profile, self.pmu_as, out))?;
+            let line = format!("{}: {}", scheduled(&profile), pmu.path.display());
+            written.add(line, pmu.finish(|out| pmu::write(&profile, self.pmu_as, out)));
         }
+        let outputs = [&self.pprof, &self.offcpu, &self.flamegraph, &self.folded, &self.perf_data];
+        let unwritten = |outputs: &[&Option<Output>]| {
+            let paths = outputs.iter().filter_map(|output| output.as_ref());
+            let paths: Vec<_> = paths.map(|output| output.path.display().to_string()).collect();
+            format!("no samples: not written: {}", paths.join(", "))
+        };
         if profile.samples.is_empty() {
-            let others = [&self.pprof, &self.offcpu, &self.flamegraph, &self.folded];
-            let others = others.into_iter().chain([&self.perf_data]).flatten();
-            let others: Vec<_> = others.map(|output| output.path.display().to_string()).collect();
-            if !others.is_empty() {
-                written.push_str(&format!("\nno samples: not written: {}", others.join(", ")));
+            if outputs.iter().any(|output| output.is_some()) {
+                written.line(unwritten(&outputs));
             }
-            for note in &profile.notes {
-                written.push_str(&format!("\nnote: {note}"));
-            }
-            if let Some(kept) = kept {
-                written.push('\n');
-                written.push_str(&kept);
-            }
-            say(&written);
-            return Ok(());
+            profile.notes.iter().for_each(|note| written.line(format!("note: {note}")));
+            kept.into_iter().for_each(|kept| written.line(kept));
+            return written.end();
         }
-        let pprofs = [
-            (self.pprof, self.offcpu.as_ref().map(|_| pprof::Part::Sampled)),
-            (self.offcpu, Some(pprof::Part::Waits)),
-        ];
-        let pprofs: Vec<_> = pprofs
-            .into_iter()
-            .filter_map(|(output, part)| Some((output?, part.unwrap_or_default())))
-            .collect();
-        let paths: Vec<&Path> = pprofs.iter().map(|(output, _)| output.path.as_path()).collect();
-        if !written.is_empty() {
-            written.push('\n');
-        }
-        written.push_str(&summary(profile, self.unsymbolized, &paths));
-        if let Some(kept) = kept {
-            written.push('\n');
-            written.push_str(&kept);
-        }
+        let parts = self.offcpu.as_ref().map(|_| pprof::Part::Sampled);
+        let pprofs = [(self.pprof, parts.unwrap_or_default()), (self.offcpu, pprof::Part::Waits)];
+        let mut paths = Vec::new();
+        let mut empty = Vec::new();
+        let mut failed = Vec::new();
         for (output, part) in pprofs {
+            let Some(output) = output else { continue };
+            if !profile.sampled_series().any(|id| part.has(profile.series_of(id))) {
+                empty.push(unwritten(&[&Some(output)]));
+                continue;
+            }
+            let path = output.path.display().to_string();
             let tags = self.tags.clone();
             let options = pprof::Options { tags, unsymbolized: self.unsymbolized, part };
-            output.finish(|out| pprof::write(profile, &options, out))?;
+            match output.finish(|out| pprof::write(profile, &options, out)) {
+                Ok(()) => paths.push(path),
+                Err(error) => failed.push(error),
+            }
         }
+        written.line(summary(profile, self.unsymbolized, &paths));
+        empty.into_iter().for_each(|line| written.line(line));
+        kept.into_iter().for_each(|kept| written.line(kept));
+        written.failed.extend(failed);
         if let Some(flamegraph) = self.flamegraph {
-            let title = title(&profile);
-            written.push_str(&format!("\nflame graph: {}", flamegraph.path.display()));
+            let title = title(&profile, flamegraph::amount(&profile));
+            let line = format!("flame graph: {}", flamegraph.path.display());
             let flames = self.flames.of(by, &title);
-            flamegraph.finish(|out| flamegraph::write(profile, &flames, out))?;
+            written.add(line, flamegraph.finish(|out| flamegraph::write(profile, &flames, out)));
         }
         if let Some(folded) = self.folded {
-            written.push_str(&format!("\nfolded stacks: {}", folded.path.display()));
-            folded.finish(|out| folded::write(profile, by, out))?;
+            let line = format!("folded stacks: {}", folded.path.display());
+            written.add(line, folded.finish(|out| folded::write(profile, by, out)));
         }
         if let Some(perf_data) = self.perf_data {
-            written.push_str(&format!("\nperf.data: {}", perf_data.path.display()));
+            let line = format!("perf.data: {}", perf_data.path.display());
             let arguments = std::env::args_os().map(|it| it.to_string_lossy().into_owned());
             let command_line = arguments.collect();
             let program = format!("stackwire {VERSION}");
             let options = perf_data::Options { program, command_line, jitted: self.jitted };
-            perf_data.finish_seek(|file| {
+            let done = perf_data.finish_seek(|file| {
                 perf_data::write(&profile, &options, BufWriter::with_capacity(1 << 18, file))
-            })?;
+            });
+            written.add(line, done);
         }
-        for line in advice(profile, self.unsymbolized) {
-            written.push('\n');
-            written.push_str(&line);
+        advice(profile, self.unsymbolized).into_iter().for_each(|line| written.line(line));
+        written.end()
+    }
+}
+
+/// What was written, a line each, and what could not be: one full disk is no reason to lose the
+/// others.
+#[derive(Debug, Default)]
+struct Written {
+    lines: Vec<String>,
+    failed: Vec<anyhow::Error>,
+}
+
+impl Written {
+    fn line(&mut self, line: String) {
+        self.lines.push(line);
+    }
+
+    fn add(&mut self, line: String, done: anyhow::Result<()>) {
+        match done {
+            Ok(()) => self.line(line),
+            Err(error) => self.failed.push(error),
         }
-        say(&written);
-        Ok(())
+    }
+
+    /// Tells both.
+    fn end(self) -> anyhow::Result<()> {
+        say(&self.lines.join("\n"));
+        let mut failed = self.failed.into_iter();
+        let Some(first) = failed.next() else { return Ok(()) };
+        let rest: String = failed.map(|error| format!("; {error:#}")).collect();
+        if rest.is_empty() { Err(first) } else { Err(anyhow!("{first:#}{rest}")) }
     }
 }
 
@@ -249,7 +274,7 @@ fn is_plain(path: &Path) -> bool {
 fn scheduled(profile: &Profile) -> String {
     let switches = profile.sched.values().map(|it| it.switches.all());
     let switches = switches.fold(0, u64::saturating_add);
-    let seconds = profile.duration_ns as f64 / 1e9;
+    let seconds = profile.observed_ns as f64 / 1e9;
     format!(
         "{switches} context switches of {} in {seconds:.1} s",
         match profile.sched.len() {
@@ -261,7 +286,7 @@ fn scheduled(profile: &Profile) -> String {
 
 /// One line a run: how much there is, how well it is named, how whole the stacks are, and how much
 /// is missing.
-fn summary(profile: Named<'_>, unsymbolized: bool, paths: &[&Path]) -> String {
+fn summary(profile: Named<'_>, unsymbolized: bool, paths: &[String]) -> String {
     let amount = match profile.series.as_slice() {
         [only] if only.weighs_evenly() => format!("{} samples", profile.sample_count()),
         _ => profile.amount(),
@@ -277,9 +302,11 @@ fn summary(profile: Named<'_>, unsymbolized: bool, paths: &[&Path]) -> String {
         _ => format!(", {:.1} % of stacks whole", whole.percent()),
     };
     let lost = profile.lost_samples();
-    let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
-    let paths = paths.join(", ");
-    let mut line = format!("{amount}, {lost} lost, {named}{whole}: {paths}");
+    let mut line = format!("{amount}, {lost} lost, {named}{whole}");
+    if !paths.is_empty() {
+        line.push_str(": ");
+        line.push_str(&paths.join(", "));
+    }
     for note in &profile.notes {
         line.push_str("\nnote: ");
         line.push_str(note);
@@ -287,14 +314,12 @@ fn summary(profile: Named<'_>, unsymbolized: bool, paths: &[&Path]) -> String {
     line
 }
 
-pub fn title(profile: &Profile) -> String {
+/// What stands above a flame graph that shows so much.
+pub fn title(profile: &Profile, amount: String) -> String {
     let origin = &profile.origin;
     let what = match profile.sampled_processes().as_slice() {
         [process] => format!("{} ({})", process.comm, process.pid),
         processes => format!("{} processes on {}", processes.len(), origin.hostname),
     };
-    // Waits are drawn together with CPU time.
-    let waits = profile.series.iter().any(|series| series.event.is_wait);
-    let amount = if waits { profile.amount() } else { profile.amount_of(profile.shown()) };
     format!("{what}: {amount}")
 }

@@ -85,7 +85,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     }
     if profile.samples.is_empty() && profile.sched.is_empty() {
         unasked.map(|promise| promise.remove()).transpose().ok();
-        let nothing = no_samples(&profile, comm.as_deref(), took);
+        let nothing = no_samples(&profile, &whom(&arguments, comm.as_deref()), took);
         return match status {
             Some(status) if profile.taken == Some(0) => {
                 say(&format!("stackwire: {nothing}"));
@@ -104,8 +104,20 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     status.map_or(Ok(()), exit)
 }
 
+/// Whose profile it is.
+fn whom(arguments: &Record, comm: Option<&str>) -> String {
+    match (comm, arguments.pid.as_slice()) {
+        (Some(comm), _) => format!("{comm:?}"),
+        (None, []) => "the host".to_owned(),
+        (None, pids) => {
+            let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
+            format!("each of the processes {}", pids.join(", "))
+        }
+    }
+}
+
 /// Why there is nothing to write.
-fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::Error {
+fn no_samples(profile: &Profile, whom: &str, took: Duration) -> anyhow::Error {
     let lost: String = profile
         .lost
         .iter()
@@ -113,17 +125,19 @@ fn no_samples(profile: &Profile, comm: Option<&str>, took: Duration) -> anyhow::
         .collect();
     let notes: String = profile.notes.iter().map(|note| format!("; {note}")).collect();
     if profile.taken == Some(0) && lost.is_empty() {
-        let whom = comm.map_or("the host".to_owned(), |comm| format!("{comm:?}"));
         let took = took.as_secs_f64();
         let clocks = profile.series.iter().all(|series| series.event.is_clock());
         let waits = profile.series.iter().all(|series| series.event.is_wait);
-        let names: Vec<_> = profile.series.iter().map(|it| it.event.name.as_str()).collect();
+        let names = profile.series.iter().map(|it| it.event.name.as_str());
+        let names: Vec<_> = names.filter(|name| !name.is_empty()).collect();
         let did = if names.is_empty() {
             "was not switched to or from".to_owned()
+        } else if clocks && profile.origin.perf_events {
+            "used no CPU, or less than up to the first sample of each thread; perf events also end where a process becomes a program that it may not read, or one of another user".to_owned()
         } else if clocks {
             "used no CPU".to_owned()
         } else if waits {
-            "did not wait".to_owned()
+            "did not wait in a state that is recorded".to_owned()
         } else {
             format!("had no {}", names.join(" and no "))
         };
@@ -223,6 +237,9 @@ fn start(
     });
     for &pid in arguments.pid.iter().chain(&command) {
         builder = builder.pid(pid);
+    }
+    if command.is_some() {
+        builder = builder.on_exec();
     }
     if let Some(directory) = &arguments.cgroup {
         builder = builder.cgroup(directory);

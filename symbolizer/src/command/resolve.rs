@@ -9,14 +9,14 @@ use regex::Regex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire::formats::report::{self, Window};
 use stackwire::formats::{compare, flamegraph, folded, pmu};
-use stackwire::profile::{Named, Names, Profile, unite};
+use stackwire::profile::{Moment, Named, Names, Profile, unite};
 use stackwire::{Artifacts, Inputs, Sources, lay_out, resolve};
 use stackwire_rights::capabilities;
 
 use super::Failure;
 use super::output::{Output, Outputs, Paths, check_distinct, title};
 use super::place::Placer;
-use crate::cli::{Report, Resolve, Slice, Sort};
+use crate::cli::{PmuFormat, Report, Resolve, Slice, Sort};
 
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);
@@ -44,6 +44,9 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
     if profile.samples.is_empty() && (arguments.pmu_output.is_none() || profile.left_out > 0) {
         return Err(no_samples(&profile).into());
     }
+    if arguments.pmu_output.is_some() && profile.sched.is_empty() {
+        return Err(not_scheduled().into());
+    }
     let named = names.of(&profile);
     outputs.write(named, arguments.slice.by.as_deref(), None)?;
     if let Some(directory) = &wanted.perf_buildid_dir {
@@ -54,6 +57,11 @@ pub fn run(arguments: Resolve) -> Result<(), Failure> {
 }
 
 pub fn report(arguments: &Report) -> Result<(), Failure> {
+    let how = arguments.pmu_as;
+    if !arguments.pmu && (how.per_pid || how.pmu_format == PmuFormat::Json) {
+        let message = "--per-pid and --pmu-format say how --pmu is written: add it";
+        return Err(Failure::Usage(message.to_owned()));
+    }
     let (slice, by) = (&arguments.slice, arguments.slice.by.as_deref());
     let drawn = [&arguments.flamegraph, &arguments.folded];
     check_inputs(&arguments.captures, drawn.into_iter().flatten())?;
@@ -80,8 +88,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
     let loaded = loaded.collect::<Result<Vec<_>, _>>()?;
     if arguments.pmu {
         if loaded.iter().all(|side| side.profile.sched.is_empty()) {
-            let none = "the capture does not say how threads were scheduled: record it with --pmu";
-            return Err(anyhow!(none).into());
+            return Err(not_scheduled().into());
         }
         let scheduled = loaded.iter().map(|side| &side.profile).next();
         let options = arguments.pmu_as.options();
@@ -104,7 +111,9 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
                 return Err(message.into());
             }
             if let Some(flamegraph) = flamegraph {
-                let title = format!("{} against {}", title(&after), title(&before));
+                let amount = |of: &Profile| of.amount_of(of.shown());
+                let (one, two) = (title(&before, amount(&before)), title(&after, amount(&after)));
+                let title = format!("{two} against {one}");
                 flamegraph.finish(|out| flamegraph::diff(before, after, by, &title, out))?;
             }
             if let Some(folded) = folded {
@@ -115,7 +124,7 @@ pub fn report(arguments: &Report) -> Result<(), Failure> {
         ref profiles => {
             let profile = profiles[0];
             if let Some(flamegraph) = flamegraph {
-                let title = title(&profile);
+                let title = title(&profile, flamegraph::amount(&profile));
                 let flames = arguments.flames.of(by, &title);
                 flamegraph.finish(|out| flamegraph::write(profile, &flames, out))?;
             }
@@ -228,7 +237,8 @@ impl Captures {
             return Err(anyhow!("no samples of an event {event:?}; events there are: {known}"));
         }
         if let Some(time) = &slice.time {
-            if profile.timeline.len() as u64 != profile.sample_count() {
+            let timed: u64 = profile.timeline.iter().map(Moment::count).sum();
+            if timed != profile.sample_count() {
                 return Err(anyhow!(
                     "--time needs samples with times, which pprof, gperftools and folded stacks lack"
                 ));
@@ -267,6 +277,10 @@ impl Captures {
 
 fn open(path: &Path) -> anyhow::Result<File> {
     File::open(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+fn not_scheduled() -> anyhow::Error {
+    anyhow!("the capture does not say how threads were scheduled: record it with --pmu")
 }
 
 fn no_samples(profile: &Profile) -> anyhow::Error {

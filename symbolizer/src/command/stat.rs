@@ -19,8 +19,6 @@ use crate::cli::Stat;
 const TURN: Duration = Duration::from_millis(2);
 /// Between two looks at whether processes have ended.
 const LONG_TURN: Duration = Duration::from_millis(20);
-/// How long a command may take to end after Ctrl-C, which it was sent, too.
-const TO_END: Duration = Duration::from_secs(1);
 
 pub fn run(arguments: &Stat) -> Result<(), Failure> {
     match (arguments.pid.is_empty(), arguments.command.is_empty()) {
@@ -38,7 +36,10 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
     }
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
+        // A second one ends it at once: a command that was sent the first, too, may go on.
+        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
+            .context("cannot handle signals")?;
     }
     let collector = arguments.collector.clone().or_else(find_collector);
     let collector = collector.ok_or_else(|| anyhow!(stackwire::SessionError::NoCollector))?;
@@ -71,16 +72,13 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
     };
     let command = launched.map(Launched::release).transpose()?;
     let began = Instant::now();
+    let before = cpu_of_children();
     let mut status = None;
     match command {
         Some((mut child, mut stream)) => {
-            let mut stopped: Option<Instant> = None;
-            while status.is_none() && stopped.is_none_or(|at| at.elapsed() < TO_END) {
+            while status.is_none() {
                 status = child.try_wait().context("cannot wait for the command")?;
                 std::thread::sleep(TURN);
-                if stopped.is_none() && stop.load(Ordering::Relaxed) {
-                    stopped = Some(Instant::now());
-                }
             }
             // A word, or the end of the stream when it became the command.
             if status.is_some() && stream.read(&mut [0]).is_ok_and(|read| read > 0) {
@@ -96,7 +94,8 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
         }
     }
     let elapsed = began.elapsed().as_secs_f64();
-    let cpu = status.and_then(|_| cpu_of_children());
+    let cpu = status.and_then(|_| cpu_of_children()).zip(before);
+    let cpu = cpu.map(|(now, before)| (now.0 - before.0, now.1 - before.1));
     drop(counting.stdin.take());
     let mut text = String::new();
     lines.read_to_string(&mut text).context("cannot read what was counted")?;

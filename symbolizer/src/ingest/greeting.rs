@@ -106,6 +106,7 @@ pub fn hello(hello: &v1::Hello) -> (Origin, Context) {
         machine: hello.machine.clone(),
         all_processes: sampling.all,
         kernel_stacks: sampling.kernel_stacks,
+        perf_events: Option::<NoBpf>::from(sampling.no_bpf()).is_some(),
         collector: hello.collector_version.clone(),
         cpus: (hello.cpus, hello.cpus_online),
         cpu_id: hello.cpu_id.clone(),

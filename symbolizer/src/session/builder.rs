@@ -25,6 +25,7 @@ pub(super) enum Scope {
 pub struct Builder {
     pub(super) scope: Scope,
     pub(super) follow: bool,
+    pub(super) on_exec: bool,
     pub(super) profile: bool,
     pub(super) frequency: u32,
     pub(super) events: Vec<Event>,
@@ -51,6 +52,7 @@ impl Builder {
         Self {
             scope: Scope::All,
             follow: false,
+            on_exec: false,
             profile: false,
             frequency: 99,
             events: vec![Event::cpu_clock()],
@@ -94,6 +96,13 @@ impl Builder {
     #[must_use]
     pub fn follow(mut self, follow: bool) -> Self {
         self.follow = follow;
+        self
+    }
+
+    /// Begins when the processes become other programs: what they do before does not count.
+    #[must_use]
+    pub fn on_exec(mut self) -> Self {
+        self.on_exec = true;
         self
     }
 
@@ -248,6 +257,9 @@ impl Builder {
         }
         if self.follow {
             command.arg("--follow");
+        }
+        if self.on_exec {
+            command.arg("--on-exec");
         }
         if let Some(duration) = self.duration {
             command.arg(format!("--duration={}ns", duration.as_nanos()));

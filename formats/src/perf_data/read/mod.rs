@@ -184,6 +184,7 @@ impl<'a> Reader<'a> {
             machine: text(self.file.arch()),
             all_processes: false,
             kernel_stacks: self.file.event_attributes().iter().any(kernel),
+            perf_events: true,
             collector: String::new(),
             cpus: cpus.map_or((0, 0), |cpus| (cpus.nr_cpus_available, cpus.nr_cpus_online)),
             cpu_id: text(self.file.cpu_id()),

@@ -4,6 +4,7 @@ mod ids;
 mod samples;
 mod whole;
 
+use std::collections::BTreeMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
@@ -38,6 +39,8 @@ pub struct Builder {
     timeline: bool,
     /// Each sample has its CPU as a label.
     by_cpu: bool,
+    /// Stretches of time that captures are of: the start of each, and its end.
+    observed: BTreeMap<u64, u64>,
     /// Where that of this capture begins.
     timeline_start: usize,
     mapping_start: usize,

@@ -18,6 +18,8 @@ impl Builder {
             *first = origin;
             self.first = capture;
             self.profile.clock_zero_ns = clock_zero_ns;
+        } else {
+            first.all_processes |= origin.all_processes;
         }
     }
 
@@ -65,12 +67,28 @@ impl Builder {
 
     /// Widens the span to include `start..end`, nanoseconds since the Unix epoch.
     pub fn span(&mut self, start: u64, end: u64) {
+        self.observe(start, end.max(start));
         let profile = &mut self.profile;
         let old_end = profile.start_ns + profile.duration_ns;
         if profile.start_ns == 0 || start < profile.start_ns {
             profile.start_ns = start;
         }
         profile.duration_ns = end.max(old_end).saturating_sub(profile.start_ns);
+    }
+
+    /// Adds to the stretches of time that captures are of, which may overlap.
+    fn observe(&mut self, mut start: u64, mut end: u64) {
+        let before = self.observed.range(..=start).next_back();
+        if let Some((&from, _)) = before.filter(|(_, until)| **until >= start) {
+            start = from;
+        }
+        while let Some((&from, &until)) = self.observed.range(start..=end).next() {
+            self.observed.remove(&from);
+            self.profile.observed_ns -= until - from;
+            end = end.max(until);
+        }
+        self.observed.insert(start, end);
+        self.profile.observed_ns += end - start;
     }
 
     /// Moves the times of this capture's samples to the wall clock: their own clock was zero at
@@ -147,5 +165,22 @@ impl Builder {
     /// Says something in the report.
     pub fn note(&mut self, note: String) {
         self.profile.notes.push(note);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_observed_has_no_gaps_and_nothing_twice() {
+        let mut builder = Builder::new();
+        for (start, end, observed) in
+            [(10, 20, 10), (30, 40, 20), (35, 50, 30), (20, 25, 35), (5, 60, 55), (6, 7, 55)]
+        {
+            builder.span(start, end);
+            assert_eq!(builder.profile.observed_ns, observed, "{start} to {end}");
+        }
+        assert_eq!((builder.profile.start_ns, builder.profile.duration_ns), (5, 55));
     }
 }
