@@ -301,8 +301,7 @@ impl Epoch {
             self.sched.push(SchedDef { process: 0, thread: 0, stats });
             return;
         };
-        let of_process = (of.pid, of.start_boottime_ns, of.cgroup_id);
-        let program = processes.program_at(of_process, of.since_ns, || comm_text(&of.comm));
+        let program = processes.program_of(&of);
         let process = self.process(&program);
         let comm = if of.comm[0] == 0 { comm_bytes(program.comm.as_bytes()) } else { of.comm };
         let thread = of.tid.map(|tid| self.thread(ThreadDef { process, tid, comm }));

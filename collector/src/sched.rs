@@ -130,7 +130,9 @@ impl Totals {
             migrations: sums.migrations.wrapping_sub(before.migrations),
             counters: sums.counters.iter().enumerate().map(counter).collect(),
         };
-        if stats.switches.all() == 0 && stats.migrations == 0 {
+        // A slice ends without a switch where the process becomes another program.
+        let slices = stats.slices.count();
+        if slices == 0 && stats.switches.all() == 0 && stats.migrations == 0 {
             return None;
         }
         Some(Done { of, stats })
@@ -202,6 +204,10 @@ mod tests {
         assert_eq!((done.stats.switches.voluntary, done.stats.switches.io), (2, 0));
         assert_eq!(done.stats.counters[0].value, 40);
         assert_eq!((done.of.unwrap().pid, done.of.unwrap().tid), (7, None));
+        // It becomes another program, and has not been switched since.
+        (sums.slices.buckets[3], sums.slices.sum_ns) = (2, 12);
+        let done = totals.look(7, &sums).unwrap();
+        assert_eq!((done.stats.slices.sum_ns(), done.stats.switches.all()), (3, 0));
         // Another process of this number has another key.
         assert_eq!(totals.look(8, &sums).unwrap().stats.switches.io, 1);
         let mut running = abi::OnCpu { since_ns: 10, pid: 7, tid: 9, ..abi::OnCpu::default() };

@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
-use super::{Before, Mapping, Mappings, Process, Processes};
+use super::{Mapping, Mappings, Process, Processes};
 use crate::sources::side_band::{Change, Event};
 
 impl Processes {
@@ -103,17 +103,6 @@ impl Processes {
             && wanted.contains(&parent)
         {
             wanted.insert(pid);
-        }
-    }
-
-    /// Keeps what a process was until this time, if it was something and somebody asks.
-    fn keep(&mut self, pid: u32, time_ns: u64) {
-        if let Some(before) = &mut self.before
-            && let Some(process) = self.by_pid.get(&pid)
-        {
-            let counts = !self.unborn.contains(&pid);
-            let program = process.clone();
-            before.entry(pid).or_default().push(Before { until_ns: time_ns, program, counts });
         }
     }
 

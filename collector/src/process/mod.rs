@@ -5,6 +5,7 @@
 //! capture are read from `/proc` at start or when first met. Opens no file of a target but
 //! `/proc/PID/{maps,comm,stat,cgroup}`.
 
+mod before;
 pub mod cgroup;
 pub mod executable;
 mod family;
@@ -22,6 +23,7 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::rc::Rc;
 
+pub use self::before::Before;
 use self::executable::{Executables, Kind};
 pub use self::family::{each_once, family};
 pub use self::image::{Mapping, Mappings, Process};
@@ -37,15 +39,6 @@ const MAX_PROCESSES: usize = 32_768;
 
 /// Samples older than this have been looked at.
 const OLDEST_NS: u64 = 10_000_000_000;
-
-/// A program that another has taken the place of.
-#[derive(Clone, Debug)]
-pub struct Before {
-    until_ns: u64,
-    program: Process,
-    /// What it did counts.
-    pub counts: bool,
-}
 
 /// All processes of interest.
 #[derive(Debug, Default)]
@@ -107,60 +100,6 @@ impl Processes {
         for pid in pids {
             self.load(pid);
         }
-    }
-
-    /// Keeps what processes were before they became another program, until the epoch ends.
-    pub fn keep_before(&mut self) {
-        self.before = Some(HashMap::new());
-    }
-
-    /// Nothing that these processes do counts until they become another program.
-    pub fn await_exec(&mut self, pids: &[u32]) {
-        self.unborn.extend(pids);
-    }
-
-    /// Whether it is one of [`Processes::await_exec`], and nothing it does counts yet.
-    #[must_use]
-    pub fn is_unborn(&self, pid: u32) -> bool {
-        self.unborn.contains(&pid)
-    }
-
-    /// What had this number at this time, if something else has it by now. Needs
-    /// [`Processes::keep_before`].
-    #[must_use]
-    pub fn before(&self, pid: u32, time_ns: u64) -> Option<&Before> {
-        let programs = self.before.as_ref()?.get(&pid)?;
-        programs.iter().find(|before| time_ns < before.until_ns)
-    }
-
-    /// The program that a process was at this time. It is made up where nobody knows it any more:
-    /// `comm` says what it was called.
-    pub fn program_at(
-        &mut self,
-        (pid, start_ns, cgroup_id): (u32, u64, u64),
-        time_ns: u64,
-        comm: impl FnOnce() -> String,
-    ) -> Process {
-        let is_it = |process: &Process| process.start_ns == 0 || process.start_ns == start_ns;
-        let now = self.by_pid.get(&pid);
-        // It has taken the number since. Of one that was never sampled the start is not known.
-        let is_later = now.is_some_and(|now| {
-            now.start_ns == 0 && now.witnessed && now.generation == 0 && time_ns < now.since_ns
-        });
-        let mut program = match self.before(pid, time_ns) {
-            Some(before) if is_it(&before.program) => before.program.clone(),
-            None if !is_later => self.sampled(pid, start_ns, cgroup_id).clone(),
-            _ => {
-                self.next_image += 1;
-                Process::new(self.next_image, pid, String::new(), Mappings::Gone)
-            }
-        };
-        program.start_ns = start_ns;
-        // One that ended before anybody read its name.
-        if program.comm.is_empty() {
-            program.comm = comm();
-        }
-        program
     }
 
     /// The process a sample was taken in.
@@ -395,6 +334,8 @@ mod tests {
     use stackwire_model::{FileOffset, UserAddr};
 
     use super::*;
+    use crate::sched::Scheduled;
+    use crate::sources::record::comm_bytes;
     use crate::sources::side_band::{Change, Event, Mapped};
 
     const PID: u32 = 4_000_001; // above any pid_max, so that /proc has no such process
@@ -511,7 +452,11 @@ mod tests {
         let fork = |time_ns| Event { time_ns, pid: PID, change: Change::Fork { parent: PID - 1 } };
         let at = |time_ns, event: Event| Event { time_ns, ..event };
         let own = |processes: &mut Processes, start_ns, time_ns| {
-            let program = processes.program_at((PID, start_ns, 1), time_ns, || "told".to_owned());
+            let (pid, start_boottime_ns, since_ns) = (PID, start_ns, time_ns);
+            let comm = comm_bytes(b"told");
+            let (tid, cgroup_id) = (None, 1);
+            let of = Scheduled { pid, tid, start_boottime_ns, since_ns, cgroup_id, comm };
+            let program = processes.program_of(&of);
             (program.comm, program.start_ns)
         };
         processes.apply(&exec(PID - 1, "parent"));
