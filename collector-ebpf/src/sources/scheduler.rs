@@ -119,8 +119,8 @@ pub fn add_up_migration(ctx: RawTracePointContext) -> i32 {
     0
 }
 
-/// `sched_process_exec(task, previous id of its thread, program)`: what the thread has run until now
-/// is of the program before, which ends a slice here.
+/// `sched_process_exec(task, previous id of its thread, program)`: what the thread has run until
+/// now is of the program before, which ends a slice here.
 #[raw_tracepoint(tracepoint = "sched_process_exec")]
 pub fn add_up_exec(ctx: RawTracePointContext) -> i32 {
     // SAFETY: helpers without arguments.

@@ -44,8 +44,8 @@ pub struct EbpfSampler {
     waiters: Option<Waiters>,
     /// Threads that waited in the beginning and for which it had no room.
     unnoted: u64,
-    /// Threads that ran or waited for a CPU in the beginning: since when, and how long each had run,
-    /// nanoseconds.
+    /// Threads that ran or waited for a CPU in the beginning: since when, and how long each had
+    /// run, nanoseconds.
     runnable: HashMap<u32, (u64, u64)>,
     /// `None`: nobody asked how threads are scheduled.
     sched: Option<SchedSums>,

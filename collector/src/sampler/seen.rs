@@ -1,5 +1,6 @@
 //! What records of perf events say: samples go into the batch, to be walked or as the kernel walked
-//! them, changes go beside them, and losses are counted. Called by `perf.rs`, which reads the rings.
+//! them, changes go beside them, and losses are counted. Called by `perf.rs`, which reads the
+//! rings.
 
 use std::collections::HashMap;
 
