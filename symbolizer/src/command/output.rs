@@ -144,7 +144,6 @@ impl Outputs {
         let pprofs = [(self.pprof, parts.unwrap_or_default()), (self.offcpu, pprof::Part::Waits)];
         let mut paths = Vec::new();
         let mut empty = Vec::new();
-        let mut failed = Vec::new();
         for (output, part) in pprofs {
             let Some(output) = output else { continue };
             if !profile.sampled_series().any(|id| part.has(profile.series_of(id))) {
@@ -156,13 +155,12 @@ impl Outputs {
             let options = pprof::Options { tags, unsymbolized: self.unsymbolized, part };
             match output.finish(|out| pprof::write(profile, &options, out)) {
                 Ok(()) => paths.push(path),
-                Err(error) => failed.push(error),
+                Err(error) => written.failed.push(error),
             }
         }
         written.line(summary(profile, self.unsymbolized, &paths));
         empty.into_iter().for_each(|line| written.line(line));
         kept.into_iter().for_each(|kept| written.line(kept));
-        written.failed.extend(failed);
         if let Some(flamegraph) = self.flamegraph {
             let title = title(&profile, flamegraph::amount(&profile));
             let line = format!("flame graph: {}", flamegraph.path.display());

@@ -81,7 +81,7 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
                 std::thread::sleep(TURN);
             }
             // A word, or the end of the stream when it became the command.
-            if status.is_some() && stream.read(&mut [0]).is_ok_and(|read| read > 0) {
+            if stream.read(&mut [0]).is_ok_and(|read| read > 0) {
                 return status.map_or(Ok(()), exit);
             }
         }
