@@ -118,7 +118,7 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
         }
         perf.args(["record", "-N", "-q", "-e", "cpu-clock", "-F", "499", "-p", &pids]);
         perf.args(graph).arg("-o").arg(if how == "pipe" { Path::new("-") } else { &file });
-        perf.args(["--", "sleep", "2"]);
+        perf.args(["--", "sleep", "1"]);
         if how == "pipe" {
             perf.stdout(std::fs::File::create(&file).unwrap());
         }

@@ -1,42 +1,11 @@
 //! Whose samples are: containers, pods, services, by real cgroups.
 
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::path::Path;
 use std::process::Command;
 
+use crate::support::cgroup::Cgroup;
 use crate::support::{Pprof, Ran, Running, binary, build, can, privileged, stackwire};
-
-/// A cgroup of ours, removed in the end.
-struct Cgroup(PathBuf);
-
-impl Cgroup {
-    fn new(hierarchy: &str, path: &str) -> Self {
-        let directory =
-            Path::new("/sys/fs/cgroup").join(hierarchy).join(path.trim_start_matches('/'));
-        std::fs::create_dir_all(&directory).unwrap();
-        Self(directory)
-    }
-
-    /// A command that runs there, under the root elsewhere.
-    fn command(&self, program: &str) -> Command {
-        let script = format!(
-            "for all in /sys/fs/cgroup/*/cgroup.procs; do echo $$ >$all; done 2>/dev/null; echo $$ >{}/cgroup.procs; exec {program}",
-            self.0.display()
-        );
-        let mut command = Command::new("sh");
-        command.args(["-c", &script]);
-        command
-    }
-}
-
-impl Drop for Cgroup {
-    fn drop(&mut self) {
-        let mut directory = self.0.as_path();
-        // Up to the hierarchy itself, which stays.
-        while std::fs::remove_dir(directory).is_ok() {
-            directory = directory.parent().unwrap();
-        }
-    }
-}
 
 #[test]
 fn samples_say_whose_container_they_are_of() {
@@ -125,5 +94,87 @@ fn names_of_the_own_pod_come_from_the_environment() {
     let profile = Pprof::read(&output);
     for (key, value) in [("pod_name", "web-7"), ("namespace", "shop"), ("container_name", "app")] {
         assert!(profile.samples.iter().all(|sample| sample.labels[key] == value), "{key}");
+    }
+}
+
+/// A field of protobuf that has a length.
+fn field(number: u8, content: &[u8]) -> Vec<u8> {
+    let length = u8::try_from(content.len()).ok().filter(|length| *length < 128).unwrap();
+    [&[number << 3 | 2, length], content].concat()
+}
+
+#[test]
+fn processes_say_themselves_whose_they_are() {
+    if !privileged() {
+        return;
+    }
+    let attribute = |key: &str, value: &str| {
+        let value = field(2, &field(1, value.as_bytes()));
+        field(1, &[field(1, key.as_bytes()), value].concat())
+    };
+    let attributes = [attribute("service.name", "shop"), attribute("service.version", "7")];
+    let hex: String =
+        field(1, &attributes.concat()).iter().map(|byte| format!("{byte:02x}")).collect();
+    let context = |how: &str| {
+        let mut command = Command::new(build::context());
+        command.args([how, &hex]).env("OTEL_SERVICE_NAME", "of the environment");
+        command
+    };
+    let mut of_environment = Command::new(build::work());
+    of_environment.args(["plain", "60"]).env("OTEL_SERVICE_NAME", "cart");
+    let attributes = "service.namespace=eu,deployment.environment.name=test%2C2,team=blue";
+    of_environment.env("OTEL_RESOURCE_ATTRIBUTES", attributes);
+    // Of another user, who may not be traced.
+    let mut of_nobody = Command::new("setpriv");
+    of_nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(build::context());
+    of_nobody.args(["memfd", &hex]);
+    let mut silent = Command::new(build::work());
+    silent.args(["plain", "60"]).env("OTEL_SERVICE_NAMES", "no");
+    let shop = &[("service_name", "shop"), ("service_version", "7")][..];
+    let cart = &[
+        ("service_name", "cart"),
+        ("service_namespace", "eu"),
+        ("deployment_environment_name", "test,2"),
+    ][..];
+    let running =
+        [(context("memfd"), shop), (of_nobody, shop), (of_environment, cart), (silent, &[])];
+    let running = running.map(|(mut command, labels)| (Running::start(&mut command), labels));
+    let mut running = Vec::from(running);
+    // Named by the process itself, where the kernel can (CONFIG_ANON_VMA_NAME).
+    for how in ["anon", "shared"] {
+        let text =
+            Ran::of(Command::new("timeout").arg("1").arg(build::context()).args([how, &hex]));
+        match text.stdout.trim() {
+            "ready" => running.push((Running::start(&mut context(how)), shop)),
+            no_name => assert_eq!(no_name, "this kernel names no mappings"),
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let pids: Vec<String> =
+        running.iter().map(|(running, _)| format!("--pid={}", running.pid())).collect();
+    for source in ["--source=bpf", "--source=perf"] {
+        let mut command = Command::new(binary("stackwire"));
+        command.current_dir(directory.path()).args([
+            "record",
+            "--profile",
+            "--duration=3s",
+            source,
+        ]);
+        command.args(&pids).args(["--sample-rate=499", "--profile-output=x.pb.gz"]);
+        Ran::of(&mut command).succeeded();
+        let profile = Pprof::read(&directory.path().join("x.pb.gz"));
+        for (running, expected) in &running {
+            let pid = running.pid().to_string();
+            let of_it = || profile.samples.iter().filter(|sample| sample.labels["pid"] == pid);
+            assert!(of_it().count() > 0, "{pid} was not sampled");
+            for sample in of_it() {
+                let said = sample.labels.iter().filter(|(key, _)| {
+                    key.starts_with("service_") || key.starts_with("deployment_")
+                });
+                let said = said.map(|(key, value)| (key.as_str(), value.as_str()));
+                let expected = expected.iter().copied();
+                assert_eq!(said.collect::<BTreeMap<_, _>>(), expected.collect(), "{source}");
+            }
+        }
     }
 }

@@ -12,10 +12,14 @@ mod agreement;
 mod bad_input;
 /// Waits of servers beside offcputime.
 mod beside;
-/// The checkout: eBPF object and sources, help, version, doctor.
+/// The checkout: eBPF object and sources, help, version.
 mod checkout;
+/// Processes chosen by name, container and pod.
+mod chosen;
 /// Servers of debug files, good and bad, and the cache.
 mod debuginfod;
+/// What `doctor` says of a host and of processes.
+mod doctor;
 /// Events by perf's names, beside perf.
 mod events;
 /// Shares of time in programs whose answer is known.
@@ -46,6 +50,8 @@ mod labels;
 mod layout;
 /// Both crates as libraries.
 mod library;
+/// Pid namespaces: from inside, from outside, nested.
+mod namespaces;
 /// Processes that have just begun, of programs met before.
 mod newborn;
 /// Whom `record` samples, what it says in the end and leaves behind, code without names.

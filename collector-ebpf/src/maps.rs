@@ -262,6 +262,12 @@ static CONFIG: Config = Config {
     task_runtime: 0,
     task_runtime_before: 0,
     task_exec_id: 0,
+    pid_namespace: 0,
+    task_thread_pid: 0,
+    pid_level: 0,
+    pid_numbers: 0,
+    upid_ns: 0,
+    namespace_inode: 0,
 };
 
 /// The configuration the collector wrote before load.

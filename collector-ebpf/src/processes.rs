@@ -1,7 +1,6 @@
 //! Finds the mappings of a process for the walk by tables. Keeps them right between two messages of
 //! the collector: a fork passes them on, an exec ends them.
 
-use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::bpf_probe_read_kernel;
 use aya_ebpf::helpers::generated::{bpf_get_current_task_btf, bpf_ktime_get_ns, bpf_task_pt_regs};
@@ -14,7 +13,7 @@ use stackwire_collector_ebpf::tables::{
 };
 
 use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config, wake_collector};
-use crate::task::Task;
+use crate::task::{Task, current};
 use crate::walk::tree;
 
 /// First mapping and number of mappings of a process, if they are those of the program it runs now.
@@ -76,7 +75,7 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
     }
     let now = generation();
     // None: no word, so that one of this pid's process before is not taken for it.
-    let word = match find_process(ctx.tgid()) {
+    let word = match find_process(current().0) {
         Some((first, count)) => process_word(pid, first, count),
         None => 0,
     };
@@ -101,9 +100,10 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
 ///
 /// The collector names itself anew when it asks something.
 #[raw_tracepoint(tracepoint = "task_rename")]
-pub fn note_exec(ctx: RawTracePointContext) -> i32 {
-    if ctx.tgid() == config().collector {
-        tree::answer(ctx.pid());
+pub fn note_exec(_ctx: RawTracePointContext) -> i32 {
+    let (pid, tid) = current();
+    if pid == config().collector {
+        tree::answer(tid);
         return 0;
     }
     // SAFETY: `bpf_task_pt_regs` is given the current task, as it demands; bpf_probe_read_kernel
@@ -112,8 +112,8 @@ pub fn note_exec(ctx: RawTracePointContext) -> i32 {
         let saved = bpf_task_pt_regs(bpf_get_current_task_btf()) as *const pt_regs;
         bpf_probe_read_kernel(saved)
     };
-    let pid = ctx.tgid();
-    if saved.is_ok_and(|saved| saved::is_exec(&saved))
+    if pid != 0
+        && saved.is_ok_and(|saved| saved::is_exec(&saved))
         && let Some(slot) = EXECS.get_ptr_mut(first_slot(pid))
     {
         // SAFETY: the pointer came from a successful lookup; a helper without arguments.

@@ -41,12 +41,14 @@ pub struct SampleHeader {
     /// Events since the last sample on this CPU, in the unit of the event (nanoseconds for
     /// cpu-clock).
     pub period: u64,
-    /// Process id as user space has it (the kernel's tgid), in the initial pid namespace.
+    /// Process id as user space has it (the kernel's tgid), in the collector's pid namespace.
     pub pid: u32,
-    /// Thread id.
+    /// Thread id, likewise.
     pub tid: u32,
     /// CPU the sample was taken on.
     pub cpu: u32,
+    /// Process id in the initial pid namespace; 0: not known.
+    pub host_pid: u32,
     /// Number of user frames that follow.
     pub user_frames: u16,
     /// Number of kernel frames that follow.
@@ -62,7 +64,7 @@ pub struct SampleHeader {
     /// Of a wait: [`WaitState`](crate::WaitState) as a number.
     pub state: u8,
     /// Zero; keeps the size a multiple of 8.
-    pub reserved: [u8; 3],
+    pub reserved: [u8; 7],
     /// Name of the thread, NUL-padded.
     pub comm: [u8; 16],
 }
@@ -168,8 +170,7 @@ pub enum Counter {
     WaitsUnseen = 8,
     /// Nanoseconds from their begin until the thread waited again.
     WaitsUnseenNs = 9,
-    /// Of those in `Taken`, samples of processes outside the collector's pid namespace. Never from
-    /// here.
+    /// Of those in `Taken`, samples of processes outside the collector's pid namespace.
     Outside = 10,
 }
 
@@ -219,7 +220,7 @@ pub struct Config {
     pub task_thread_pointer: u32,
     /// Offset of `mm`.
     pub task_mm: u32,
-    /// The collector, in the initial pid namespace.
+    /// The collector.
     pub collector: u32,
     /// A bit for each event that the kernel counts one by one: [`crate::Picker`] picks its samples.
     pub counted: u32,
@@ -248,6 +249,19 @@ pub struct Config {
     pub task_runtime_before: u32,
     /// Offset of `self_exec_id`: how often the process has become another program.
     pub task_exec_id: u32,
+    /// The collector's pid namespace, by its inode; 0: it is the initial one, whose numbers tasks
+    /// have themselves. What follows is 0 then.
+    pub pid_namespace: u32,
+    /// Offset of `thread_pid`.
+    pub task_thread_pid: u32,
+    /// Offset of `level` in `struct pid`: how deep the namespace of the task is.
+    pub pid_level: u32,
+    /// Offset of `numbers` in it: a `struct upid` for each namespace that the task is in.
+    pub pid_numbers: u32,
+    /// Offset of `ns` in `struct upid`.
+    pub upid_ns: u32,
+    /// Offset of `ns.inum` in `struct pid_namespace`.
+    pub namespace_inode: u32,
 }
 
 /// How user stacks are walked.
@@ -274,6 +288,6 @@ pub const RING_BYTES: u32 = 8 << 20;
 mod layout {
     //! What the two compilations must agree on.
     use super::{Config, SampleHeader};
-    const _: () = assert!(size_of::<SampleHeader>() == 72 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 104);
+    const _: () = assert!(size_of::<SampleHeader>() == 80 && align_of::<SampleHeader>() == 8);
+    const _: () = assert!(size_of::<Config>() == 128);
 }

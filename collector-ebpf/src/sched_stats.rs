@@ -107,6 +107,10 @@ pub struct SchedStats {
     pub pid: u32,
     /// Thread that was met first.
     pub tid: u32,
+    /// Process, in the initial pid namespace.
+    pub host_pid: u32,
+    /// Zero; keeps the size a multiple of 8.
+    pub reserved: u32,
     /// Name of the thread, NUL-padded; of a process, of the thread that was met first. Empty:
     /// nobody saw it before it became another program.
     pub comm: [u8; 16],

@@ -1,13 +1,12 @@
 //! Which tasks are sampled, and the tracepoint that takes children along (`--follow`).
 
-use aya_ebpf::EbpfContext;
 use aya_ebpf::helpers::generated::{bpf_get_current_ancestor_cgroup_id, bpf_get_smp_processor_id};
 use aya_ebpf::macros::raw_tracepoint;
 use aya_ebpf::programs::RawTracePointContext;
 use stackwire_collector_ebpf::{Counter, Scope};
 
 use crate::maps::{TARGETS, config, count};
-use crate::task::Task;
+use crate::task::{Task, current};
 
 /// Whether a sample of process `pid`, started at `start`, is wanted.
 #[inline(always)]
@@ -41,8 +40,7 @@ pub fn follow_fork(ctx: RawTracePointContext) -> i32 {
         return 0;
     }
     let parent = Task(ctx.arg::<u64>(0));
-    let parent_pid = ctx.tgid();
-    if !wanted(parent_pid, parent.process_start()) {
+    if !wanted(current().0, parent.process_start()) {
         return 0;
     }
     if TARGETS.insert(&pid, &child.process_start(), 0).is_err() {

@@ -1,6 +1,7 @@
 //! Reads of `struct task_struct` by offsets from BTF. Knows nothing of samples.
 
 use aya_ebpf::helpers::bpf_probe_read_kernel;
+use aya_ebpf::helpers::generated::{bpf_get_current_pid_tgid, bpf_get_current_task_btf};
 
 use crate::maps::config;
 
@@ -22,6 +23,33 @@ pub mod state {
     pub const NO_LOAD: u64 = 0x400;
 }
 
+/// Levels of pid namespaces below the initial one: `MAX_PID_NS_LEVEL` of
+/// include/linux/pid_namespace.h.
+const MAX_PID_LEVEL: u32 = 32;
+
+/// Bytes of `struct upid`: a number and a pointer.
+const UPID: u64 = 16;
+
+/// Process id and thread id of the current task; 0 for one that is idle or outside the collector's
+/// pid namespace.
+#[inline(always)]
+pub fn current() -> (u32, u32) {
+    if config().pid_namespace == 0 {
+        return current_of_host();
+    }
+    // SAFETY: a helper without arguments.
+    let task = Task(unsafe { bpf_get_current_task_btf() } as u64);
+    (task.pid(), task.tid())
+}
+
+/// Likewise, in the initial pid namespace.
+#[inline(always)]
+pub fn current_of_host() -> (u32, u32) {
+    // SAFETY: a helper without arguments.
+    let both = unsafe { bpf_get_current_pid_tgid() };
+    ((both >> 32) as u32, both as u32)
+}
+
 /// A kernel address of a `struct task_struct`.
 #[derive(Clone, Copy)]
 pub struct Task(pub u64);
@@ -31,12 +59,51 @@ impl Task {
         self.read::<u32>(config().task_flags).is_none_or(|flags| flags & PF_KTHREAD != 0)
     }
 
+    /// In the collector's pid namespace; 0 outside of it.
+    #[inline(always)]
     pub fn tid(self) -> u32 {
-        self.read(config().task_pid).unwrap_or(0)
+        match config().pid_namespace {
+            0 => self.read(config().task_pid).unwrap_or(0),
+            _ => self.number().unwrap_or(0),
+        }
     }
 
+    /// Likewise, of its process.
+    #[inline(always)]
     pub fn pid(self) -> u32 {
+        let config = config();
+        match config.pid_namespace {
+            0 => self.host_pid(),
+            _ => {
+                let leader = self.read::<u64>(config.task_group_leader);
+                leader.and_then(|leader| Task(leader).number()).unwrap_or(0)
+            }
+        }
+    }
+
+    /// Of its process, in the initial pid namespace.
+    #[inline(always)]
+    pub fn host_pid(self) -> u32 {
         self.read(config().task_tgid).unwrap_or(0)
+    }
+
+    /// The number it has in the collector's pid namespace. Of a task that has just ended there is
+    /// none.
+    #[inline(always)]
+    fn number(self) -> Option<u32> {
+        let config = config();
+        let pid = self.read::<u64>(config.task_thread_pid).filter(|&pid| pid != 0)?;
+        let mut level = read::<u32>(pid + u64::from(config.pid_level))?;
+        // From its own namespace up: the collector's is mostly that.
+        for _ in 0..=MAX_PID_LEVEL {
+            let upid = pid + u64::from(config.pid_numbers) + u64::from(level) * UPID;
+            let namespace = read::<u64>(upid + u64::from(config.upid_ns))?;
+            if read(namespace + u64::from(config.namespace_inode)) == Some(config.pid_namespace) {
+                return read(upid);
+            }
+            level = level.checked_sub(1)?;
+        }
+        None
     }
 
     /// Start of the process the task belongs to, `CLOCK_BOOTTIME` nanoseconds; 0 if unreadable.
@@ -81,7 +148,12 @@ impl Task {
 
     #[inline(always)]
     fn read<T>(self, offset: u32) -> Option<T> {
-        // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
-        unsafe { bpf_probe_read_kernel((self.0 + u64::from(offset)) as *const T) }.ok()
+        read(self.0 + u64::from(offset))
     }
+}
+
+#[inline(always)]
+fn read<T>(address: u64) -> Option<T> {
+    // SAFETY: bpf_probe_read_kernel checks the address and fails rather than fault.
+    unsafe { bpf_probe_read_kernel(address as *const T) }.ok()
 }

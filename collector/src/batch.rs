@@ -24,6 +24,8 @@ pub struct ProcessDef {
     pub image: u64,
     /// Process id.
     pub pid: u32,
+    /// Its pid in the initial pid namespace; 0: not known.
+    pub host_pid: u32,
     /// Start in boottime nanoseconds.
     pub start_ns: u64,
     /// Name of the main thread.
@@ -266,6 +268,9 @@ impl Epoch {
     ) -> (u32, u32) {
         let unmapped = processes.executables().intern(Kind::Unmapped);
         let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
+        if header.host_pid != 0 {
+            process.host_pid = header.host_pid;
+        }
         let index = self.process(process);
         let certain = process.certain(header.time_ns, user);
         let (user, user_end) = match user.get(..certain) {
@@ -396,6 +401,7 @@ impl Epoch {
         let definition = ProcessDef {
             image: process.image,
             pid: process.pid,
+            host_pid: process.host_pid,
             start_ns: process.start_ns,
             comm: process.comm.clone(),
             generation: process.generation,

@@ -7,10 +7,10 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    AddUp, Config, Counting, Destination, Event, Limits, OffCpu, Scope, Share, Source, Target,
-    Unwind, VERSION, WaitState,
+    AddUp, Choice, Config, Counting, Destination, Event, Limits, OffCpu, Scope, Share, Source,
+    Target, Unwind, VERSION, WaitState,
 };
-use stackwire_model::Groups;
+use stackwire_model::{ContainerId, Groups, PodUid};
 
 /// Sample stacks with eBPF and stream them unsymbolized.
 ///
@@ -22,19 +22,31 @@ use stackwire_model::Groups;
 /// CAP_PERFMON before it takes the first sample off the kernel.
 #[derive(Debug, Parser)]
 #[command(name = "stackwire-collector", version = VERSION, max_term_width = 100)]
-#[command(group(ArgGroup::new("scope").required(true).args(["pid", "all", "cgroup", "list_events"])))]
+#[command(group(ArgGroup::new("scope").required(true).multiple(true).args(["pid", "all", "cgroup", "comm", "container", "pod", "list_events"])))]
 #[command(group(ArgGroup::new("destination").required(true).args(["to", "output", "list_events", "stat"])))]
 #[command(after_help = "Exit codes: 0 done, 1 the capture failed, 2 the command line is wrong.")]
 pub struct Args {
     /// Sample this process with all its threads (repeatable, or as "12,34").
-    #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, short, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..), conflicts_with_all = ["all", "cgroup", "comm", "container", "pod"])]
     pid: Vec<u32>,
     /// Sample every process.
-    #[arg(long, short)]
+    #[arg(long, short, conflicts_with_all = ["cgroup", "comm", "container", "pod"])]
     all: bool,
     /// Sample the tasks of this directory of the cgroup v2 hierarchy, and of those below it.
     #[arg(long, value_name = "DIRECTORY")]
     cgroup: Option<PathBuf>,
+    /// Sample processes with this name, as `ps -o comm` shows it (repeatable), those that start
+    /// later among them.
+    #[arg(long, value_name = "NAME")]
+    comm: Vec<String>,
+    /// Sample processes of the container whose id begins so (repeatable), those that start later
+    /// among them.
+    #[arg(long, value_name = "ID", value_parser = str::parse::<ContainerId>)]
+    container: Vec<ContainerId>,
+    /// Sample processes of this pod (repeatable), those that start later among them. Of --comm,
+    /// --container and --pod all that are given have to fit.
+    #[arg(long, value_name = "UID", value_parser = str::parse::<PodUid>)]
+    pod: Vec<PodUid>,
     /// Sample children of the processes as well, those that run already and those to come.
     #[arg(long, requires = "pid")]
     follow: bool,
@@ -177,10 +189,11 @@ impl Args {
     pub fn into_run(self) -> Run {
         let scope = match self.cgroup {
             Some(path) => Scope::Cgroup(path),
-            None if self.all => Scope::All,
+            None if self.pid.is_empty() => Scope::All,
             None => Scope::Processes { pids: self.pid, follow: self.follow, on_exec: self.on_exec },
         };
         let mut config = Config::new(scope);
+        config.choice = Choice { comms: self.comm, containers: self.container, pods: self.pod };
         let others = self.offcpu || self.pmu;
         config.events = if others && !self.profile { Vec::new() } else { self.event };
         config.sched = match (self.pmu, self.per_thread) {

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::MAX_EVENTS;
-use stackwire_model::{AddUp, Event, NoBpf, OffCpu, Share, Source, Unwind};
+use stackwire_model::{AddUp, Choice, Event, NoBpf, OffCpu, Share, Source, Unwind};
 use stackwire_rights::capabilities::as_user;
 
-use crate::host::in_a_pid_namespace;
+use crate::host::proc_is_own;
 use crate::outbox::Limits;
 use crate::process::{has_ended, text};
 use crate::sampler::BTF_PATH;
@@ -64,6 +64,8 @@ pub enum Destination {
 pub struct Config {
     /// What is sampled.
     pub scope: Scope,
+    /// Which processes of those count.
+    pub choice: Choice,
     /// What makes the kernel take samples: a series each.
     pub events: Vec<Event>,
     /// Where threads wait: two series, of blocked and of runnable time.
@@ -156,11 +158,11 @@ pub enum ConfigError {
     /// Not a cgroup.
     #[error("{0} is not a directory of the cgroup v2 hierarchy")]
     NotACgroup(PathBuf),
-    /// Pids would not be those of the kernel side.
+    /// Pids would be those of other processes.
     #[error(
-        "this is not the host's pid namespace, so pids here are not those the kernel samples; run the collector with hostPID: true (Kubernetes) or --pid=host (Docker)"
+        "/proc is that of another pid namespace, so a pid there is not the same process here: mount the own one (mount -t proc proc /proc), or enter it with the namespace (nsenter --pid --mount)"
     )]
-    PidNamespace,
+    OtherProc,
     /// Count 0.
     #[error("a sample of each 0 events is none; 1 takes every event")]
     CountZero,
@@ -211,6 +213,7 @@ impl Config {
     pub fn new(scope: Scope) -> Self {
         Self {
             scope,
+            choice: Choice::default(),
             events: vec![Event::cpu_clock()],
             off_cpu: None,
             sched: AddUp::Nothing,
@@ -276,6 +279,9 @@ impl Config {
         if self.duration.is_some_and(|duration| duration.is_zero()) {
             return Err(ConfigError::NoDuration);
         }
+        if !proc_is_own() {
+            return Err(ConfigError::OtherProc);
+        }
         match &self.scope {
             Scope::All => {}
             Scope::Processes { pids, .. } => {
@@ -299,8 +305,7 @@ impl Config {
             (Source::Bpf, _) if self.needs_perf() => Err(ConfigError::NeedsPerf),
             _ if self.needs_perf() => Ok(()),
             (Source::Auto, _) if !self.needs_bpf() => Ok(()),
-            (Source::Auto | Source::Bpf, Some(NoBpf::NoBtf)) => Err(ConfigError::NoBtf),
-            (Source::Auto | Source::Bpf, Some(_)) => Err(ConfigError::PidNamespace),
+            (Source::Auto | Source::Bpf, Some(_)) => Err(ConfigError::NoBtf),
             (_, None) | (Source::Perf, _) => Ok(()),
         }
     }
@@ -326,10 +331,7 @@ impl Config {
     /// What of this host is in the way of eBPF, as far as can be told without trying.
     #[must_use]
     pub fn no_bpf(&self) -> Option<NoBpf> {
-        if !Path::new(BTF_PATH).exists() {
-            return Some(NoBpf::NoBtf);
-        }
-        in_a_pid_namespace().then_some(NoBpf::PidNamespace)
+        (!Path::new(BTF_PATH).exists()).then_some(NoBpf::NoBtf)
     }
 }
 

@@ -55,7 +55,9 @@ pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{SinkError, Target};
 pub use sources::tracepoint::TracepointError;
-pub use stackwire_model::{AddUp, Event, LostReason, OffCpu, Share, Source, Unwind, WaitState};
+pub use stackwire_model::{
+    AddUp, Choice, Event, LostReason, OffCpu, Share, Source, Unwind, WaitState,
+};
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
 pub use unwind::Stats as TableStats;
 

@@ -19,16 +19,17 @@ use crate::host::Identity;
 use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
+use crate::host::whose::Whose;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps};
 use crate::sampler::{Batch, RawSample, Sampler};
-use crate::sched::{Scheduled, Totals};
+use crate::sched::{Done, Scheduled, Totals};
 use crate::sources::record::comm_bytes;
 use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
 use crate::waits::{Over, Taken, Waits};
-use crate::wire::{self, References, Span};
+use crate::wire::{self, Beside, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
 const EPOCH_BYTES: usize = 24 << 20;
@@ -69,6 +70,7 @@ pub struct Pipeline {
     identity: Identity,
     references: References,
     jit: Snapshots,
+    whose: Whose,
     handover: Arc<Handover>,
     outbox: Arc<Outbox>,
     /// `None`: nobody asked where threads wait.
@@ -85,8 +87,8 @@ pub struct Pipeline {
     refused_cpus: u64,
     /// Parts of waits that were not over.
     going_on: u64,
-    /// Taken before the capture began, or before a process became the program that is looked at.
-    early: u64,
+    /// Taken, and of no time or process that counts.
+    uncounted: u64,
     /// When the capture began, monotonic nanoseconds.
     begun_ns: u64,
     /// Totals at the start of this epoch, to tell what this epoch lost.
@@ -133,6 +135,8 @@ pub struct Parts {
 pub struct Outgoing {
     /// Takes perf-maps and jitdumps.
     pub jit: Snapshots,
+    /// Asks processes whose they are.
+    pub whose: Whose,
     /// Hands executables over.
     pub handover: Arc<Handover>,
     /// Queues everything for the sink.
@@ -144,7 +148,7 @@ impl Pipeline {
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
-        let Outgoing { jit, handover, outbox } = parts.outgoing;
+        let Outgoing { jit, whose, handover, outbox } = parts.outgoing;
         let Parts { perf, waits, sched, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
@@ -157,6 +161,7 @@ impl Pipeline {
             identity,
             references,
             jit,
+            whose,
             handover,
             outbox,
             waits,
@@ -171,7 +176,7 @@ impl Pipeline {
             lost_events: 0,
             refused_cpus: 0,
             going_on: 0,
-            early: 0,
+            uncounted: 0,
             begun_ns: epoch_start,
             before: HashMap::new(),
             tables_before: Stats::default(),
@@ -210,6 +215,7 @@ impl Pipeline {
             }
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
+                self.whose.ask(images(&self.epoch));
                 self.sampler.follow_hotplug(&mut self.batch);
                 self.refused_cpus = self.refused_cpus.max(self.sampler.refused_cpus());
                 let ended = self.processes.take_ended();
@@ -231,6 +237,7 @@ impl Pipeline {
         self.add_waiting();
         self.add_sched();
         self.add_running();
+        self.whose.ask_last(images(&self.epoch));
         self.finish()
     }
 
@@ -274,8 +281,8 @@ impl Pipeline {
 
     /// False: the table is not there yet that its stack is to be walked by.
     fn add(&mut self, sample: &RawSample) -> bool {
-        if sample.header.kind == RecordKind::Sample as u8 && self.is_early(&sample.header) {
-            self.early += 1;
+        if sample.header.kind == RecordKind::Sample as u8 && !self.counts(&sample.header) {
+            self.uncounted += 1;
             return true;
         }
         let Some(perf) = &mut self.perf else {
@@ -302,18 +309,19 @@ impl Pipeline {
         if header.kind == RecordKind::Stack as u8 {
             waits.learn(header, user, kernel);
         } else if let Some(over) = waits.over(header, user) {
-            if processes.is_unborn(header.pid) {
-                let parts = over.parts.iter().map(|part| u64::from(part.taken.count));
-                self.early += parts.sum::<u64>();
-            } else {
+            if processes.counts(header.pid, header.start_boottime_ns, header.cgroup_id) {
                 self.epoch.add_wait(&over, processes, layout);
+            } else {
+                let parts = over.parts.iter().map(|part| u64::from(part.taken.count));
+                self.uncounted += parts.sum::<u64>();
             }
         }
     }
 
-    /// Whether it is of a time that does not count.
-    fn is_early(&self, header: &SampleHeader) -> bool {
-        header.time_ns < self.begun_ns || self.processes.is_unborn(header.pid)
+    /// Whether it is of a time and a process that count.
+    fn counts(&mut self, header: &SampleHeader) -> bool {
+        let (pid, start_ns) = (header.pid, header.start_boottime_ns);
+        header.time_ns >= self.begun_ns && self.processes.counts(pid, start_ns, header.cgroup_id)
     }
 
     /// Adds the waits that are not over.
@@ -321,12 +329,13 @@ impl Pipeline {
         let Some(waits) = &mut self.waits else { return };
         let now_ns = now_ns();
         for (tid, mut waiting) in self.sampler.waiting() {
-            if self.processes.is_unborn(waiting.pid) {
-                continue;
-            }
             if waiting.start_boottime_ns == 0 {
                 let process = self.processes.get(waiting.pid);
                 waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
+            }
+            let (pid, start_ns) = (waiting.pid, waiting.start_boottime_ns);
+            if !self.processes.counts(pid, start_ns, waiting.cgroup_id) {
+                continue;
             }
             let (parts, stacks) = waits.going_on(tid, &waiting, now_ns);
             self.going_on += parts.len() as u64;
@@ -429,8 +438,8 @@ impl Pipeline {
             unwind: self.unwind.as_ref(),
         };
         self.tables_before = tables;
-        let sealed =
-            wire::epoch(&self.epoch, &span, &self.references, self.jit.taken(), &self.identity);
+        let beside = Beside { jit: self.jit.taken(), said: self.whose.said() };
+        let sealed = wire::epoch(&self.epoch, &span, &self.references, &beside, &self.identity);
         self.handover.learn(&self.epoch);
         self.outbox.push(sealed, samples, lost);
         self.delivered += samples;
@@ -447,6 +456,7 @@ impl Pipeline {
         }
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
+        self.whose.retain(|image| processes.has_image(image));
         self.jit.end_epoch();
     }
 
@@ -454,15 +464,12 @@ impl Pipeline {
     fn add_sched(&mut self) {
         let mut ended_keys = Vec::new();
         for (key, sums) in self.sampler.sched_sums() {
-            let before = self.processes.before(sums.pid, sums.since_ns);
-            let counts = before.map_or(!self.processes.is_unborn(sums.pid), |it| it.counts);
-            if before.is_some() {
+            if self.processes.before(sums.pid, sums.since_ns).is_some() {
                 // Nothing is added to it any more.
                 ended_keys.push(key);
             }
             match self.sched.look(key, &sums) {
-                Some(_) if !counts => {}
-                Some(done) => self.epoch.add_sched(&done, &mut self.processes),
+                Some(done) => self.add_done(&done),
                 None if key == THE_REST => {}
                 None => {
                     // A thread ends once; of a process one of many may have.
@@ -494,6 +501,7 @@ impl Pipeline {
                 let comm = comm_bytes(process.comm.as_bytes());
                 Some(Scheduled {
                     pid: running.pid,
+                    host_pid: process.host_pid,
                     tid: self.sched.of_threads().then_some(running.tid),
                     start_boottime_ns: process.start_ns,
                     since_ns: running.since_ns,
@@ -502,8 +510,15 @@ impl Pipeline {
                 })
             };
             if let Some(done) = self.sched.still_runs(&running, now_ns, unmet) {
-                self.epoch.add_sched(&done, &mut self.processes);
+                self.add_done(&done);
             }
+        }
+    }
+
+    /// Adds how somebody was scheduled who counts. Of those that cannot be told apart all do.
+    fn add_done(&mut self, done: &Done) {
+        if done.of.as_ref().is_none_or(|of| self.processes.scheduled_counts(of)) {
+            self.epoch.add_sched(done, &mut self.processes);
         }
     }
 
@@ -520,7 +535,7 @@ impl Pipeline {
         self.cut();
         let lost = self.totals();
         let waits = self.sampler.counter(Counter::WaitsTaken) + self.going_on;
-        let taken = self.sampler.counter(Counter::Taken) + waits - self.early;
+        let taken = self.sampler.counter(Counter::Taken) + waits - self.uncounted;
         self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
         Summary {
             taken,
@@ -553,4 +568,10 @@ impl Pipeline {
             (LostReason::WaitStacks, self.waits.as_ref().map_or(0, Waits::without_stacks)),
         ]
     }
+}
+
+/// Images of the processes of an epoch that have not ended, each with its pid.
+fn images(epoch: &Epoch) -> impl Iterator<Item = (u64, u32)> {
+    let lives = epoch.processes.iter().filter(|process| process.end_ns == 0);
+    lives.map(|process| (process.image, process.pid))
 }

@@ -20,6 +20,8 @@ pub struct Done {
 pub struct Scheduled {
     /// The process.
     pub pid: u32,
+    /// Its pid in the initial pid namespace; 0: not known.
+    pub host_pid: u32,
     /// The thread; none: all threads of the process.
     pub tid: Option<u32>,
     /// Start of the process, `CLOCK_BOOTTIME` nanoseconds.
@@ -91,6 +93,7 @@ impl Totals {
     pub fn look(&mut self, key: u64, now: &abi::SchedStats) -> Option<Done> {
         let of = (key != THE_REST).then_some(Scheduled {
             pid: now.pid,
+            host_pid: now.host_pid,
             tid: (self.add_up == AddUp::Threads).then_some(now.tid),
             start_boottime_ns: now.start_boottime_ns,
             since_ns: now.since_ns,

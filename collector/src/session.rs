@@ -22,6 +22,7 @@ use crate::handover::Handover;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::host::jit::Snapshots;
+use crate::host::whose::Whose;
 use crate::outbox::Outbox;
 use crate::pipeline::{Outgoing, Summary};
 use crate::sampler::SamplerError;
@@ -208,7 +209,8 @@ impl Session {
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
         let outgoing = Outgoing {
-            jit: Snapshots::new(broker),
+            jit: Snapshots::new(Arc::clone(&broker)),
+            whose: Whose::new(broker),
             handover: Arc::clone(&handover),
             outbox: Arc::clone(&outbox),
         };

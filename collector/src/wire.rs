@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use stackwire_model::sched::PerfCounter;
-use stackwire_model::{Event, ExecutableKey, LostReason, NoBpf};
+use stackwire_model::{Choice, Event, ExecutableKey, LostReason, NoBpf};
 use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
@@ -12,6 +12,7 @@ use crate::batch::{Epoch, Sample, SchedDef, WakerDef};
 use crate::handover::NotSent;
 use crate::host::growth::Growth;
 use crate::host::jit::Taken;
+use crate::host::whose::Said;
 use crate::host::{Identity, module_build_id};
 use crate::normalize::FrameKind;
 use crate::process::executable::Kind;
@@ -50,6 +51,8 @@ pub struct Sampling {
     pub cgroup: String,
     /// Children are taken along.
     pub follow: bool,
+    /// Which processes of those count.
+    pub choice: Choice,
     /// Counters read at each switch, where it is recorded how threads are scheduled.
     pub counters: Vec<PerfCounter>,
     /// Why they are not taken with eBPF, if they are not.
@@ -91,10 +94,15 @@ pub fn hello(head: &Head) -> v1::CollectorMessage {
             event: String::new(),
             frequency: sampling.frequency,
             kernel_stacks: sampling.kernel_stacks,
-            all: sampling.pids.is_empty() && sampling.cgroup.is_empty(),
+            all: sampling.pids.is_empty()
+                && sampling.cgroup.is_empty()
+                && sampling.choice.is_everything(),
             pids: sampling.pids.clone(),
             cgroup: sampling.cgroup.clone(),
             follow: sampling.follow,
+            comms: sampling.choice.comms.clone(),
+            containers: texts(&sampling.choice.containers),
+            pods: texts(&sampling.choice.pods),
             counters: sampling.counters.iter().map(Into::into).collect(),
             no_bpf: sampling.no_bpf.map_or(v1::NoBpf::Unspecified, Into::into).into(),
             kernel_excluded: sampling.kernel_excluded,
@@ -131,9 +139,22 @@ pub struct Span<'a> {
     pub unwind: Option<&'a Unwind>,
 }
 
+fn texts(all: &[impl ToString]) -> Vec<String> {
+    all.iter().map(ToString::to_string).collect()
+}
+
 fn growth(growth: &Growth) -> Vec<v1::Growth> {
     let marks = growth.marks().iter();
     marks.map(|mark| v1::Growth { time_ns: mark.time_ns, size: mark.size }).collect()
+}
+
+/// What was taken of process images beside their samples.
+#[derive(Clone, Copy, Debug)]
+pub struct Beside<'a> {
+    /// What their JIT compilers wrote.
+    pub jit: &'a HashMap<u64, Taken>,
+    /// What they say of themselves.
+    pub said: &'a HashMap<u64, Said>,
 }
 
 /// Compresses an epoch into a message body.
@@ -142,7 +163,7 @@ pub fn epoch(
     epoch: &Epoch,
     span: &Span<'_>,
     references: &References,
-    jit: &HashMap<u64, Taken>,
+    beside: &Beside<'_>,
     identity: &Identity,
 ) -> v1::SealedEpoch {
     let mut strings = Strings::default();
@@ -161,7 +182,8 @@ pub fn epoch(
         .processes
         .iter()
         .map(|process| {
-            let jit = jit.get(&process.image).cloned().unwrap_or_default();
+            let jit = beside.jit.get(&process.image).cloned().unwrap_or_default();
+            let said = beside.said.get(&process.image).cloned().unwrap_or_default();
             let wire = |hashes: Vec<Hash>| hashes.iter().map(|hash| hash.0.to_vec()).collect();
             v1::Process {
                 pid: process.pid,
@@ -176,6 +198,10 @@ pub fn epoch(
                 parent_pid: process.parent,
                 since_ns: process.since_ns,
                 end_ns: process.end_ns,
+                process_context: said.context,
+                otel_service_name: said.service_name,
+                otel_resource_attributes: said.resource_attributes,
+                host_pid: if process.host_pid == process.pid { 0 } else { process.host_pid },
                 perf_map_growth: growth(&jit.perf_map_growth),
                 jitdump_growth: growth(&jit.jitdump_growth),
             }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::{Event, Groups, Share, Source, Unwind, VERSION, WaitState};
+use stackwire::{ContainerId, Event, Groups, PodUid, Share, Source, Unwind, VERSION, WaitState};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -82,6 +82,18 @@ pub struct Record {
     /// Sample the tasks of this directory of the cgroup v2 hierarchy, and of those below it.
     #[arg(long, value_name = "DIRECTORY")]
     pub cgroup: Option<PathBuf>,
+    /// Sample processes with this name, as `ps -o comm` shows it (repeatable), those that start
+    /// later among them.
+    #[arg(long, value_name = "NAME")]
+    pub comm: Vec<String>,
+    /// Sample processes of the container whose id begins so (repeatable), those that start later
+    /// among them.
+    #[arg(long, value_name = "ID", value_parser = str::parse::<ContainerId>)]
+    pub container: Vec<ContainerId>,
+    /// Sample processes of this pod (repeatable), those that start later among them. Of --comm,
+    /// --container and --pod all that are given have to fit.
+    #[arg(long, value_name = "UID", value_parser = str::parse::<PodUid>)]
+    pub pod: Vec<PodUid>,
     /// Sample children of the processes as well, those that run already and those to come. A
     /// command is always followed.
     #[arg(long)]
@@ -541,6 +553,10 @@ pub struct Events {
 
 #[derive(Debug, ClapArgs)]
 pub struct Doctor {
+    /// Say what names and stacks to expect of this process, and which option of its run-time would
+    /// make them better.
+    #[arg(long, short, value_name = "PID", conflicts_with = "collector", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Option<u32>,
     /// The collector to check, instead of the one beside this program or in PATH.
     #[arg(long, value_name = "FILE")]
     pub collector: Option<PathBuf>,

@@ -117,6 +117,12 @@ pub(crate) fn once() -> &'static Path {
     BUILT.get_or_init(|| with_threads("once"))
 }
 
+/// `context`.
+pub(crate) fn context() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| with_threads("context"))
+}
+
 /// `handover`.
 pub(crate) fn handover() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

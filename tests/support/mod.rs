@@ -3,6 +3,7 @@
 
 pub(crate) mod build;
 pub(crate) mod calls;
+pub(crate) mod cgroup;
 pub(crate) mod debug_files;
 pub(crate) mod gimli_walk;
 pub(crate) mod go;

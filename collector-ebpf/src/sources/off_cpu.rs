@@ -9,7 +9,6 @@
 //! Called by the kernel with the run queue locked, so no other program of this file runs on the
 //! CPU, and none of a perf event's that is no NMI. `answer_waiting` is not: the collector runs it.
 
-use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::task_struct;
 use aya_ebpf::helpers::generated::{
     bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf, bpf_get_prandom_u32,
@@ -27,7 +26,7 @@ use crate::maps::{
 };
 use crate::sources::wakers;
 use crate::targets::wanted;
-use crate::task::{Task, state};
+use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_kernel, tell_user};
 use crate::walk::{by_frame_pointers, by_tables, remembered, stacks};
 
@@ -190,6 +189,7 @@ fn over(
         pid: waiting.pid,
         tid,
         cpu,
+        host_pid: task.host_pid(),
         user_frames: WAIT_WORDS as u16,
         kernel_frames: 0,
         user_end: 0,
@@ -197,7 +197,7 @@ fn over(
         event: config().wait_event as u8,
         kind: RecordKind::Wait as u8,
         state: waiting.state as u8,
-        reserved: [0; 3],
+        reserved: [0; 7],
         comm: waiting.comm,
     };
     let user_stack = waiting.user_stack;
@@ -222,9 +222,9 @@ fn over(
 /// The current thread leaves the CPU.
 #[inline(always)]
 fn leaves(ctx: &BtfTracePointContext, state: u64, now_ns: u64, scratch: &mut Scratch) {
-    let (pid, tid) = (ctx.tgid(), ctx.pid());
+    let (pid, tid) = current();
     if tid == 0 {
-        return; // idle
+        return; // idle, or outside the pid namespace
     }
     if state & state::DEAD != 0 {
         still_waiting(tid, now_ns, scratch);
@@ -256,6 +256,7 @@ fn leaves(ctx: &BtfTracePointContext, state: u64, now_ns: u64, scratch: &mut Scr
     scratch.header.pid = pid;
     scratch.header.tid = tid;
     scratch.header.cpu = cpu;
+    scratch.header.host_pid = current_of_host().0;
     scratch.header.event = config().wait_event as u8;
     scratch.header.state = state as u8;
     // SAFETY: the buffer is 16 bytes of the scratch record.

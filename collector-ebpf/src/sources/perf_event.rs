@@ -10,15 +10,15 @@ use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE, SampleHeader, UserEnd,
-    WALK,
+    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE, SampleHeader, Scope,
+    UserEnd, WALK,
 };
 
 use crate::maps::{
     PICKERS, SAMPLER, SCRATCH, STAGES, Scratch, WALKING, config, count, hand_over, wake_collector,
 };
 use crate::targets::wanted;
-use crate::task::Task;
+use crate::task::{Task, current, current_of_host};
 use crate::walk::{by_frame_pointers, by_tables, stacks};
 
 /// A program for each event: no helper tells which event a program runs for
@@ -66,7 +66,7 @@ fn begin(ctx: &PerfEventContext, event: u8) -> u32 {
 /// period.
 #[perf_event]
 pub fn pick(ctx: PerfEventContext) -> u32 {
-    let pid = ctx.tgid();
+    let (pid, _) = current();
     let mut value = bpf_perf_event_value { counter: 0, enabled: 0, running: 0 };
     let size = size_of::<bpf_perf_event_value>() as u32;
     // SAFETY: the context is the program's own, the buffer has the size that is told.
@@ -104,12 +104,20 @@ pub fn pick(ctx: PerfEventContext) -> u32 {
 /// What all events have in common. Not a function of theirs: each would have a copy to verify.
 #[perf_event]
 pub fn sample(ctx: PerfEventContext) -> u32 {
-    let pid = ctx.tgid();
-    if pid == 0 {
+    let host_pid = current_of_host().0;
+    if host_pid == 0 {
         return 0; // idle
     }
+    let (pid, tid) = current();
     // SAFETY: helpers without memory arguments.
     let (task, cpu) = unsafe { (bpf_get_current_task_btf(), bpf_get_smp_processor_id()) };
+    if pid == 0 {
+        if config().scope == Scope::All as u32 {
+            count(cpu, Counter::Taken);
+            count(cpu, Counter::Outside);
+        }
+        return 0;
+    }
     let start_boottime_ns = Task(task as u64).process_start();
     if !wanted(pid, start_boottime_ns) {
         return 0;
@@ -129,8 +137,9 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     scratch.header.start_boottime_ns = start_boottime_ns;
     scratch.header.cgroup_id = cgroup_id;
     scratch.header.pid = pid;
-    scratch.header.tid = ctx.pid();
+    scratch.header.tid = tid;
     scratch.header.cpu = cpu;
+    scratch.header.host_pid = host_pid;
     // SAFETY: the buffer is 16 bytes of the scratch record.
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
     // SAFETY: the context of a perf_event program is valid for the length of the program.

@@ -6,7 +6,6 @@
 //! its CPU is added when it leaves it again, because only then it is the current one, of which the
 //! kernel says whether it is wanted.
 
-use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::bpf_perf_event_value;
 use aya_ebpf::helpers::generated::{
     bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf,
@@ -24,7 +23,7 @@ use stackwire_collector_ebpf::{Counter, MAX_CPUS, MAX_WAITING, Scope, masked};
 use crate::atomic::{add_u32, add_u64};
 use crate::maps::{config, count};
 use crate::targets::wanted;
-use crate::task::{Task, state};
+use crate::task::{Task, current, current_of_host, state};
 
 /// By [`key_of`] a process or thread, and the rest. The collector makes it smaller where nothing is
 /// added up.
@@ -75,7 +74,7 @@ pub fn add_up(ctx: RawTracePointContext) -> i32 {
     };
     on_cpu.since_ns = now_ns;
     let state = if ctx.arg::<u64>(0) & 1 != 0 { 0 } else { ctx.arg::<u64>(3) };
-    leaves(&ctx, state, now_ns, ran_ns, on_cpu, cpu);
+    leaves(state, now_ns, ran_ns, on_cpu, cpu);
     let next = Task(ctx.arg::<u64>(2));
     (on_cpu.pid, on_cpu.tid) = (next.pid(), next.tid());
     runs(on_cpu.tid, now_ns);
@@ -122,7 +121,7 @@ pub fn add_up_migration(ctx: RawTracePointContext) -> i32 {
 /// `sched_process_exec(task, previous id of its thread, program)`: what the thread has run until
 /// now is of the program before, which ends a slice here.
 #[raw_tracepoint(tracepoint = "sched_process_exec")]
-pub fn add_up_exec(ctx: RawTracePointContext) -> i32 {
+pub fn add_up_exec(_ctx: RawTracePointContext) -> i32 {
     // SAFETY: helpers without arguments.
     let (now_ns, cpu) = unsafe { (bpf_ktime_get_ns(), bpf_get_smp_processor_id()) };
     let Some(on_cpu) = ON_CPU.get_ptr_mut(0) else { return 0 };
@@ -130,7 +129,7 @@ pub fn add_up_exec(ctx: RawTracePointContext) -> i32 {
     // run with preemption off.
     let on_cpu = unsafe { &mut *on_cpu };
     let since_ns = on_cpu.since_ns;
-    let stats = stats_of(ctx.tgid(), ctx.pid(), Program::Before { since_ns });
+    let stats = stats_of(current(), Program::Before { since_ns });
     read_counters(on_cpu, stats, cpu);
     on_cpu.since_ns = now_ns;
     if let Some(stats) = stats
@@ -189,17 +188,11 @@ fn runs(tid: u32, now_ns: u64) {
 
 /// The current thread leaves the CPU.
 #[inline(always)]
-fn leaves(
-    ctx: &RawTracePointContext,
-    state: u64,
-    now_ns: u64,
-    ran_ns: u64,
-    on_cpu: &mut OnCpu,
-    cpu: u32,
-) {
-    let (pid, tid) = (ctx.tgid(), ctx.pid());
+fn leaves(state: u64, now_ns: u64, ran_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
+    let (pid, tid) = current();
     // The counters run while the CPU is idle, too: what they counted is nobody's then.
-    let stats = if tid == 0 { None } else { stats_of(pid, tid, Program::Now { since_ns: now_ns }) };
+    let program = Program::Now { since_ns: now_ns };
+    let stats = if tid == 0 { None } else { stats_of((pid, tid), program) };
     read_counters(on_cpu, stats, cpu);
     let mut waited_ns = UNKNOWN;
     let reason = reason(state);
@@ -234,7 +227,7 @@ enum Program {
 
 /// What is added up of the current thread, if it is wanted.
 #[inline(always)]
-fn stats_of(pid: u32, tid: u32, program: Program) -> Option<*mut SchedStats> {
+fn stats_of((pid, tid): (u32, u32), program: Program) -> Option<*mut SchedStats> {
     // SAFETY: a helper without arguments.
     let task = Task(unsafe { bpf_get_current_task_btf() } as u64);
     let start_boottime_ns = task.process_start();
@@ -274,6 +267,7 @@ fn stats_of(pid: u32, tid: u32, program: Program) -> Option<*mut SchedStats> {
             }
             (*new).pid = pid;
             (*new).tid = tid;
+            (*new).host_pid = current_of_host().0;
         }
     }
     Some(new)

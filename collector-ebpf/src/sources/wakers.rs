@@ -19,7 +19,7 @@ use stackwire_collector_ebpf::Waker;
 
 use crate::maps::{Ends, SCRATCH, Scratch, WAITING, WAKER, WAKER_STAGES, WAKERS, config};
 use crate::targets::wanted;
-use crate::task::Task;
+use crate::task::{Task, current, current_of_host};
 use crate::told::{tell_kernel, tell_user};
 use crate::walk::{by_frame_pointers, by_tables, stacks};
 
@@ -48,7 +48,8 @@ pub fn waking(ctx: RawTracePointContext) -> i32 {
     scratch.woken = Ends { since_ns, tid };
     // SAFETY: a helper without arguments.
     let task = unsafe { bpf_get_current_task_btf() };
-    let mut waker = Waker { of: since_ns, pid: ctx.tgid(), tid: ctx.pid(), ..Waker::default() };
+    let (pid, tid_of_waker) = current();
+    let mut waker = Waker { of: since_ns, pid, tid: tid_of_waker, ..Waker::default() };
     // SAFETY: the buffer is 16 bytes of the local.
     unsafe { bpf_get_current_comm(waker.comm.as_mut_ptr().cast(), 16) };
     let start_boottime_ns = Task(task as u64).process_start();
@@ -68,6 +69,7 @@ pub fn waking(ctx: RawTracePointContext) -> i32 {
     (scratch.header.cgroup_id, scratch.header.cpu) =
         unsafe { (bpf_get_current_cgroup_id(), bpf_get_smp_processor_id()) };
     scratch.header.pid = waker.pid;
+    scratch.header.host_pid = current_of_host().0;
     scratch.header.tid = waker.tid;
     scratch.header.comm = waker.comm;
     stacks::begin(scratch, task, waker.pid);

@@ -8,6 +8,7 @@ pub mod jit;
 pub mod kallsyms;
 pub mod kernel_names;
 pub mod vdso;
+pub mod whose;
 
 use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use stackwire_elf::gnu_build_id;
 use stackwire_model::BuildId;
 
-use crate::process::cgroup;
+use crate::process::{cgroup, text};
 
 /// The host and kernel a capture was taken on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -90,12 +91,26 @@ impl Identity {
     }
 }
 
-/// Whether this is not the pid namespace of the host.
+/// The inode of the pid namespace, where it is not that of the host.
 #[must_use]
-pub fn in_a_pid_namespace() -> bool {
+pub fn pid_namespace() -> Option<u32> {
     // PROC_PID_INIT_INO of include/linux/proc_ns.h.
-    let is_another = |of: std::fs::Metadata| of.ino() != 0xEFFF_FFFC;
-    std::fs::metadata("/proc/self/ns/pid").is_ok_and(is_another)
+    let inode = std::fs::metadata("/proc/self/ns/pid").ok()?.ino();
+    u32::try_from(inode).ok().filter(|&inode| inode != 0xEFFF_FFFC)
+}
+
+/// Whether `/proc` has the numbers that processes have in the own pid namespace: it shows that
+/// namespace and none above it. It may not after `unshare --pid` and `nsenter --pid`.
+#[must_use]
+pub fn proc_is_own() -> bool {
+    let status = text::read("/proc/self/status").unwrap_or_default();
+    has_one_number(&status)
+}
+
+/// proc_pid_status(5): `NSpid` has the numbers from the namespace of `/proc` down to the own. Pure.
+fn has_one_number(status: &str) -> bool {
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    numbers.is_none_or(|numbers| numbers.split_whitespace().count() == 1)
 }
 
 /// GNU build-id of a loaded module, if the kernel publishes one.
@@ -117,6 +132,12 @@ fn notes_build_id(path: &str) -> Option<BuildId> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn proc_of_a_namespace_above_has_a_number_more() {
+        assert!(has_one_number("Name:\tsh\nNSpid:\t7\nNSpgid:\t7\n"));
+        assert!(!has_one_number("Name:\tsh\nNSpid:\t812\t7\nNSpgid:\t7\n"));
+    }
 
     #[test]
     fn this_host_has_an_identity() {

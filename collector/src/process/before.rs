@@ -23,17 +23,6 @@ impl Processes {
         self.before = Some(HashMap::new());
     }
 
-    /// Nothing that these processes do counts until they become another program.
-    pub fn await_exec(&mut self, pids: &[u32]) {
-        self.unborn.extend(pids);
-    }
-
-    /// Whether it is one of [`Processes::await_exec`], and nothing it does counts yet.
-    #[must_use]
-    pub fn is_unborn(&self, pid: u32) -> bool {
-        self.unborn.contains(&pid)
-    }
-
     /// What had this number at this time, if something else has it by now. Needs
     /// [`Processes::keep_before`].
     #[must_use]
@@ -60,6 +49,9 @@ impl Processes {
             }
         };
         program.start_ns = start_ns;
+        if of.host_pid != 0 {
+            program.host_pid = of.host_pid;
+        }
         // One that ended before anybody read its name.
         if program.comm.is_empty() {
             program.comm = comm_text(&of.comm);

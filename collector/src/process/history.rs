@@ -138,6 +138,7 @@ impl Processes {
         (process.since_ns, process.witnessed) = (time_ns, true);
         if let Some(before) = self.by_pid.get(&pid) {
             process.start_ns = before.start_ns;
+            process.host_pid = before.host_pid;
             process.generation = before.generation + 1;
             process.parent = before.parent;
             process.cgroup = before.cgroup.inherited();

@@ -51,6 +51,8 @@ pub struct Process {
     pub image: u64,
     /// Process id.
     pub pid: u32,
+    /// Its pid in the initial pid namespace; 0: not known.
+    pub host_pid: u32,
     /// Start in boottime nanoseconds; 0 until the first sample tells.
     pub start_ns: u64,
     /// Name of the main thread.
@@ -91,6 +93,7 @@ impl Process {
         Self {
             image,
             pid,
+            host_pid: 0,
             start_ns: 0,
             comm,
             generation: 0,

@@ -23,6 +23,30 @@ pub fn read(pid: u32) -> io::Result<Vec<Mapped>> {
     if found.is_empty() { living_task(pid).map_or(Ok(found), of_task) } else { Ok(found) }
 }
 
+/// Where a process has its OpenTelemetry process context, if it has one and its mappings may be
+/// read.
+#[must_use]
+pub fn context(pid: u32) -> Option<UserAddr> {
+    let task = living_task(pid).unwrap_or(pid);
+    context_in(&std::fs::read(format!("/proc/{task}/maps")).ok()?)
+}
+
+/// The mapping of one of the names that the specification has for it. Pure.
+fn context_in(text: &[u8]) -> Option<UserAddr> {
+    const NAMES: [&str; 4] = [
+        "[anon:OTEL_CTX]",
+        "[anon_shmem:OTEL_CTX]",
+        "/memfd:OTEL_CTX",
+        "/memfd:OTEL_CTX (deleted)",
+    ];
+    text.split(|&byte| byte == b'\n').find_map(|line| {
+        let line = std::str::from_utf8(line).ok()?;
+        let name = line.splitn(6, ' ').nth(5)?.trim_start();
+        let (start, _) = line.split_once('-').filter(|_| NAMES.contains(&name))?;
+        hex(start).map(UserAddr)
+    })
+}
+
 /// The file behind a mapping the kernel told of; none when that mapping is gone, may not be looked
 /// at, or the kernel does not know the ioctl: to read all mappings for one would take too long.
 #[must_use]

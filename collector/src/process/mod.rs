@@ -7,6 +7,7 @@
 
 mod before;
 pub mod cgroup;
+mod counts;
 pub mod executable;
 mod family;
 mod history;
@@ -22,6 +23,8 @@ mod wanted;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::rc::Rc;
+
+use stackwire_model::Choice;
 
 pub use self::before::Before;
 use self::executable::{Executables, Kind};
@@ -49,6 +52,8 @@ pub struct Processes {
     /// `None`: all processes are of interest.
     wanted: Option<HashSet<u32>>,
     follow: bool,
+    /// Of those of interest these count.
+    pub(super) choice: Rc<Choice>,
     /// Wanted, and found ended at the last look.
     gone: HashSet<u32>,
     next_image: u64,
@@ -455,16 +460,17 @@ mod tests {
             let (pid, start_boottime_ns, since_ns) = (PID, start_ns, time_ns);
             let comm = comm_bytes(b"told");
             let (tid, cgroup_id) = (None, 1);
-            let of = Scheduled { pid, tid, start_boottime_ns, since_ns, cgroup_id, comm };
+            let host_pid = 0;
+            let of = Scheduled { pid, host_pid, tid, start_boottime_ns, since_ns, cgroup_id, comm };
             let program = processes.program_of(&of);
             (program.comm, program.start_ns)
         };
         processes.apply(&exec(PID - 1, "parent"));
         processes.apply(&fork(10));
-        assert!(processes.is_unborn(PID));
+        assert!(!processes.counts(PID, 9, 1));
         processes.apply(&at(20, exec(PID, "first")));
         processes.apply(&at(30, exec(PID, "second")));
-        assert!(!processes.is_unborn(PID));
+        assert!(processes.counts(PID, 9, 1));
         assert_eq!(own(&mut processes, 9, 15), ("parent".to_owned(), 9));
         assert!(!processes.before(PID, 15).unwrap().counts);
         assert_eq!(own(&mut processes, 9, 25), ("first".to_owned(), 9));

@@ -16,6 +16,13 @@ pub enum Wanted {
         /// Path as the process has it.
         path: String,
     },
+    /// What the process says of itself, see `helpers/broker/said.rs`.
+    Said {
+        /// Process.
+        pid: u32,
+        /// Where its context is, if it has one.
+        context: Option<UserAddr>,
+    },
     /// A file of the process's user, by its path in the process's root directory.
     Own {
         /// Process.

@@ -6,6 +6,7 @@ use stackwire_collector_ebpf::vma::Layout;
 
 use super::btf::{Btf, BtfError};
 use crate::arch;
+use crate::host::pid_namespace;
 
 /// The configuration with the offsets of the running kernel, and those of its tree of mappings.
 ///
@@ -27,6 +28,10 @@ pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfErr
         let runs = ["policy", "se.sum_exec_runtime", "se.prev_sum_exec_runtime"];
         btf.offsets("task_struct", runs)?
     };
+    let config = match pid_namespace() {
+        None => config,
+        Some(inode) => in_namespace(config, btf, inode)?,
+    };
     let [exec_id] = btf.offsets("task_struct", ["self_exec_id"])?;
     let config = Config {
         task_exec_id: exec_id,
@@ -46,6 +51,24 @@ pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfErr
     // Kernels older than 6.1 have another tree: mappings are known there when the collector has
     // told them.
     Ok((config, layout(btf).unwrap_or_default()))
+}
+
+/// With what it takes to number tasks as another pid namespace than the initial one does.
+fn in_namespace(config: Config, btf: &Btf<'_>, inode: u32) -> Result<Config, BtfError> {
+    let [task_thread_pid] = btf.offsets("task_struct", ["thread_pid"])?;
+    let [pid_level, pid_numbers] = btf.offsets("pid", ["level", "numbers"])?;
+    let [upid_ns] = btf.offsets("upid", ["ns"])?;
+    let [namespace_inode] = btf.offsets("pid_namespace", ["ns.inum"])?;
+    let pid_namespace = inode;
+    Ok(Config {
+        pid_namespace,
+        task_thread_pid,
+        pid_level,
+        pid_numbers,
+        upid_ns,
+        namespace_inode,
+        ..config
+    })
 }
 
 /// Whether the tracepoint `sched_switch` says what the previous thread's state is: its programs get
@@ -111,6 +134,15 @@ fn layout(btf: &Btf<'_>) -> Result<Layout, BtfError> {
 mod tests {
     use super::*;
     use crate::sampler::BTF_PATH;
+
+    #[test]
+    fn the_running_kernel_numbers_tasks_by_namespace() {
+        let Ok(bytes) = std::fs::read(BTF_PATH) else { return };
+        let btf = Btf::new(&bytes).unwrap();
+        let found = in_namespace(Config::default(), &btf, 7).unwrap();
+        assert!(found.task_thread_pid > 0 && found.pid_numbers > 0, "{found:?}");
+        assert_eq!((found.pid_namespace, found.upid_ns), (7, 8));
+    }
 
     #[test]
     fn the_running_kernel_has_a_tree_that_is_known() {

@@ -9,7 +9,7 @@ use stackwire_collector_ebpf::{
 };
 
 use super::drained::{Batch, Copy};
-use crate::host::in_a_pid_namespace;
+use crate::host::pid_namespace;
 use crate::sources::perf_event::{Contents, PerfEvent};
 use crate::sources::perf_sample::{PerfSample, SAMPLE};
 use crate::sources::side_band::{self, Change, without_id};
@@ -41,7 +41,7 @@ pub struct Place {
 impl Seen {
     /// Before the first record.
     pub fn nothing_yet() -> Self {
-        Self { is_first_namespace: !in_a_pid_namespace(), ..Self::default() }
+        Self { is_first_namespace: pid_namespace().is_none(), ..Self::default() }
     }
 
     /// Samples that were taken, and those lost.

@@ -57,6 +57,7 @@ pub(super) fn prepare(
         }
     }
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
+    processes.choose(config.choice.clone());
     if let Scope::Processes { pids, on_exec: true, .. } = &config.scope {
         processes.await_exec(pids);
     }
@@ -188,6 +189,7 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         events: config.series(),
         frequency: if config.count.is_some() { 0 } else { config.frequency },
         kernel_stacks: config.kernel_stacks,
+        choice: config.choice.clone(),
         ..Sampling::default()
     };
     let mut filter = Filter { events: config.events.len(), ..Filter::default() };

@@ -59,9 +59,9 @@ mod tests {
         let mut record = vec![0; HEADER];
         record[..8].copy_from_slice(&5u64.to_ne_bytes());
         record[32..36].copy_from_slice(&77u32.to_ne_bytes());
-        record[44] = 2;
-        record[46] = 1;
-        record[56..60].copy_from_slice(b"node");
+        record[48] = 2;
+        record[50] = 1;
+        record[64..68].copy_from_slice(b"node");
         for frame in [1u64, 2, 3] {
             record.extend(frame.to_ne_bytes());
         }

@@ -305,7 +305,7 @@ enum Held {
 /// Whether a file that is a user's was opened for a process of that user: the pid may have become
 /// another's.
 fn is_still(owner: Owner, wanted: &Wanted) -> bool {
-    let (Wanted::Mapped { pid, .. } | Wanted::Own { pid, .. }) = wanted;
+    let (Wanted::Mapped { pid, .. } | Wanted::Own { pid, .. } | Wanted::Said { pid, .. }) = wanted;
     !owner.takes_everyones_only() && Owner::of_process(*pid) == owner
 }
 

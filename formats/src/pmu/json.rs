@@ -16,6 +16,9 @@ pub fn write(profile: &Profile, parts: &[Part<'_>], mut out: impl Write) -> io::
         let mut value = stats(profile, &part.stats);
         if let Some(who) = &part.who {
             value.insert("pid".to_owned(), who.pid.into());
+            if who.host_pid != 0 {
+                value.insert("host_pid".to_owned(), who.host_pid.into());
+            }
             value.insert("comm".to_owned(), who.comm.into());
             if let Some((tid, thread)) = who.thread {
                 value.insert("tid".to_owned(), tid.into());

@@ -14,7 +14,7 @@ use std::hash::Hash;
 use std::io::{self, Write};
 
 use stackwire_model::Profile;
-use stackwire_model::profile::Who;
+use stackwire_model::profile::{Process, Who};
 use stackwire_model::sched::{CounterSum, PerfCounter, SchedStats};
 
 /// How it is written.
@@ -70,6 +70,7 @@ impl Part<'_> {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Named<'a> {
     pid: u32,
+    host_pid: u32,
     /// When the process began.
     start_ns: u64,
     comm: &'a str,
@@ -88,8 +89,8 @@ fn parts(profile: &Profile) -> Vec<Part<'_>> {
             }
         };
         let process = &profile.processes[process.index()];
-        let (pid, start_ns, comm) = (process.pid, process.start_ns, process.comm.as_str());
-        Part { who: Some(Named { pid, start_ns, comm, thread }), stats }
+        let Process { pid, host_pid, start_ns, ref comm, .. } = *process;
+        Part { who: Some(Named { pid, host_pid, start_ns, comm, thread }), stats }
     };
     // The profile has one more process each time one becomes another program.
     let mut parts = merged(profile.sched.iter().map(part), |part| part.who);
@@ -155,7 +156,7 @@ mod tests {
         let stats = |migrations| SchedStats { migrations, ..SchedStats::default() };
         let (one, other, third) = (stats(1), stats(2), stats(4));
         let part = |pid, stats| {
-            let who = Named { pid, start_ns: 5, comm: "sh", thread: None };
+            let who = Named { pid, host_pid: 0, start_ns: 5, comm: "sh", thread: None };
             Part { who: Some(who), stats: Cow::Borrowed(stats) }
         };
         let parts = [part(7, &one), part(8, &other), part(7, &third)];

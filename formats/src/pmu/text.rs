@@ -58,9 +58,16 @@ fn processes(parts: &[Part<'_>]) -> usize {
 fn name(who: Option<&Named<'_>>) -> String {
     match who {
         None => "all others: too many to tell apart".to_owned(),
-        Some(Named { pid, comm, thread: None, .. }) => format!("PID: {pid}, {}", plain(comm)),
-        Some(Named { pid, comm, thread: Some((tid, thread)), .. }) => {
-            format!("PID: {pid}, {}; TID: {tid}, {}", plain(comm), plain(thread))
+        Some(who) => {
+            let host = match who.host_pid {
+                0 => String::new(),
+                pid => format!(" (host: {pid})"),
+            };
+            let process = format!("PID: {}{host}, {}", who.pid, plain(who.comm));
+            match who.thread {
+                None => process,
+                Some((tid, thread)) => format!("{process}; TID: {tid}, {}", plain(thread)),
+            }
         }
     }
 }
@@ -165,7 +172,7 @@ mod tests {
     #[test]
     fn names_reach_the_terminal_as_text() {
         let comm = "a\n\u{1b}[31m";
-        let named = |thread| name(Some(&Named { pid: 1, start_ns: 0, comm, thread }));
+        let named = |thread| name(Some(&Named { pid: 1, host_pid: 0, start_ns: 0, comm, thread }));
         assert_eq!(named(None), "PID: 1, a??[31m");
         assert_eq!(named(Some((2, "b\nPID: 3"))), "PID: 1, a??[31m; TID: 2, b?PID: 3");
     }

@@ -262,7 +262,7 @@ impl<'a> Writer<'a> {
             profile.frames(sample.key).map(|location| self.location(location)).collect();
         let thread = &profile.threads[sample.key.thread.index()];
         let process = &profile.processes[thread.process.index()];
-        let mut label = Vec::with_capacity(4 + process.labels.len());
+        let mut label = Vec::with_capacity(5 + process.labels.len());
         // What came from elsewhere may have no process.
         if process.pid != 0 || !process.comm.is_empty() {
             label.push(self.text_label("comm", &process.comm));
@@ -272,6 +272,9 @@ impl<'a> Writer<'a> {
             label.push(self.number_label("pid", process.pid));
             label.push(self.text_label("thread", &thread.comm));
             label.push(self.number_label("tid", thread.tid));
+        }
+        if process.host_pid != 0 {
+            label.push(self.number_label("host_pid", process.host_pid));
         }
         label.extend(process.labels.iter().map(|(key, value)| self.text_label(key, value)));
         let given = sample.key.labels.checked_sub(1).map(|at| &profile.label_sets[at as usize]);

@@ -129,6 +129,7 @@ impl Profile {
         let own = [
             ("comm", said(&process.comm)),
             ("pid", number(process.pid)),
+            ("host_pid", number(process.host_pid)),
             ("thread", said(&thread.comm)),
             ("tid", number(thread.tid)),
         ];

@@ -94,8 +94,10 @@ handle!(
 /// One program image of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Process {
-    /// Process id.
+    /// Process id, in the pid namespace of whoever recorded it.
     pub pid: u32,
+    /// In the initial pid namespace, where that is another and it is known; 0.
+    pub host_pid: u32,
     /// Start in boottime nanoseconds.
     pub start_ns: u64,
     /// Counts images.

@@ -1,8 +1,7 @@
 //! Advice for profiles where few frames have names or few stacks are whole: one sentence for each
 //! of the two, about the worst case.
 //!
-//! It is printed under the last line of `record` and `resolve`. Run-times are known by the names of
-//! their files.
+//! It is printed under the last line of `record` and `resolve`.
 
 use std::collections::HashMap;
 use std::io::BufRead;
@@ -10,6 +9,8 @@ use std::path::Path;
 
 use stackwire::Profile;
 use stackwire::profile::{EndReason, Executable, ExecutableId, Named, ProcessId, Share, ThreadId};
+
+use super::run_time::RunTime;
 
 /// Below this much there is something to say, in percent.
 const ENOUGH: f64 = 90.0;
@@ -50,7 +51,7 @@ fn unnamed(profile: Named<'_>) -> Option<String> {
     let name = executable.name();
     let what = match executable {
         Executable::Anonymous => {
-            let how = match runtime(&profile, process).map(Runtime::names) {
+            let how = match run_time(&profile, process).map(RunTime::names) {
                 Some(how) => how.replace("PID", &pid.to_string()),
                 None => "let its run-time write a perf-map or a jitdump".to_owned(),
             };
@@ -94,8 +95,8 @@ fn cut(profile: Named<'_>) -> Option<String> {
             "run the collector with CAP_PERFMON (kernel 6.15 or later) or as root"
         }
         (_, Some(Executable::Anonymous)) => {
-            match process.and_then(|process| runtime(&profile, process)) {
-                Some(Runtime::Java) => "start java with -XX:+PreserveFramePointer",
+            match process.and_then(|process| run_time(&profile, process)) {
+                Some(RunTime::Java) => "start java with -XX:+PreserveFramePointer",
                 _ => {
                     "this code has no unwind table; let its compiler keep frame pointers, or describe it in a jitdump"
                 }
@@ -116,68 +117,22 @@ fn cut(profile: Named<'_>) -> Option<String> {
     Some(format!("{share:.0} % of the stacks that are not whole end{place}: {}; {how}", end.text()))
 }
 
-/// Who makes code at run time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Runtime {
-    Java,
-    Node,
-    Python,
-    DotNet,
-    Ruby,
-    Php,
-    Beam,
-    Wasmtime,
-}
-
-impl Runtime {
-    /// Parts of file names.
-    const FILES: [(&str, Self); 11] = [
-        ("libjvm.so", Self::Java),
-        ("libnode.so", Self::Node),
-        ("node", Self::Node),
-        ("libpython3", Self::Python),
-        ("python3", Self::Python),
-        ("libcoreclr.so", Self::DotNet),
-        ("libruby", Self::Ruby),
-        ("ruby", Self::Ruby),
-        ("php", Self::Php),
-        ("beam.", Self::Beam),
-        ("wasmtime", Self::Wasmtime),
-    ];
-
-    /// How it names its code, with PID for the process.
-    fn names(self) -> &'static str {
-        match self {
-            Self::Java => "run `jcmd PID Compiler.perfmap` before the capture ends",
-            Self::Node => "start node with --perf-basic-prof",
-            Self::Python => "start python with -X perf (3.12 or later)",
-            Self::DotNet => "start it with DOTNET_PerfMapEnabled=1",
-            Self::Ruby => "start ruby with --yjit-perf",
-            Self::Php => "start php with -d opcache.jit_debug=16",
-            Self::Beam => "start erl with +JPperf true",
-            Self::Wasmtime => "start wasmtime with --profile perfmap",
-        }
-    }
-}
-
 /// The run-time of a process, by the files that ran in it.
-fn runtime(profile: &Profile, process: ProcessId) -> Option<Runtime> {
+fn run_time(profile: &Profile, process: ProcessId) -> Option<RunTime> {
     let ran: Vec<String> = profile
         .mappings
         .iter()
         .filter(|mapping| mapping.process == process)
         .map(|mapping| profile.executables[mapping.executable.index()].name())
         .collect();
-    let base = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
-    let of = |start: &str| ran.iter().any(|path| base(path).starts_with(start));
-    Runtime::FILES.into_iter().find(|(start, _)| of(start)).map(|(_, runtime)| runtime)
+    RunTime::of(&ran)
 }
 
 /// Where dpkg keeps which file is of which package.
 const DPKG: &str = "/var/lib/dpkg/info";
 
 /// The Debian package with the debug information of a file of this host.
-fn debug_package(path: &Path) -> Option<String> {
+pub fn debug_package(path: &Path) -> Option<String> {
     // On systems with a merged /usr packages may have either path; and packages hold files, not
     // links to them.
     let whole = path.canonicalize().ok()?;

@@ -10,6 +10,7 @@ mod output;
 mod place;
 mod record;
 mod resolve;
+mod run_time;
 mod serve;
 mod stat;
 mod symbolize;

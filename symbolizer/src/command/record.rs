@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use stackwire::{
-    AddUp, Builder, Event, Kept, Names, OffCpu, Profile, Session, SessionError, Sources,
+    AddUp, Builder, Choice, Event, Kept, Names, OffCpu, Profile, Session, SessionError, Sources,
 };
 
 use super::Failure;
@@ -106,7 +106,9 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
 
 /// Whose profile it is.
 fn whom(arguments: &Record, comm: Option<&str>) -> String {
+    let choice = choice(arguments);
     match (comm, arguments.pid.as_slice()) {
+        _ if !choice.is_everything() => format!("each process {choice}"),
         (Some(comm), _) => format!("{comm:?}"),
         (None, []) => "the host".to_owned(),
         (None, pids) => {
@@ -151,22 +153,26 @@ fn no_samples(profile: &Profile, whom: &str, took: Duration) -> anyhow::Error {
 /// Combinations that cannot be meant, each with what to type instead.
 fn check(arguments: &Record) -> Result<(), Failure> {
     let usage = |message: &str| Err(Failure::Usage(message.to_owned()));
-    let scopes = [!arguments.pid.is_empty(), arguments.all, arguments.cgroup.is_some()];
+    let scopes = [
+        !arguments.pid.is_empty(),
+        arguments.all,
+        arguments.cgroup.is_some() || !choice(arguments).is_everything(),
+    ];
     match (scopes.into_iter().filter(|&it| it).count(), arguments.command.is_empty()) {
         (1, true) | (0, false) => {}
         (0, true) => {
             return usage(
-                "what to sample? use --pid PID, -a for every process, --cgroup DIRECTORY, or -- COMMAND",
+                "what to sample? use --pid PID, -a for every process, --comm NAME, --container ID, --pod UID, --cgroup DIRECTORY, or -- COMMAND",
             );
         }
         (_, true) => {
             return usage(
-                "--pid, --all and --cgroup exclude each other: use --pid PID for one process, or -a for all",
+                "--pid excludes --all and what chooses of all (--comm, --container, --pod, --cgroup), as --all excludes those: use --pid PID for one process, or -a for all",
             );
         }
         _ => {
             return usage(
-                "a command is sampled by itself: leave out --pid, --all and --cgroup, or the command",
+                "a command is sampled by itself: leave out what chooses processes, or the command",
             );
         }
     }
@@ -188,6 +194,9 @@ fn check(arguments: &Record) -> Result<(), Failure> {
     }
     if arguments.follow && arguments.all {
         return usage("--all samples children already: leave out --follow");
+    }
+    if arguments.follow && !choice(arguments).is_everything() {
+        return usage("processes that start later are looked at, too: leave out --follow");
     }
     if arguments.follow && arguments.cgroup.is_some() {
         return usage("children are in the cgroup of their parent: leave out --follow");
@@ -221,6 +230,7 @@ fn start(
         .source(arguments.source)
         .stack_bytes(arguments.stack_bytes)
         .share_executables(arguments.share_executables)
+        .choice(choice(arguments))
         .follow(arguments.follow || command.is_some());
     if samples(arguments) {
         builder = builder.profile();
@@ -265,6 +275,12 @@ fn start(
         other => other.into(),
     })?;
     Ok((session, sources))
+}
+
+/// Which processes count.
+fn choice(arguments: &Record) -> Choice {
+    let Record { comm, container, pod, .. } = arguments;
+    Choice { comms: comm.clone(), containers: container.clone(), pods: pod.clone() }
 }
 
 /// A command ends its capture itself.
@@ -343,6 +359,9 @@ fn comm(arguments: &Record) -> Option<String> {
     if let Some(directory) = &arguments.cgroup {
         let name = directory.canonicalize().ok()?.file_name()?.to_string_lossy().into_owned();
         return Some(name);
+    }
+    if let [name] = &arguments.comm[..] {
+        return Some(name.clone());
     }
     let [pid] = arguments.pid[..] else { return None };
     // A name may be any bytes.

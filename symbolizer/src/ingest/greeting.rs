@@ -1,7 +1,7 @@
 //! What a capture begins with: its clocks, its events, the container of its collector. Pure.
 
 use stackwire_model::sched::{CounterSum, PerfCounter, SchedStats};
-use stackwire_model::{Event, NoBpf};
+use stackwire_model::{Choice, Event, NoBpf};
 use stackwire_proto::v1;
 
 use crate::profile::{Builder, Origin, SeriesId, labels};
@@ -137,5 +137,14 @@ fn notes(sampling: &v1::Sampling) -> Vec<String> {
         "time in the kernel is not sampled: it takes CAP_PERFMON, or kernel.perf_event_paranoid at 1"
             .to_owned()
     });
-    through.into_iter().chain(excluded).collect()
+    let v1::Sampling { comms, containers, pods, .. } = sampling;
+    // What another version writes may not be one of ours; then it is as if it had asked for
+    // nothing.
+    let choice = Choice {
+        comms: comms.clone(),
+        containers: containers.iter().filter_map(|id| id.parse().ok()).collect(),
+        pods: pods.iter().filter_map(|uid| uid.parse().ok()).collect(),
+    };
+    let chosen = (!choice.is_everything()).then(|| format!("only processes {choice}"));
+    chosen.into_iter().chain(through).chain(excluded).collect()
 }

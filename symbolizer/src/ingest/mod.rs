@@ -6,6 +6,7 @@
 //! tables, no samples.
 
 mod greeting;
+mod service;
 mod stacks;
 mod tables;
 mod waits;

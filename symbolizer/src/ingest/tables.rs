@@ -6,7 +6,7 @@ use std::cell::Cell;
 use stackwire_model::ExecutableKey;
 use stackwire_proto::v1;
 
-use super::{Context, IngestError};
+use super::{Context, IngestError, service};
 use crate::profile::{ArtifactHash, Executable, FrameKind, JitFile, Mark, Process};
 
 /// Beyond any file and any user address (57 bits with five-level page tables).
@@ -78,12 +78,15 @@ impl Reader<'_> {
 
     pub(super) fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {
         let jit_missing = self.reason(wire.jit_missing)?;
+        let mut labels = self.context.labels(&self.string(wire.cgroup_path)?);
+        labels.extend(service::labels(wire));
         Ok(Process {
             pid: wire.pid,
+            host_pid: wire.host_pid,
             start_ns: wire.start_ns,
             generation: wire.generation,
             comm: self.string(wire.comm)?,
-            labels: self.context.labels(&self.string(wire.cgroup_path)?),
+            labels,
             parent: wire.parent_pid,
             since_ns: self.context.known(wire.since_ns),
             end_ns: self.context.known(wire.end_ns),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stackwire_cache::Cache;
-use stackwire_model::{AddUp, Event, OffCpu, Share, Source, Unwind};
+use stackwire_model::{AddUp, Choice, Event, OffCpu, Share, Source, Unwind};
 
 use super::SessionError;
 use super::exporter::{Exporting, MetricsExporter};
@@ -24,6 +24,7 @@ pub(super) enum Scope {
 #[derive(Clone, Debug)]
 pub struct Builder {
     pub(super) scope: Scope,
+    pub(super) choice: Choice,
     pub(super) follow: bool,
     pub(super) on_exec: bool,
     pub(super) profile: bool,
@@ -51,6 +52,7 @@ impl Builder {
     pub(super) fn new() -> Self {
         Self {
             scope: Scope::All,
+            choice: Choice::default(),
             follow: false,
             on_exec: false,
             profile: false,
@@ -89,6 +91,13 @@ impl Builder {
     #[must_use]
     pub fn cgroup(mut self, path: impl Into<PathBuf>) -> Self {
         self.scope = Scope::Cgroup(path.into());
+        self
+    }
+
+    /// Samples only processes that fit, of all or of those of the cgroup.
+    #[must_use]
+    pub fn choice(mut self, choice: Choice) -> Self {
+        self.choice = choice;
         self
     }
 
@@ -245,6 +254,8 @@ impl Builder {
     pub(super) fn collect(&self, collector: &Path, socket: &Path) -> Result<Child, SessionError> {
         let mut command = Command::new(collector);
         match &self.scope {
+            // Each of the three that choose says it.
+            Scope::All if !self.choice.is_everything() => {}
             Scope::All => {
                 command.arg("--all");
             }
@@ -255,6 +266,10 @@ impl Builder {
                 command.arg("--cgroup").arg(path);
             }
         }
+        let Choice { comms, containers, pods } = &self.choice;
+        command.args(comms.iter().map(|name| format!("--comm={name}")));
+        command.args(containers.iter().map(|id| format!("--container={id}")));
+        command.args(pods.iter().map(|uid| format!("--pod={uid}")));
         if self.follow {
             command.arg("--follow");
         }

@@ -1,13 +1,15 @@
 //! The broker: a process of its own that opens files of other processes and passes the descriptors
 //! on.
 //!
-//! It may trace processes and read files that others may not, and never looks at content. The
-//! process that asks it may look at content and holds no such privilege. `main.rs` starts it before
-//! there are threads. [`Broker::open`] is called for perf-maps and jitdumps (`host/`), and for
-//! files that the symbolizer wants (`handover.rs`). `open.rs` says what may be opened; `serve.rs`
-//! is the process itself.
+//! It may trace processes and read files that others may not, and never looks at content, but to
+//! find what a process says of itself (`said.rs`). The process that asks it may look at content and
+//! holds no such privilege. `main.rs` starts it before there are threads. [`Broker::open`] is
+//! called for perf-maps and jitdumps (`host/`), and for files that the symbolizer wants
+//! (`handover.rs`). What a process says of itself is copied to a file as well, for `host/whose.rs`.
+//! `open.rs` says what may be opened; `serve.rs` is the process itself.
 
 mod open;
+mod said;
 mod serve;
 
 use std::fs::File;
@@ -137,8 +139,9 @@ impl Broker {
 /// Pid, kind, start, end, limit in milliseconds; then the path.
 fn encode(wanted: &Wanted, limit: Duration) -> Vec<u8> {
     let (pid, kind, start, end, path) = match wanted {
-        Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, start.0, end.0, path),
-        Wanted::Own { pid, path, here } => (*pid, 1, u64::from(*here), 0, path),
+        Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, start.0, end.0, path.as_str()),
+        Wanted::Own { pid, path, here } => (*pid, 1, u64::from(*here), 0, path.as_str()),
+        Wanted::Said { pid, context } => (*pid, 2, context.map_or(0, |at| at.0), 0, ""),
     };
     let mut message = Vec::with_capacity(32 + path.len());
     message.extend(pid.to_ne_bytes());
@@ -160,6 +163,7 @@ fn decode(message: &[u8]) -> Option<(Wanted, Duration)> {
     let wanted = match word(4) {
         0 => Wanted::Mapped { pid, start: UserAddr(long(8)), end: UserAddr(long(16)), path },
         1 => Wanted::Own { pid, path, here: long(8) != 0 },
+        2 => Wanted::Said { pid, context: Some(UserAddr(long(8))).filter(|at| at.0 != 0) },
         _ => return None,
     };
     Some((wanted, Duration::from_millis(long(24)).min(LIMIT)))
@@ -217,6 +221,8 @@ mod tests {
                 path: path.clone(),
             },
             Wanted::Own { pid: 8, path, here: true },
+            Wanted::Said { pid: 9, context: Some(UserAddr(0x1000)) },
+            Wanted::Said { pid: 9, context: None },
         ] {
             let limit = Duration::from_millis(50);
             assert_eq!(decode(&encode(&wanted, limit)).unwrap(), (wanted, limit));

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat, openat2};
 
-use super::OpenError;
+use super::{OpenError, said};
 use crate::process::{Wanted, living_task};
 
 /// Opens what is wanted, with the privileges of the caller.
@@ -44,6 +44,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<File, OpenError> {
             let user = user(*pid).ok_or(OpenError::RootOutOfReach)?;
             read_if(found, |stat| stat.st_uid == user)
         }
+        Wanted::Said { pid, context } => said::copy(living_task(*pid).unwrap_or(*pid), *context),
     }
 }
 
@@ -74,6 +75,8 @@ pub(super) fn open_here(wanted: &Wanted) -> Result<File, OpenError> {
             let found = openat(CWD, path.as_str(), flags | OFlags::NOFOLLOW, Mode::empty());
             read_if(found?, |stat| stat.st_uid == user)
         }
+        // Who may not be looked at there may not be here.
+        Wanted::Said { .. } => Err(OpenError::NotFound),
     }
 }
 

@@ -1,4 +1,7 @@
-//! `stackwire doctor`: what works on this host, and what to do about what does not.
+//! `stackwire doctor`: what works on this host, and what to do about what does not. Of one process,
+//! `process.rs` says it.
+
+mod process;
 
 use std::fs;
 use std::io::Write;
@@ -9,7 +12,7 @@ use std::process::Command;
 use anyhow::anyhow;
 use stackwire::find_collector;
 
-use super::Failure;
+use super::{Failure, place};
 use crate::cli::Doctor;
 
 /// One finding.
@@ -19,7 +22,7 @@ struct Finding {
     advice: String,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Level {
     Works,
     Limits,
@@ -27,11 +30,26 @@ enum Level {
 }
 
 pub fn run(arguments: &Doctor) -> Result<(), Failure> {
+    if let Some(pid) = arguments.pid {
+        return of_process(pid);
+    }
     let mut findings = vec![kernel(), btf(), lockdown(), kptr_restrict(), rate_limit(), paranoid()];
     findings.extend(rights());
     findings.extend(collector(arguments.collector.as_deref()));
+    print(&findings)
+}
+
+/// What to expect of a process.
+fn of_process(pid: u32) -> Result<(), Failure> {
+    let seen = process::look(pid);
+    // What comes now is in files that others wrote.
+    place::confine()?;
+    print(&seen.map_or_else(|why| vec![*why], |seen| seen.findings()))
+}
+
+fn print(findings: &[Finding]) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
-    for finding in &findings {
+    for finding in findings {
         let mark = match finding.level {
             Level::Works => "ok  ",
             Level::Limits => "warn",

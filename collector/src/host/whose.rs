@@ -1,0 +1,159 @@
+//! Whose processes are, by what they say of themselves. The broker copies it, once for each process
+//! or again while it says nothing; on a thread that nobody waits for. What the bytes mean is for
+//! the symbolizer to see. Called by `pipeline.rs`.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use crate::helpers::broker::Broker;
+use crate::in_time::later;
+use crate::process::{Wanted, maps};
+
+/// How long a process may keep the broker busy.
+const AT_ONCE: Duration = Duration::from_millis(50);
+/// When to ask one again that says nothing yet; each time twice as much later.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// Processes asked in one go: samples wait while their mappings are looked through, and others wait
+/// for the broker.
+const MAX_ASKED: usize = 16;
+/// How long to wait for those that are being asked when a capture ends.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// What a process says, byte by byte; what it does not say is empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Said {
+    /// The OpenTelemetry process context.
+    pub context: Vec<u8>,
+    /// `OTEL_SERVICE_NAME`.
+    pub service_name: Vec<u8>,
+    /// `OTEL_RESOURCE_ATTRIBUTES`.
+    pub resource_attributes: Vec<u8>,
+}
+
+/// What is known of process images.
+#[derive(Debug)]
+pub struct Whose {
+    broker: Arc<Broker>,
+    said: HashMap<u64, Said>,
+    /// When to ask again, and how much later than the last time.
+    asked: HashMap<u64, (Instant, Duration)>,
+    asking: Option<mpsc::Receiver<Vec<(u64, Said)>>>,
+}
+
+impl Whose {
+    /// Nobody was asked yet.
+    #[must_use]
+    pub fn new(broker: Arc<Broker>) -> Self {
+        Self { broker, said: HashMap::new(), asked: HashMap::new(), asking: None }
+    }
+
+    /// What each image said.
+    #[must_use]
+    pub fn said(&self) -> &HashMap<u64, Said> {
+        &self.said
+    }
+
+    /// Asks those of these that are to be asked: images, each with its pid.
+    pub fn ask(&mut self, processes: impl Iterator<Item = (u64, u32)>) {
+        if !self.learn(Duration::ZERO) {
+            return;
+        }
+        let now = Instant::now();
+        let mut due = Vec::new();
+        for (image, pid) in processes {
+            let (again, after) = self.asked.entry(image).or_insert((now, ASK_AGAIN));
+            if *again <= now && due.len() < MAX_ASKED {
+                // Here, where the right to read mappings is.
+                due.push((image, Wanted::Said { pid, context: maps::context(pid) }));
+                *again = now + *after;
+                *after *= 2;
+            }
+        }
+        if due.is_empty() {
+            return;
+        }
+        static TAKEN: AtomicUsize = AtomicUsize::new(0);
+        let broker = Arc::clone(&self.broker);
+        self.asking = later(&TAKEN, move || {
+            let ask = |(image, wanted)| Some((image, ask(&broker, &wanted)?));
+            due.into_iter().filter_map(ask).collect()
+        });
+    }
+
+    /// Asks these, and waits a moment for what they say: the capture ends.
+    pub fn ask_last(&mut self, processes: impl Iterator<Item = (u64, u32)>) {
+        self.learn(PATIENCE);
+        self.ask(processes);
+        self.learn(PATIENCE);
+    }
+
+    /// Forgets images of which this is not true.
+    pub fn retain(&mut self, mut keep: impl FnMut(u64) -> bool) {
+        self.said.retain(|&image, _| keep(image));
+        self.asked.retain(|&image, _| keep(image));
+    }
+
+    /// Takes what was said by now. False: somebody is still being asked.
+    fn learn(&mut self, patience: Duration) -> bool {
+        let Some(asking) = &self.asking else { return true };
+        match asking.recv_timeout(patience) {
+            Err(mpsc::RecvTimeoutError::Timeout) => return false,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {}
+            Ok(answers) => {
+                for (image, said) in answers {
+                    // A context may change; that costs too much to follow.
+                    self.asked
+                        .insert(image, (Instant::now() + Duration::from_secs(3600), ASK_AGAIN));
+                    self.said.insert(image, said);
+                }
+            }
+        }
+        self.asking = None;
+        true
+    }
+}
+
+/// What a process says; none if nothing.
+fn ask(broker: &Broker, wanted: &Wanted) -> Option<Said> {
+    let mut bytes = Vec::new();
+    broker.open_within(wanted, AT_ONCE).ok()?.read_to_end(&mut bytes).ok()?;
+    let mut rest = bytes.as_slice();
+    let mut part = || {
+        let (length, after) = rest.split_first_chunk()?;
+        let (part, after) = after.split_at_checked(u32::from_ne_bytes(*length) as usize)?;
+        rest = after;
+        Some(part.to_vec())
+    };
+    let said = Said { context: part()?, service_name: part()?, resource_attributes: part()? };
+    (said != Said::default()).then_some(said)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_asked_until_it_says_something() {
+        // What has capabilities may not be looked at by who has none.
+        let mut command = std::process::Command::new("setpriv");
+        if rustix::process::geteuid().is_root() {
+            command.args(["--bounding-set=-all", "--inh-caps=-all"]);
+        }
+        command.args(["sleep", "60"]).env("OTEL_SERVICE_NAME", "shop");
+        let mut child = command.spawn().unwrap();
+        let mut whose = Whose::new(Arc::new(Broker::none()));
+        // It may not be `sleep` yet.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while whose.said().is_empty() && Instant::now() < deadline {
+            whose.ask_last([(7, child.id())].into_iter());
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(whose.said()[&7].service_name, b"shop");
+        whose.retain(|image| image != 7);
+        assert!(whose.said().is_empty());
+    }
+}
