@@ -167,7 +167,7 @@ fn check(arguments: &Record) -> Result<(), Failure> {
         }
         (_, true) => {
             return usage(
-                "--pid excludes --all and what chooses of all (--comm, --container, --pod, --cgroup), as --all excludes those: use --pid PID for one process, or -a for all",
+                "--pid, --all and what chooses of all (--comm, --container, --pod, --cgroup) exclude each other: use --pid PID for one process, or -a for all",
             );
         }
         _ => {
