@@ -156,32 +156,39 @@ fn the_whole_namespace_is_sampled_and_what_is_outside_is_counted() {
     if !privileged() {
         return;
     }
-    let outside = Running::start(Command::new(build::work()).args(["plain", "120"]));
+    // Programs outside begin and end all the time.
+    let mut outside = Command::new("sh");
+    let _outside = Running::start(outside.args(["-c", "echo ready; while :; do /bin/true; done"]));
     let program = format!("{0} & unshare --pid --fork --mount-proc {0}", work());
     let namespace = Namespace::start(1, &program);
     let directory = tempfile::tempdir().unwrap();
-    for source in ["--source=bpf", "--source=perf"] {
-        let ran = namespace.record(
-            directory.path(),
-            &[
-                "--all",
-                "--profile",
-                "--duration=2s",
-                source,
-                "--profile-output=all.pb.gz",
-                "--capture=all.stackwire",
-            ],
-        );
-        ran.succeeded();
-        let said = report(&directory.path().join("all.stackwire"));
+    let at = |name: &str| directory.path().join(name);
+    let more = ["--offcpu", "--offcpu-wakers", "--pmu", "--per-pid", "--pmu-format=json"];
+    let outputs = ["--offcpu-output=off.pb.gz", "--pmu-output=pmu.json"];
+    for (source, more) in
+        [("--source=bpf", [&more[..], &outputs].concat()), ("--source=perf", Vec::new())]
+    {
+        let all = ["--all", "--profile", "--duration=2s", source];
+        let outputs = ["--profile-output=all.pb.gz", "--capture=all.stackwire"];
+        namespace.record(directory.path(), &[&all[..], &outputs, &more].concat()).succeeded();
+        let said = report(&at("all.stackwire"));
         assert!(said.contains("of processes outside the collector's pid namespace"), "{said}");
-        let profile = Pprof::read(&directory.path().join("all.pb.gz"));
+        let profile = Pprof::read(&at("all.pb.gz"));
         // Both programs, that of the namespace below among them, each with its number here.
         let works = profile.samples.iter().filter(|sample| sample.labels["comm"] == "work");
-        let pids: BTreeSet<&String> = works.map(|sample| &sample.labels["pid"]).collect();
-        assert_eq!(pids.len(), 2, "{source}: {pids:?}");
-        assert!(!pids.contains(&outside.pid().to_string()));
+        let found: BTreeSet<&String> = works.map(|sample| &sample.labels["pid"]).collect();
+        assert_eq!(found.len(), 2, "{source}: {found:?}");
+        assert!(profile.samples.iter().all(|sample| sample.labels["comm"] != "true"));
+        std::fs::remove_file(at("all.stackwire")).unwrap();
     }
+    let pmu: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(at("pmu.json")).unwrap()).unwrap();
+    let processes = pmu["processes"].as_array().unwrap();
+    assert!(processes.iter().all(|it| it["pid"] != 0 && it["comm"] != "true"), "{processes:?}");
+    assert_eq!(processes.iter().filter(|it| it["comm"] == "work").count(), 2);
+    assert!(pmu["others"].is_null(), "{pmu}");
+    let waits = Pprof::read(&at("off.pb.gz"));
+    assert!(waits.samples.iter().all(|sample| sample.labels["pid"] != "0"));
 }
 
 #[test]

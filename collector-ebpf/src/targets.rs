@@ -8,9 +8,13 @@ use stackwire_collector_ebpf::{Counter, Scope};
 use crate::maps::{TARGETS, config, count};
 use crate::task::{Task, current};
 
-/// Whether a sample of process `pid`, started at `start`, is wanted.
+/// Whether a sample of process `pid`, started at `start`, is wanted. 0 is idle, or outside the pid
+/// namespace.
 #[inline(always)]
 pub fn wanted(pid: u32, start: u64) -> bool {
+    if pid == 0 {
+        return false;
+    }
     let config = config();
     if config.scope == Scope::Processes as u32 {
         // SAFETY: the value is a plain u64; a torn read is impossible on 64-bit targets.

@@ -48,7 +48,8 @@ pub struct Waker {
     pub start_boottime_ns: u64,
     /// As in [`SampleHeader`].
     pub pid: u32,
-    /// As in [`SampleHeader`]; 0: the CPU was idle when an interrupt came.
+    /// As in [`SampleHeader`]; 0: the CPU was idle when an interrupt came, or the thread is outside
+    /// the pid namespace.
     pub tid: u32,
     /// As in [`SampleHeader`].
     pub comm: [u8; 16],

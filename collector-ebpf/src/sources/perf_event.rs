@@ -76,7 +76,7 @@ pub fn pick(ctx: PerfEventContext) -> u32 {
     // SAFETY: helpers without memory arguments.
     let (task, cpu, now_ns) =
         unsafe { (bpf_get_current_task_btf(), bpf_get_smp_processor_id(), bpf_ktime_get_ns()) };
-    let ours = pid != 0 && wanted(pid, Task(task as u64).process_start());
+    let ours = wanted(pid, Task(task as u64).process_start());
     let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
     // SAFETY: as in `sample`.
     let header = unsafe { &mut (*scratch).header };

@@ -149,6 +149,9 @@ fn is_wanted(task: Task) -> bool {
 
 #[inline(always)]
 fn can_run(tid: u32) {
+    if tid == 0 {
+        return; // outside the pid namespace
+    }
     // SAFETY: a helper without arguments.
     let since_ns = unsafe { bpf_ktime_get_ns() };
     match RUNNABLE.get_ptr_mut(&tid) {

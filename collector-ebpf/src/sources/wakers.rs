@@ -53,7 +53,7 @@ pub fn waking(ctx: RawTracePointContext) -> i32 {
     // SAFETY: the buffer is 16 bytes of the local.
     unsafe { bpf_get_current_comm(waker.comm.as_mut_ptr().cast(), 16) };
     let start_boottime_ns = Task(task as u64).process_start();
-    let is_wanted = waker.tid != 0 && wanted(waker.pid, start_boottime_ns);
+    let is_wanted = wanted(waker.pid, start_boottime_ns);
     if is_wanted {
         waker.start_boottime_ns = start_boottime_ns;
     }

@@ -127,6 +127,12 @@ pub fn decode(record: &[u8]) -> Option<Event> {
         THROTTLE => Change::Throttle,
         _ => return None,
     };
+    let of_process = !matches!(change, Change::Lost(_) | Change::Throttle);
+    // So the kernel numbers those outside the pid namespace (perf_event_pid_type of
+    // kernel/events/core.c).
+    if of_process && matches!(pid, 0 | u32::MAX) {
+        return None;
+    }
     Some(Event { time_ns, pid, change })
 }
 
@@ -259,6 +265,16 @@ mod tests {
         assert_eq!(decode(&thread), None);
         assert_eq!(forked(&thread), Some(Forked { tid: 9, by: 5, time_ns: 7 }));
         assert_eq!(forked(&exec), None);
+    }
+
+    #[test]
+    fn of_what_is_outside_the_namespace_nothing_is_told_but_losses() {
+        for pid in [0, u32::MAX] {
+            let exec = record(COMM, MISC_COMM_EXEC, &[&two(pid, pid), b"sh\0\0\0\0\0\0"], 1);
+            assert_eq!(decode(&exec), None);
+            let lost = record(LOST, 0, &[&two(pid, 0), &5u64.to_ne_bytes()], 1);
+            assert_eq!(decode(&lost).map(|event| event.change), Some(Change::Lost(5)));
+        }
     }
 
     proptest! {
