@@ -10,7 +10,7 @@ if [ "$(id -u)" != 0 ] && ! "$out/stackwire" doctor >/dev/null 2>&1; then
   exit 1
 fi
 mkdir -p demo
-flags="-O1 -g -fno-omit-frame-pointer -fno-optimize-sibling-calls -fno-inline"
+flags="-O1 -g -falign-functions=64 -fno-omit-frame-pointer -fno-optimize-sibling-calls -fno-inline"
 gcc $flags -fPIC -shared tests/fixtures/libwork.c -o demo/libwork.so
 gcc $flags tests/fixtures/work.c -o demo/work -Ldemo -Wl,-rpath,"$PWD/demo" -lwork -ldl -lpthread
 

@@ -107,9 +107,21 @@ fn those_that_start_later_are_chosen_from_their_first_moment() {
     let directory = tempfile::tempdir().unwrap();
     let late = directory.path().join("late-one");
     std::fs::copy(build::work(), &late).unwrap();
-    for how in ["--comm=late-one", &format!("--container={id}")] {
+    let container = format!("--container={id}");
+    for (how, source) in [
+        ("--comm=late-one", "--source=bpf"),
+        (&container, "--source=bpf"),
+        ("--comm=late-one", "--source=perf"),
+        (&container, "--source=perf"),
+    ] {
         let mut command = Command::new(binary("stackwire"));
-        command.current_dir(directory.path()).args(["record", "--profile", "--duration=4s", how]);
+        command.current_dir(directory.path()).args([
+            "record",
+            "--profile",
+            "--duration=4s",
+            how,
+            source,
+        ]);
         let recording = command.args(["-F997", "--profile-output=late.pb.gz"]).spawn().unwrap();
         let mut recording = Running(recording);
         std::thread::sleep(Duration::from_millis(1500));
@@ -133,6 +145,32 @@ fn those_that_start_later_are_chosen_from_their_first_moment() {
 }
 
 #[test]
+fn who_waits_all_the_time_is_chosen_by_its_container() {
+    let unified = Path::new("/sys/fs/cgroup/unified").is_dir();
+    if !privileged() || !can("cgroup v2 at /sys/fs/cgroup/unified", unified) {
+        return;
+    }
+    let id = format!("{:064x}", 0xabcdef);
+    let cgroup = Cgroup::new("unified", &format!("/docker-{id}.scope"));
+    let script = "sh -c 'echo ready; exec sleep 60'";
+    let inside = Running::start(&mut cgroup.command(script));
+    let _outside = Running::start(Command::new("sh").args(["-c", "echo ready; exec sleep 60"]));
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::new(binary("stackwire"));
+    command.current_dir(directory.path()).args(["record", "--offcpu", "--duration=1s"]);
+    command.args(["--container", &id[50..]]);
+    Ran::of(&mut command).failed(1, "if there is one");
+    let mut command = Command::new(binary("stackwire"));
+    command.current_dir(directory.path()).args(["record", "--offcpu", "--duration=1s"]);
+    Ran::of(command.args(["--container", &id, "--offcpu-output=off.pb.gz"])).succeeded();
+    let profile = Pprof::read(&directory.path().join("off.pb.gz"));
+    let pids = profile.samples.iter().map(|sample| sample.labels["pid"].clone());
+    assert_eq!(pids.collect::<BTreeSet<_>>(), [inside.pid().to_string()].into());
+    let waited_ns: u64 = profile.samples.iter().map(|sample| sample.values[1]).sum();
+    assert!(waited_ns > 900_000_000, "{waited_ns} of 1 s");
+}
+
+#[test]
 fn what_is_no_choice_says_so() {
     for (arguments, said) in [
         (&["--container=nginx"][..], "is no id of a container"),
@@ -149,5 +187,5 @@ fn what_is_no_choice_says_so() {
         return;
     }
     let nobody = ["record", "--profile", "--duration=1s", "--comm=no-such-name"];
-    stackwire(nobody).failed(1, "each process called no-such-name used no CPU");
+    stackwire(nobody).failed(1, "each process called no-such-name, if there is one, used no CPU");
 }

@@ -148,6 +148,9 @@ fn waits_and_scheduling_are_recorded_in_a_namespace() {
         serde_json::from_slice(&std::fs::read(at("pmu.json")).unwrap()).unwrap();
     let process =
         pmu["processes"].as_array().unwrap().iter().find(|it| it["comm"] == "waits").unwrap();
+    // The kernel takes the number of a thread before it leaves its CPU for the last time.
+    let exited = process["switches"]["exited"].as_u64().unwrap();
+    assert!(exited > 10, "{exited} threads ended: {process}");
     assert_eq!((&process["pid"], &process["host_pid"]), (&pid.into(), &host_pid.unwrap().into()));
 }
 

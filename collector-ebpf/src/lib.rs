@@ -27,7 +27,7 @@ mod walk {
 
 pub use picker::Picker;
 pub use record::{
-    COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
+    ANY_LEVEL, COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
     MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, RecordKind, SAMPLE,
     SampleHeader, Scope, Unwind, UserEnd, WALK,
 };

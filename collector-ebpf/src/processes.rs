@@ -75,9 +75,12 @@ pub fn note_fork(ctx: RawTracePointContext) -> i32 {
     }
     let now = generation();
     // None: no word, so that one of this pid's process before is not taken for it.
-    let word = match find_process(current().0) {
-        Some((first, count)) => process_word(pid, first, count),
-        None => 0,
+    let word = match current().0 {
+        0 => 0, // its parent is outside the pid namespace
+        parent => match find_process(parent) {
+            Some((first, count)) => process_word(pid, first, count),
+            None => 0,
+        },
     };
     if let Some(slot) = INHERITED.get_ptr_mut(first_slot(pid)) {
         // SAFETY: the pointer came from a successful lookup. One of another child there is

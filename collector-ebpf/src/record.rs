@@ -177,6 +177,10 @@ pub enum Counter {
 /// Slots each CPU has in `COUNTERS`.
 pub const COUNTERS_PER_CPU: u32 = 16;
 
+/// [`Config::cgroup_level`] where it is not known: in a cgroup namespace the root is not to be
+/// seen.
+pub const ANY_LEVEL: u32 = u32::MAX;
+
 /// Which tasks are sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
@@ -200,7 +204,8 @@ pub struct Config {
     pub cgroup_id: u64,
     /// [`Scope`] as a number.
     pub scope: u32,
-    /// Depth of that cgroup below the root of the unified hierarchy (0 = the root).
+    /// Depth of that cgroup below the root of the unified hierarchy (0 = the root), or
+    /// [`ANY_LEVEL`].
     pub cgroup_level: u32,
     /// Non-zero: record kernel stacks.
     pub kernel_stacks: u32,

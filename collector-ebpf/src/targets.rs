@@ -3,10 +3,13 @@
 use aya_ebpf::helpers::generated::{bpf_get_current_ancestor_cgroup_id, bpf_get_smp_processor_id};
 use aya_ebpf::macros::raw_tracepoint;
 use aya_ebpf::programs::RawTracePointContext;
-use stackwire_collector_ebpf::{Counter, Scope};
+use stackwire_collector_ebpf::{ANY_LEVEL, Counter, Scope};
 
 use crate::maps::{TARGETS, config, count};
 use crate::task::{Task, current};
+
+/// Depths at which a cgroup is looked for. Kubernetes has its containers at 4 to 6.
+const MAX_LEVELS: u32 = 24;
 
 /// Whether a sample of process `pid`, started at `start`, is wanted. 0 is idle, or outside the pid
 /// namespace.
@@ -24,11 +27,19 @@ pub fn wanted(pid: u32, start: u64) -> bool {
         };
     }
     if config.scope == Scope::Cgroup as u32 {
-        // SAFETY: a helper without memory arguments.
-        let id = unsafe { bpf_get_current_ancestor_cgroup_id(config.cgroup_level as i32) };
-        return id == config.cgroup_id;
+        if config.cgroup_level == ANY_LEVEL {
+            return (0..MAX_LEVELS).any(|level| ancestor(level) == config.cgroup_id);
+        }
+        return ancestor(config.cgroup_level) == config.cgroup_id;
     }
     true
+}
+
+/// The id of the cgroup at this depth above the current task's, or of its own.
+#[inline(always)]
+fn ancestor(level: u32) -> u64 {
+    // SAFETY: a helper without memory arguments.
+    unsafe { bpf_get_current_ancestor_cgroup_id(level as i32) }
 }
 
 /// `sched_process_fork(parent, child)`: runs before the child can. Fires for threads as well, which

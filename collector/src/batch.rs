@@ -272,6 +272,8 @@ impl Epoch {
             process.host_pid = header.host_pid;
         }
         let index = self.process(process);
+        // It may have been met first where that is not known.
+        self.processes[index as usize].host_pid = process.host_pid;
         let certain = process.certain(header.time_ns, user);
         let (user, user_end) = match user.get(..certain) {
             Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),

@@ -160,7 +160,7 @@ pub enum ConfigError {
     NotACgroup(PathBuf),
     /// Pids would be those of other processes.
     #[error(
-        "/proc is that of another pid namespace, so a pid there is not the same process here: mount the own one (mount -t proc proc /proc), or enter it with the namespace (nsenter --pid --mount)"
+        "/proc is that of another pid namespace, so a pid there is not the same process here: enter it with its mounts (nsenter --pid --mount), or mount its own where nobody else sees it (unshare --mount, then mount -t proc proc /proc)"
     )]
     OtherProc,
     /// Count 0.

@@ -12,7 +12,7 @@ use stackwire_collector_ebpf::{Counter, RecordKind, SampleHeader};
 use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
-use crate::batch::Epoch;
+use crate::batch::{Epoch, ProcessDef};
 use crate::clock::now_ns;
 use crate::handover::Handover;
 use crate::host::Identity;
@@ -203,6 +203,10 @@ impl Pipeline {
             if self.jit.is_due() {
                 self.look_at_jits();
             }
+            // Before the epoch is cut, which has nobody in it then.
+            if second.elapsed() >= Duration::from_secs(1) {
+                self.whose.ask(images(&self.epoch, &self.processes));
+            }
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
                 || self.waits.as_ref().is_some_and(Waits::is_full)
@@ -215,7 +219,6 @@ impl Pipeline {
             }
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
-                self.whose.ask(images(&self.epoch));
                 self.sampler.follow_hotplug(&mut self.batch);
                 self.refused_cpus = self.refused_cpus.max(self.sampler.refused_cpus());
                 let ended = self.processes.take_ended();
@@ -237,7 +240,7 @@ impl Pipeline {
         self.add_waiting();
         self.add_sched();
         self.add_running();
-        self.whose.ask_last(images(&self.epoch));
+        self.whose.ask_last(images(&self.epoch, &self.processes));
         self.finish()
     }
 
@@ -308,8 +311,15 @@ impl Pipeline {
         let Some(waits) = &mut self.waits else { return };
         if header.kind == RecordKind::Stack as u8 {
             waits.learn(header, user, kernel);
-        } else if let Some(over) = waits.over(header, user) {
-            if processes.counts(header.pid, header.start_boottime_ns, header.cgroup_id) {
+        } else if let Some(mut over) = waits.over(header, user) {
+            if processes.counts(header) {
+                // Of another process's thread there is its name alone.
+                if let Some(waker) = &mut over.waker
+                    && waker.header.start_boottime_ns != 0
+                    && !processes.counts(&waker.header)
+                {
+                    waker.header.start_boottime_ns = 0;
+                }
                 self.epoch.add_wait(&over, processes, layout);
             } else {
                 let parts = over.parts.iter().map(|part| u64::from(part.taken.count));
@@ -320,8 +330,7 @@ impl Pipeline {
 
     /// Whether it is of a time and a process that count.
     fn counts(&mut self, header: &SampleHeader) -> bool {
-        let (pid, start_ns) = (header.pid, header.start_boottime_ns);
-        header.time_ns >= self.begun_ns && self.processes.counts(pid, start_ns, header.cgroup_id)
+        header.time_ns >= self.begun_ns && self.processes.counts(header)
     }
 
     /// Adds the waits that are not over.
@@ -333,11 +342,10 @@ impl Pipeline {
                 let process = self.processes.get(waiting.pid);
                 waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
             }
-            let (pid, start_ns) = (waiting.pid, waiting.start_boottime_ns);
-            if !self.processes.counts(pid, start_ns, waiting.cgroup_id) {
+            let (parts, stacks) = waits.going_on(tid, &waiting, now_ns);
+            if !parts.first().is_some_and(|part| self.processes.counts(&part.header)) {
                 continue;
             }
-            let (parts, stacks) = waits.going_on(tid, &waiting, now_ns);
             self.going_on += parts.len() as u64;
             let open = Over { parts, stacks, waker: None };
             self.epoch.add_wait(&open, &mut self.processes, &self.layout);
@@ -515,9 +523,13 @@ impl Pipeline {
         }
     }
 
-    /// Adds how somebody was scheduled who counts. Of those that cannot be told apart all do.
+    /// Adds how somebody was scheduled who counts. Those that cannot be told apart do where all do.
     fn add_done(&mut self, done: &Done) {
-        if done.of.as_ref().is_none_or(|of| self.processes.scheduled_counts(of)) {
+        let counts = match &done.of {
+            Some(of) => self.processes.scheduled_counts(of),
+            None => self.processes.all_count(),
+        };
+        if counts {
             self.epoch.add_sched(done, &mut self.processes);
         }
     }
@@ -570,8 +582,8 @@ impl Pipeline {
     }
 }
 
-/// Images of the processes of an epoch that have not ended, each with its pid.
-fn images(epoch: &Epoch) -> impl Iterator<Item = (u64, u32)> {
-    let lives = epoch.processes.iter().filter(|process| process.end_ns == 0);
-    lives.map(|process| (process.image, process.pid))
+/// Images of the processes of an epoch that run still, each with its pid.
+fn images(epoch: &Epoch, processes: &Processes) -> impl Iterator<Item = (u64, u32)> {
+    let runs = |it: &&ProcessDef| it.end_ns == 0 && processes.image(it.pid) == Some(it.image);
+    epoch.processes.iter().filter(runs).map(|process| (process.image, process.pid))
 }

@@ -31,16 +31,15 @@ impl Choice {
     /// Whether a process with this name fits, in a cgroup with this path.
     #[must_use]
     pub fn fits(&self, comm: &str, cgroup_path: &str) -> bool {
-        let called = |name: &String| {
-            let kept = name.len().min(COMM_BYTES);
-            comm.as_bytes() == &name.as_bytes()[..kept]
-        };
+        // Those of kernel threads are longer where /proc tells them.
+        let kept = |name: &str| name.as_bytes()[..name.len().min(COMM_BYTES)].to_owned();
+        let called = |name: &String| kept(comm) == kept(name);
         let in_container = || {
             container_id(cgroup_path)
                 .is_some_and(|id| self.containers.iter().any(|asked| id.starts_with(&asked.0)))
         };
         let in_pod =
-            || pod_uid(cgroup_path).is_some_and(|uid| self.pods.iter().any(|pod| pod.0 == uid));
+            || pod_uid(cgroup_path).is_some_and(|uid| self.pods.iter().any(|pod| pod.is(&uid)));
         (self.comms.is_empty() || self.comms.iter().any(called))
             && (self.containers.is_empty() || in_container())
             && (self.pods.is_empty() || in_pod())
@@ -116,6 +115,13 @@ impl fmt::Display for PodUid {
     }
 }
 
+impl PodUid {
+    /// Some write it without dashes.
+    fn is(&self, uid: &str) -> bool {
+        self.0.replace('-', "") == uid.replace('-', "")
+    }
+}
+
 impl FromStr for PodUid {
     type Err = BadChoice;
 
@@ -151,6 +157,9 @@ mod tests {
         assert!(choice.fits("a", &path) && !choice.fits("a", "") && !choice.fits("b", &path));
         choice.pods = vec![UID.parse().unwrap()];
         assert!(choice.fits("a", &path) && !choice.fits("a", &format!("/docker/{ID}")));
+        choice.pods = vec![UID.replace('-', "").parse().unwrap()];
+        assert!(choice.fits("a", &path));
+        choice.pods = vec![UID.parse().unwrap()];
         let text =
             format!("called a or a name of 20 letters, in container 0123456789ab, in pod {UID}");
         assert_eq!(choice.to_string(), text);

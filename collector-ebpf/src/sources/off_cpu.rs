@@ -14,7 +14,8 @@ use aya_ebpf::helpers::generated::{
     bpf_get_current_cgroup_id, bpf_get_current_comm, bpf_get_current_task_btf, bpf_get_prandom_u32,
     bpf_get_smp_processor_id, bpf_ktime_get_ns,
 };
-use aya_ebpf::macros::{btf_tracepoint, raw_tracepoint};
+use aya_ebpf::macros::{btf_tracepoint, map, raw_tracepoint};
+use aya_ebpf::maps::PerCpuArray;
 use aya_ebpf::programs::{BtfTracePointContext, RawTracePointContext};
 use stackwire_collector_ebpf::{
     Counter, RecordKind, SampleHeader, Stratum, Unwind, WAIT_WORDS, WOKEN_WORDS, Wait, WaitState,
@@ -30,6 +31,10 @@ use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_kernel, tell_user};
 use crate::walk::{by_frame_pointers, by_tables, remembered, stacks};
 
+/// Process id and thread id of the CPU's thread, in a pid namespace alone.
+#[map]
+static CAME: PerCpuArray<u64> = PerCpuArray::with_max_entries(1, 0);
+
 /// `sched_switch(preempt, previous, next, previous state)`; the state since 5.18.
 #[btf_tracepoint(function = "sched_switch")]
 pub fn switch(ctx: BtfTracePointContext) -> i32 {
@@ -39,10 +44,11 @@ pub fn switch(ctx: BtfTracePointContext) -> i32 {
         // SAFETY: the pointer came from a successful lookup; the slot is of this CPU and of the
         // programs that run at a switch.
         let scratch = unsafe { &mut *scratch };
+        let leaving = leaving(Task(ctx.arg::<u64>(2)));
         runs(ctx.arg(2), now_ns, scratch);
         // A thread that is preempted goes on to be runnable, whatever it was about to wait for.
         let state = if ctx.arg::<u64>(0) & 1 != 0 { 0 } else { ctx.arg::<u64>(3) };
-        leaves(&ctx, state, now_ns, scratch);
+        leaves(&ctx, leaving, state, now_ns, scratch);
     }
     0
 }
@@ -219,10 +225,34 @@ fn over(
     }
 }
 
+/// Process id and thread id of the current thread, which leaves the CPU to `next`. In a pid
+/// namespace one that ends has no number any more: it has that with which it came.
+#[inline(always)]
+fn leaving(next: Task) -> (u32, u32) {
+    let now = current();
+    if config().pid_namespace == 0 {
+        return now;
+    }
+    let Some(last) = CAME.get_ptr_mut(0) else { return now };
+    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's and this program's
+    // alone.
+    let last = unsafe { &mut *last };
+    let came = core::mem::replace(last, u64::from(next.pid()) << 32 | u64::from(next.tid()));
+    match now {
+        (0, _) | (_, 0) => ((came >> 32) as u32, came as u32),
+        known => known,
+    }
+}
+
 /// The current thread leaves the CPU.
 #[inline(always)]
-fn leaves(ctx: &BtfTracePointContext, state: u64, now_ns: u64, scratch: &mut Scratch) {
-    let (pid, tid) = current();
+fn leaves(
+    ctx: &BtfTracePointContext,
+    (pid, tid): (u32, u32),
+    state: u64,
+    now_ns: u64,
+    scratch: &mut Scratch,
+) {
     if tid == 0 {
         return; // idle, or outside the pid namespace
     }

@@ -192,7 +192,11 @@ fn runs(tid: u32, now_ns: u64) {
 /// The current thread leaves the CPU.
 #[inline(always)]
 fn leaves(state: u64, now_ns: u64, ran_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
-    let (pid, tid) = current();
+    let (pid, tid) = match current() {
+        // Its number was taken from it: it ends.
+        (0, _) | (_, 0) => (on_cpu.pid, on_cpu.tid),
+        known => known,
+    };
     // The counters run while the CPU is idle, too: what they counted is nobody's then.
     let program = Program::Now { since_ns: now_ns };
     let stats = if tid == 0 { None } else { stats_of((pid, tid), program) };

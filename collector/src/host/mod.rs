@@ -99,12 +99,20 @@ pub fn pid_namespace() -> Option<u32> {
     u32::try_from(inode).ok().filter(|&inode| inode != 0xEFFF_FFFC)
 }
 
+/// Whether the root of the cgroups is not that of the host.
+#[must_use]
+pub fn in_a_cgroup_namespace() -> bool {
+    // PROC_CGROUP_INIT_INO of include/linux/proc_ns.h.
+    let is_another = |of: std::fs::Metadata| of.ino() != 0xEFFF_FFFB;
+    std::fs::metadata("/proc/self/ns/cgroup").is_ok_and(is_another)
+}
+
 /// Whether `/proc` has the numbers that processes have in the own pid namespace: it shows that
 /// namespace and none above it. It may not after `unshare --pid` and `nsenter --pid`.
 #[must_use]
 pub fn proc_is_own() -> bool {
-    let status = text::read("/proc/self/status").unwrap_or_default();
-    has_one_number(&status)
+    // One of a namespace that this process is not in does not have it.
+    text::read("/proc/self/status").is_ok_and(|status| has_one_number(&status))
 }
 
 /// proc_pid_status(5): `NSpid` has the numbers from the namespace of `/proc` down to the own. Pure.

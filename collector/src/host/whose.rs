@@ -18,7 +18,11 @@ const AT_ONCE: Duration = Duration::from_millis(50);
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// Processes asked in one go: samples wait while their mappings are looked through, and others wait
 /// for the broker.
-const MAX_ASKED: usize = 16;
+const MAX_ASKED: usize = 32;
+/// Bytes kept of what all say: each epoch has what its processes said.
+const MAX_KEPT: usize = 4 << 20;
+/// When to ask one again that has said something, or has made the broker hang.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long to wait for those that are being asked when a capture ends.
 const PATIENCE: Duration = Duration::from_millis(500);
 
@@ -33,6 +37,31 @@ pub struct Said {
     pub resource_attributes: Vec<u8>,
 }
 
+impl Said {
+    /// As the broker writes it.
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let mut rest = bytes;
+        let mut part = || {
+            let (length, after) = rest.split_first_chunk()?;
+            let (part, after) = after.split_at_checked(u32::from_ne_bytes(*length) as usize)?;
+            rest = after;
+            Some(part.to_vec())
+        };
+        Some(Self { context: part()?, service_name: part()?, resource_attributes: part()? })
+    }
+
+    fn bytes(&self) -> usize {
+        self.context.len() + self.service_name.len() + self.resource_attributes.len()
+    }
+}
+
+/// What came of asking.
+enum Answer {
+    Said(Said),
+    Nothing,
+    Hangs,
+}
+
 /// What is known of process images.
 #[derive(Debug)]
 pub struct Whose {
@@ -40,7 +69,7 @@ pub struct Whose {
     said: HashMap<u64, Said>,
     /// When to ask again, and how much later than the last time.
     asked: HashMap<u64, (Instant, Duration)>,
-    asking: Option<mpsc::Receiver<Vec<(u64, Said)>>>,
+    asking: Option<mpsc::Receiver<Vec<(u64, Answer)>>>,
 }
 
 impl Whose {
@@ -62,24 +91,27 @@ impl Whose {
             return;
         }
         let now = Instant::now();
-        let mut due = Vec::new();
-        for (image, pid) in processes {
-            let (again, after) = self.asked.entry(image).or_insert((now, ASK_AGAIN));
-            if *again <= now && due.len() < MAX_ASKED {
-                // Here, where the right to read mappings is.
-                due.push((image, Wanted::Said { pid, context: maps::context(pid) }));
-                *again = now + *after;
-                *after *= 2;
-            }
-        }
+        let is_new = |(image, _): &(u64, u32)| !self.asked.contains_key(image);
+        // First those that were never asked.
+        let (mut due, known): (Vec<_>, Vec<_>) = processes.partition(is_new);
+        let is_due = |(image, _): &(u64, u32)| self.asked[image].0 <= now;
+        due.extend(known.into_iter().filter(is_due));
+        due.truncate(MAX_ASKED);
         if due.is_empty() {
             return;
         }
+        for (image, _) in &due {
+            let (again, after) = self.asked.entry(*image).or_insert((now, ASK_AGAIN));
+            *again = now + *after;
+            *after = after.saturating_mul(2).min(NEVER);
+        }
+        // Here, where the right to read mappings is.
+        let wanted = |(image, pid)| (image, Wanted::Said { pid, context: maps::context(pid) });
+        let due: Vec<_> = due.into_iter().map(wanted).collect();
         static TAKEN: AtomicUsize = AtomicUsize::new(0);
         let broker = Arc::clone(&self.broker);
         self.asking = later(&TAKEN, move || {
-            let ask = |(image, wanted)| Some((image, ask(&broker, &wanted)?));
-            due.into_iter().filter_map(ask).collect()
+            due.into_iter().map(|(image, wanted)| (image, ask(&broker, &wanted))).collect()
         });
     }
 
@@ -103,11 +135,16 @@ impl Whose {
             Err(mpsc::RecvTimeoutError::Timeout) => return false,
             Err(mpsc::RecvTimeoutError::Disconnected) => {}
             Ok(answers) => {
-                for (image, said) in answers {
-                    // A context may change; that costs too much to follow.
-                    self.asked
-                        .insert(image, (Instant::now() + Duration::from_secs(3600), ASK_AGAIN));
-                    self.said.insert(image, said);
+                for (image, answer) in answers {
+                    if !matches!(answer, Answer::Nothing) {
+                        self.asked.insert(image, (Instant::now() + NEVER, NEVER));
+                    }
+                    let kept: usize = self.said.values().map(Said::bytes).sum();
+                    if let Answer::Said(said) = answer
+                        && kept + said.bytes() <= MAX_KEPT
+                    {
+                        self.said.insert(image, said);
+                    }
                 }
             }
         }
@@ -116,19 +153,16 @@ impl Whose {
     }
 }
 
-/// What a process says; none if nothing.
-fn ask(broker: &Broker, wanted: &Wanted) -> Option<Said> {
+fn ask(broker: &Broker, wanted: &Wanted) -> Answer {
     let mut bytes = Vec::new();
-    broker.open_within(wanted, AT_ONCE).ok()?.read_to_end(&mut bytes).ok()?;
-    let mut rest = bytes.as_slice();
-    let mut part = || {
-        let (length, after) = rest.split_first_chunk()?;
-        let (part, after) = after.split_at_checked(u32::from_ne_bytes(*length) as usize)?;
-        rest = after;
-        Some(part.to_vec())
-    };
-    let said = Said { context: part()?, service_name: part()?, resource_attributes: part()? };
-    (said != Said::default()).then_some(said)
+    match broker.open_within(wanted, AT_ONCE) {
+        Ok(mut file) => drop(file.read_to_end(&mut bytes)),
+        Err(reason) if reason.hangs() => return Answer::Hangs,
+        Err(_) => return Answer::Nothing,
+    }
+    Said::parse(&bytes)
+        .filter(|said| *said != Said::default())
+        .map_or(Answer::Nothing, Answer::Said)
 }
 
 #[cfg(test)]

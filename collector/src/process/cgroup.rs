@@ -50,6 +50,13 @@ impl Paths {
         self.ask(pid, membership);
     }
 
+    /// A process was met, and in which cgroup it is does not come with it.
+    pub fn at_meeting(&mut self, pid: u32, membership: &mut Membership) {
+        if !membership.asked {
+            self.ask(pid, membership);
+        }
+    }
+
     /// A process was sampled in the cgroup with this v2 id.
     pub fn at_sample(&mut self, pid: u32, id: u64, membership: &mut Membership) {
         if membership.asked && membership.id == id {

@@ -3,10 +3,12 @@
 
 use std::rc::Rc;
 
+use stackwire_collector_ebpf::SampleHeader;
 use stackwire_model::Choice;
 
 use super::{Process, Processes};
 use crate::sched::Scheduled;
+use crate::sources::record::comm_text;
 
 impl Processes {
     /// Only processes that fit count.
@@ -19,9 +21,11 @@ impl Processes {
         self.unborn.extend(pids);
     }
 
-    /// Whether what a process does now counts; it began then and is in this cgroup.
+    /// Whether what a thread does now counts: of its record the process, its start and its cgroup
+    /// are looked at, and the name where that of the process is not known.
     #[must_use]
-    pub fn counts(&mut self, pid: u32, start_ns: u64, cgroup_id: u64) -> bool {
+    pub fn counts(&mut self, header: &SampleHeader) -> bool {
+        let pid = header.pid;
         if self.unborn.contains(&pid) {
             return false;
         }
@@ -29,11 +33,19 @@ impl Processes {
             return true;
         }
         let choice = Rc::clone(&self.choice);
-        let had_samples = self.get(pid).is_some_and(|process| process.sampled);
-        let process = self.sampled(pid, start_ns, cgroup_id);
-        let fits = fits(&choice, process);
-        // Who has none is not in the capture.
-        process.sampled = fits || had_samples;
+        // Perf events do not say it.
+        let start_ns = match header.start_boottime_ns {
+            0 => self.start_of(pid),
+            known => known,
+        };
+        let had_samples = self.had_samples(pid);
+        let process = self.sampled(pid, start_ns, header.cgroup_id);
+        let fits = if process.comm.is_empty() {
+            choice.fits(&comm_text(&header.comm), cgroup_path(process))
+        } else {
+            choice.fits(&process.comm, cgroup_path(process))
+        };
+        process.sampled = fits || had_samples == Some(process.image);
         fits
     }
 
@@ -42,10 +54,31 @@ impl Processes {
     pub fn scheduled_counts(&mut self, of: &Scheduled) -> bool {
         let before = self.before(of.pid, of.since_ns);
         let counts = before.map_or(!self.unborn.contains(&of.pid), |before| before.counts);
-        counts && (self.choice.is_everything() || fits(&self.choice.clone(), &self.program_of(of)))
+        if !counts || self.choice.is_everything() {
+            return counts;
+        }
+        let choice = Rc::clone(&self.choice);
+        let had_samples = self.had_samples(of.pid);
+        let program = self.program_of(of);
+        let fits = choice.fits(&program.comm, cgroup_path(&program));
+        if let Some(process) = self.by_pid.get_mut(&of.pid).filter(|_| !fits) {
+            process.sampled = had_samples == Some(process.image);
+        }
+        fits
+    }
+
+    /// Whether all processes count.
+    #[must_use]
+    pub fn all_count(&self) -> bool {
+        self.choice.is_everything()
+    }
+
+    /// The image of a process that has samples. Who has none is not in the capture.
+    fn had_samples(&self, pid: u32) -> Option<u64> {
+        self.get(pid).filter(|process| process.sampled).map(|process| process.image)
     }
 }
 
-fn fits(choice: &Choice, process: &Process) -> bool {
-    choice.fits(&process.comm, process.cgroup.path.as_deref().unwrap_or_default())
+fn cgroup_path(process: &Process) -> &str {
+    process.cgroup.path.as_deref().unwrap_or_default()
 }

@@ -145,9 +145,10 @@ impl Processes {
         process.start_ns = start_ns;
         process.touched = true;
         process.sampled = true;
-        // Of a thread that has waited since before the capture it is not known.
-        if cgroup_id != 0 {
-            self.cgroups.at_sample(pid, cgroup_id, &mut process.cgroup);
+        match cgroup_id {
+            // Of a thread that has waited since before the capture it is not known.
+            0 => self.cgroups.at_meeting(pid, &mut process.cgroup),
+            id => self.cgroups.at_sample(pid, id, &mut process.cgroup),
         }
         process
     }
@@ -334,9 +335,8 @@ pub fn jitdump(pid: u32, mappings: &[Mapping]) -> Option<(&Kind, Wanted)> {
 
 #[cfg(test)]
 mod tests {
-    use stackwire_model::BuildId;
-
-    use stackwire_model::{FileOffset, UserAddr};
+    use stackwire_collector_ebpf::SampleHeader;
+    use stackwire_model::{BuildId, FileOffset, UserAddr};
 
     use super::*;
     use crate::sched::Scheduled;
@@ -467,10 +467,13 @@ mod tests {
         };
         processes.apply(&exec(PID - 1, "parent"));
         processes.apply(&fork(10));
-        assert!(!processes.counts(PID, 9, 1));
+        let counts = |processes: &mut Processes| {
+            processes.counts(&SampleHeader { pid: PID, ..SampleHeader::default() })
+        };
+        assert!(!counts(&mut processes));
         processes.apply(&at(20, exec(PID, "first")));
         processes.apply(&at(30, exec(PID, "second")));
-        assert!(processes.counts(PID, 9, 1));
+        assert!(counts(&mut processes));
         assert_eq!(own(&mut processes, 9, 15), ("parent".to_owned(), 9));
         assert!(!processes.before(PID, 15).unwrap().counts);
         assert_eq!(own(&mut processes, 9, 25), ("first".to_owned(), 9));

@@ -17,7 +17,7 @@ use crate::artifact::{Artifact, Hash, Kind};
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Scope};
 use crate::host::kernel_names::KernelNames;
-use crate::host::{Identity, kallsyms, vdso};
+use crate::host::{Identity, in_a_cgroup_namespace, kallsyms, vdso};
 use crate::perf_samples::PerfSamples;
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
@@ -231,7 +231,8 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
             let (id, level) = as_user(|| cgroup(path))?.ok_or_else(not_one)?;
             filter.config.scope = abi::Scope::Cgroup as u32;
             filter.config.cgroup_id = id;
-            filter.config.cgroup_level = level;
+            filter.config.cgroup_level =
+                if in_a_cgroup_namespace() { abi::ANY_LEVEL } else { level };
             sampling.cgroup = path.display().to_string();
         }
     }

@@ -108,7 +108,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
 fn whom(arguments: &Record, comm: Option<&str>) -> String {
     let choice = choice(arguments);
     match (comm, arguments.pid.as_slice()) {
-        _ if !choice.is_everything() => format!("each process {choice}"),
+        _ if !choice.is_everything() => format!("each process {choice}, if there is one,"),
         (Some(comm), _) => format!("{comm:?}"),
         (None, []) => "the host".to_owned(),
         (None, pids) => {

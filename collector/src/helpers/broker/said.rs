@@ -69,6 +69,9 @@ fn read_context(task: u32, at: UserAddr) -> Option<Vec<u8>> {
     for _ in 0..ATTEMPTS {
         let before = header()?;
         let Some((payload, length)) = payload(&before) else { continue };
+        if !is_memory(&std::fs::read(format!("/proc/{task}/maps")).ok()?, at, payload, length) {
+            return None;
+        }
         let mut bytes = vec![0; length];
         memory.read_exact_at(&mut bytes, payload.0).ok()?;
         if header()? == before {
@@ -76,6 +79,22 @@ fn read_context(task: u32, at: UserAddr) -> Option<Vec<u8>> {
         }
     }
     None
+}
+
+/// Whether all of that is in one mapping, and either without a file or in that of the header, by
+/// the text of `/proc/PID/maps`. A file may be of a file system that a process has made up and that
+/// does not answer. Pure.
+fn is_memory(maps: &[u8], header: UserAddr, start: UserAddr, length: usize) -> bool {
+    let end = start.0.saturating_add(length as u64);
+    maps.split(|&byte| byte == b'\n').any(|line| {
+        // `start-end perms offset device inode`, proc_pid_maps(5).
+        let mut fields = line.split(|&byte| byte == b' ').map(std::str::from_utf8);
+        let Some((Ok(range), Ok(inode))) = fields.next().zip(fields.nth(3)) else { return false };
+        let hex = |text| u64::from_str_radix(text, 16).ok();
+        let both = range.split_once('-').and_then(|(from, to)| hex(from).zip(hex(to)));
+        let Some((from, to)) = both else { return false };
+        from <= start.0 && end <= to && (inode == "0" || (from..to).contains(&header.0))
+    })
 }
 
 /// Where a context is and how long, by its header. None while it is written. Pure.
@@ -109,6 +128,14 @@ mod tests {
             assert_eq!(payload(&header(bad.0, bad.1, bad.2, 4096)), None, "{bad:?}");
         }
         assert_eq!(payload(&[0; 32]), None);
+    }
+
+    #[test]
+    fn a_context_is_in_memory_alone() {
+        let maps = b"1000-3000 rw-p 00000000 00:00 0   [heap]\n3000-4000 r--p 00000000 08:01 7   /x\n4000-5000 rw-p 00000000 00:01 8   /memfd:OTEL_CTX (deleted)\n";
+        let at = |start, length| is_memory(maps, UserAddr(0x4000), UserAddr(start), length);
+        assert!(at(0x1000, 0x2000) && at(0x4020, 0x100));
+        assert!(!at(0x3000, 8) && !at(0x2ff8, 16) && !at(0x5000, 1) && !at(u64::MAX, 1));
     }
 
     #[test]

@@ -98,6 +98,9 @@ impl Builder {
         if let Some(&id) = self.processes.get(&key) {
             let known = &mut self.profile.processes[id as usize];
             known.comm = process.comm;
+            if process.host_pid != 0 {
+                known.host_pid = process.host_pid;
+            }
             known.perf_map.add(process.perf_map);
             known.jitdump.add(process.jitdump);
             // Of the last epoch: what was missing before may have come since.

@@ -5,9 +5,11 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use stackwire_elf::Headers;
+use stackwire_formats::plain;
 
 use super::{Finding, limits, prevents, works};
 use crate::command::advice::debug_package;
@@ -23,6 +25,8 @@ pub struct Seen {
     /// Its arguments, and options its run-time takes from the environment.
     options: Vec<String>,
     wrote_perf_map: bool,
+    /// Its paths are those of this host, and not of a container.
+    is_of_host: bool,
     file: Option<File>,
 }
 
@@ -82,13 +86,19 @@ pub fn look(pid: u32) -> Result<Seen, Box<Finding>> {
     let wrote_perf_map = Path::new(&at(&format!("root/tmp/perf-{own}.map"))).exists();
     Ok(Seen {
         pid,
-        comm: String::from_utf8_lossy(comm.trim_ascii_end()).into_owned(),
-        executable: executable.to_string_lossy().into_owned(),
+        comm: plain(&String::from_utf8_lossy(comm.trim_ascii_end())),
+        executable: plain(&executable.to_string_lossy()),
         code: code(&maps),
         options,
         wrote_perf_map,
+        is_of_host: root(&at("root")).is_some_and(|of_it| Some(of_it) == root("/")),
         file: File::open(at("exe")).ok(),
     })
+}
+
+/// What a root directory is known by.
+fn root(path: &str) -> Option<(u64, u64)> {
+    fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
 }
 
 /// Paths of executable mappings, proc_pid_maps(5). Pure.
@@ -132,6 +142,11 @@ impl Seen {
         self.options.iter().any(|word| word == option || word.starts_with(&format!("{option}=")))
     }
 
+    /// Whether a variable is there, and not to say no.
+    fn has_variable(&self, name: &str) -> bool {
+        self.options.windows(2).any(|two| two[0] == name && two[1] != "0")
+    }
+
     fn of_run_time(&self, run_time: RunTime) -> Vec<Finding> {
         let whole = || works("stacks: whole, by unwind tables");
         let named = || works("names of what it compiles: in its perf-map");
@@ -140,7 +155,7 @@ impl Seen {
             RunTime::Python => vec![self.python(&how), whole()],
             RunTime::Node => {
                 let names =
-                    ["--perf-basic-prof", "--perf-basic-prof-only-functions", "--perf-prof"];
+                    ["--perf-basic-prof", "--perf_basic_prof", "--perf-basic-prof-only-functions"];
                 if self.wrote_perf_map || names.iter().any(|it| self.has_option(it)) {
                     vec![named(), whole()]
                 } else {
@@ -183,7 +198,7 @@ impl Seen {
             RunTime::DotNet => {
                 let stacks = works("stacks: whole, compiled methods keep frame pointers");
                 let asked = ["DOTNET_PerfMapEnabled", "COMPlus_PerfMapEnabled"];
-                if self.wrote_perf_map || asked.iter().any(|it| self.has_option(it)) {
+                if self.wrote_perf_map || asked.iter().any(|it| self.has_variable(it)) {
                     vec![named(), stacks]
                 } else {
                     vec![limits("names: none of .NET methods", how), stacks]
@@ -204,7 +219,7 @@ impl Seen {
         let version = self.code.iter().find_map(|path| minor_of_python(path));
         let asked = self.options.windows(2).any(|two| two[0] == "-X" && two[1] == "perf")
             || self.has_option("-Xperf")
-            || self.has_option("PYTHONPERFSUPPORT");
+            || self.has_variable("PYTHONPERFSUPPORT");
         match version {
             Some(..12) => limits(only, "Python 3.12 or later names them, with -X perf"),
             _ if asked || self.wrote_perf_map => {
@@ -220,7 +235,7 @@ impl Seen {
         if headers.has(".debug_info") {
             return works(format!("names of {path}: with lines and inlined functions"));
         }
-        let package = debug_package(Path::new(path));
+        let package = self.is_of_host.then(|| debug_package(Path::new(path))).flatten();
         let package = package.map_or(String::new(), |package| format!("install {package}, or "));
         let how = format!("{package}name a server that has its debug file with --debuginfod-url");
         if headers.has(".symtab") {
@@ -251,6 +266,7 @@ mod tests {
             code: texts(code),
             options: texts(options),
             wrote_perf_map: false,
+            is_of_host: true,
             file: None,
         }
     }
@@ -266,6 +282,7 @@ mod tests {
         assert_eq!(levels(&python, &[]), [Limits, Works]);
         assert_eq!(levels(&python, &["python3", "-X", "perf", "a.py"]), [Works, Works]);
         assert_eq!(levels(&python, &["PYTHONPERFSUPPORT", "1"]), [Works, Works]);
+        assert_eq!(levels(&python, &["PYTHONPERFSUPPORT", "0"]), [Limits, Works]);
         assert_eq!(levels(&["/usr/bin/python3.11"], &["-X", "perf"]), [Limits, Works]);
         assert_eq!(levels(&["/usr/bin/node"], &["node", "--perf-basic-prof"]), [Works, Works]);
         assert_eq!(levels(&["/usr/bin/node"], &["node", "a.js"]), [Limits, Works]);
