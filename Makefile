@@ -31,9 +31,8 @@ test-kernels: build
 
 lint:
 	$(CARGO) fmt --all -- --check
-	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --release --locked --workspace --all-targets --features stackwire-e2e/bench -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
-	RUSTFLAGS="--cfg fuzzing -D warnings" $(CARGO) check --release --locked --workspace --lib --target-dir target/fuzzing
 	RUSTFLAGS="--cfg fuzzing -D warnings" $(CARGO) check --release --locked --manifest-path fuzz/Cargo.toml --target-dir target/fuzzing
 	tests/aarch64.sh
 	tests/deny.sh
@@ -41,15 +40,15 @@ lint:
 # The collector's budgets beside perf on the same load; writes target/bench.json.
 bench: build
 	tests/setup.sh
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench -- $(OUT)
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-watched -- $(OUT)
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-switches -- $(OUT)
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-unwind -- $(OUT)
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-workloads -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-watched -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-switches -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-unwind -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-workloads -- $(OUT)
 	tests/corpus.sh target/corpus
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-symbols -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-symbols -- $(OUT)
 	$(CARGO) bench --locked -q -p stackwire --bench lookup
-	$(CARGO) run --release --locked -q -p stackwire-e2e --bin bench-export -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-export -- $(OUT)
 
 # Rebuild the eBPF object that is checked in.
 ebpf:

@@ -20,4 +20,4 @@ if [ -n "${missing:-}" ]; then
   exit
 fi
 # Unoptimized: the C parts are compiled, which takes four minutes otherwise, and nothing runs.
-CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc cargo check --locked --workspace --target "$target"
+CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc cargo check --locked --workspace --features stackwire-e2e/bench --target "$target"
