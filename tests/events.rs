@@ -23,7 +23,8 @@ const TOUCHES: &str =
 /// Runs a command where tracefs is mounted.
 fn with_tracefs(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new("unshare");
-    let mount = "mount -t tracefs none /sys/kernel/tracing && exec \"$@\"";
+    // Other tools mount it and leave it there.
+    let mount = "[ -d /sys/kernel/tracing/events ] || mount -t tracefs none /sys/kernel/tracing; exec \"$@\"";
     command.args(["-m", "sh", "-c", mount, "sh"]).arg(program).args(arguments);
     command
 }

@@ -1,6 +1,6 @@
-//! Whose processes are, by what they say of themselves. The broker copies it, once for each process
-//! or again while it says nothing; on a thread that nobody waits for. What the bytes mean is for
-//! the symbolizer to see. Called by `pipeline.rs`.
+//! Whose processes are, by what they say of themselves. The broker copies it, on a thread that
+//! nobody waits for: once for each process, and again when it has published a context since. What
+//! the bytes mean is for the symbolizer to see. Called by `pipeline.rs`.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -14,7 +14,7 @@ use crate::process::{Wanted, maps};
 
 /// How long a process may keep the broker busy.
 const AT_ONCE: Duration = Duration::from_millis(50);
-/// When to ask one again that says nothing yet; each time twice as much later.
+/// When to look at one again that says nothing yet; each time twice as much later.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// Processes asked in one go: samples wait while their mappings are looked through, and others wait
 /// for the broker.
@@ -94,6 +94,7 @@ impl Whose {
         let is_new = |(image, _): &(u64, u32)| !self.asked.contains_key(image);
         // First those that were never asked.
         let (mut due, known): (Vec<_>, Vec<_>) = processes.partition(is_new);
+        let new = due.len();
         let is_due = |(image, _): &(u64, u32)| self.asked[image].0 <= now;
         due.extend(known.into_iter().filter(is_due));
         due.truncate(MAX_ASKED);
@@ -105,9 +106,16 @@ impl Whose {
             *again = now + *after;
             *after = after.saturating_mul(2).min(NEVER);
         }
-        // Here, where the right to read mappings is.
-        let wanted = |(image, pid)| (image, Wanted::Said { pid, context: maps::context(pid) });
-        let due: Vec<_> = due.into_iter().map(wanted).collect();
+        let wanted = |(place, (image, pid))| {
+            // Here, where the right to read mappings is.
+            let context = maps::context(pid);
+            // An environment stays as it is.
+            (place < new || context.is_some()).then_some((image, Wanted::Said { pid, context }))
+        };
+        let due: Vec<_> = due.into_iter().enumerate().filter_map(wanted).collect();
+        if due.is_empty() {
+            return;
+        }
         static TAKEN: AtomicUsize = AtomicUsize::new(0);
         let broker = Arc::clone(&self.broker);
         self.asking = later(&TAKEN, move || {
@@ -170,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_asked_until_it_says_something() {
+    fn what_a_process_says_is_learnt() {
         // What has capabilities may not be looked at by who has none.
         let mut command = std::process::Command::new("setpriv");
         if rustix::process::geteuid().is_root() {
@@ -179,15 +187,17 @@ mod tests {
         command.args(["sleep", "60"]).env("OTEL_SERVICE_NAME", "shop");
         let mut child = command.spawn().unwrap();
         let mut whose = Whose::new(Arc::new(Broker::none()));
-        // It may not be `sleep` yet.
+        // It may not have its environment yet; then it is another image.
+        let mut image = 0;
         let deadline = Instant::now() + Duration::from_secs(10);
         while whose.said().is_empty() && Instant::now() < deadline {
-            whose.ask_last([(7, child.id())].into_iter());
+            image += 1;
+            whose.ask_last([(image, child.id())].into_iter());
         }
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(whose.said()[&7].service_name, b"shop");
-        whose.retain(|image| image != 7);
+        assert_eq!(whose.said()[&image].service_name, b"shop");
+        whose.retain(|other| other != image);
         assert!(whose.said().is_empty());
     }
 }
