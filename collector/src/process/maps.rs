@@ -188,6 +188,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_context_is_in_a_mapping_with_its_very_name() {
+        let at = |name: &str| {
+            let text = format!(
+                "1000-2000 r-xp 00000000 08:01 7                          /bin/x\n\
+                 2000-3000 rw-p 00000000 00:00 0                          {name}\n"
+            );
+            context_in(text.as_bytes())
+        };
+        for name in ["[anon:OTEL_CTX]", "[anon_shmem:OTEL_CTX]", "/memfd:OTEL_CTX (deleted)"] {
+            assert_eq!(at(name), Some(UserAddr(0x2000)), "{name}");
+        }
+        for name in ["[anon:OTEL_CTX_old]", "/tmp/memfd:OTEL_CTX", "OTEL_CTX", ""] {
+            assert_eq!(at(name), None, "{name}");
+        }
+    }
+
+    #[test]
     fn parses_the_lines_the_kernel_writes() {
         let text = b"\
 55d0-66d0 r-xp 00002000 fe:01 1234                       /usr/bin/a program (deleted)\n\
