@@ -101,6 +101,7 @@ fn each_program_that_a_process_becomes_has_its_own_times() {
             let own = all.iter().filter(|it| it["comm"] == comm);
             own.map(|it| number(it, "/slices/sum_ns")).sum::<u64>()
         };
+        println!("{} of {said}, {stolen_ns} stolen", slices("sh"));
         // What it does from its last words on is in the sum, too, and what the host takes from it.
         assert_near("sh", slices("sh"), said, 50, 10_000_000 + stolen_ns);
         assert!((1..50_000_000).contains(&slices("sleep")), "{found}");

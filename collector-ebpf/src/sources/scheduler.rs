@@ -68,13 +68,9 @@ pub fn add_up(ctx: RawTracePointContext) -> i32 {
     // SAFETY: the pointer came from a successful lookup; this program alone has it, with the run
     // queue locked.
     let on_cpu = unsafe { &mut *on_cpu };
-    let ran_ns = match on_cpu.since_ns {
-        0 => UNKNOWN,
-        since_ns => now_ns.saturating_sub(since_ns),
-    };
-    on_cpu.since_ns = now_ns;
     let state = if ctx.arg::<u64>(0) & 1 != 0 { 0 } else { ctx.arg::<u64>(3) };
-    leaves(state, now_ns, ran_ns, on_cpu, cpu);
+    leaves(state, now_ns, on_cpu, cpu);
+    on_cpu.since_ns = now_ns;
     let next = Task(ctx.arg::<u64>(2));
     (on_cpu.pid, on_cpu.tid) = (next.pid(), next.tid());
     runs(on_cpu.tid, now_ns);
@@ -128,15 +124,14 @@ pub fn add_up_exec(_ctx: RawTracePointContext) -> i32 {
     // SAFETY: the pointer came from a successful lookup. No switch comes in between: tracepoints
     // run with preemption off.
     let on_cpu = unsafe { &mut *on_cpu };
-    let since_ns = on_cpu.since_ns;
-    let stats = stats_of(current(), Program::Before { since_ns });
+    let (pid, tid) = current();
+    let ran_ns = ran_ns(on_cpu, tid, now_ns);
+    let stats = stats_of((pid, tid), Program::Before { since_ns: on_cpu.since_ns });
     read_counters(on_cpu, stats, cpu);
-    on_cpu.since_ns = now_ns;
-    if let Some(stats) = stats
-        && since_ns != 0
-    {
+    (on_cpu.since_ns, on_cpu.pid, on_cpu.tid) = (now_ns, pid, tid);
+    if let Some(stats) = stats {
         // SAFETY: the pointer came from a successful lookup.
-        unsafe { add_time(&raw mut (*stats).slices, now_ns.saturating_sub(since_ns)) };
+        unsafe { add_time(&raw mut (*stats).slices, ran_ns) };
     }
     0
 }
@@ -191,7 +186,7 @@ fn runs(tid: u32, now_ns: u64) {
 
 /// The current thread leaves the CPU.
 #[inline(always)]
-fn leaves(state: u64, now_ns: u64, ran_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
+fn leaves(state: u64, now_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
     let (pid, tid) = match current() {
         // Its number was taken from it: it ends.
         (0, _) | (_, 0) => (on_cpu.pid, on_cpu.tid),
@@ -201,11 +196,15 @@ fn leaves(state: u64, now_ns: u64, ran_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
     let program = Program::Now { since_ns: now_ns };
     let stats = if tid == 0 { None } else { stats_of((pid, tid), program) };
     read_counters(on_cpu, stats, cpu);
+    let ran_ns = ran_ns(on_cpu, tid, now_ns);
     let mut waited_ns = UNKNOWN;
     let reason = reason(state);
     if let Some(known) = RUNNABLE.get_ptr_mut(&tid) {
         // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
         let known = unsafe { &mut *known };
+        if known.since_ns != 0 && on_cpu.tid != tid && ran_ns != UNKNOWN {
+            known.waited_ns = now_ns.saturating_sub(ran_ns).saturating_sub(known.since_ns);
+        }
         waited_ns = known.waited_ns;
         known.since_ns = if reason as u8 == SwitchReason::Preempted as u8 { now_ns } else { 0 };
         if reason as u8 == SwitchReason::Exited as u8 {
@@ -221,6 +220,22 @@ fn leaves(state: u64, now_ns: u64, ran_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
         add_time(&raw mut (*stats).run_queue, waited_ns);
         add_u64((&raw mut (*stats).switches).cast::<u64>().add(reason as usize), 1);
     }
+}
+
+/// How long the current thread has run. A switch from a process that the kernel protects is not
+/// seen (README): what came before is not this thread's then, and the kernel has its time.
+#[inline(always)]
+fn ran_ns(on_cpu: &OnCpu, tid: u32, now_ns: u64) -> u64 {
+    if on_cpu.since_ns == 0 {
+        return UNKNOWN;
+    }
+    let most_ns = now_ns.saturating_sub(on_cpu.since_ns);
+    if on_cpu.tid == tid {
+        return most_ns;
+    }
+    // SAFETY: a helper without arguments.
+    let ran_ns = Task(unsafe { bpf_get_current_task_btf() } as u64).ran_ns();
+    ran_ns.map_or(most_ns, |ran_ns| ran_ns.min(most_ns))
 }
 
 /// Of which of its programs something is added up. One that is not known yet is met then.

@@ -22,11 +22,11 @@ pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfErr
         ["flags", "pid", "tgid", "group_leader", "start_boottime", arch::THREAD_POINTER, "mm"];
     let [flags, pid, tgid, group_leader, start_boottime, thread_pointer, mm] =
         btf.offsets("task_struct", members)?;
-    let [policy, runtime, runtime_before] = if config.wait_states == 0 {
-        [0; 3]
-    } else {
+    let [policy, runtime, runtime_before] = if asks_why {
         let runs = ["policy", "se.sum_exec_runtime", "se.prev_sum_exec_runtime"];
         btf.offsets("task_struct", runs)?
+    } else {
+        [0; 3]
     };
     let config = match pid_namespace() {
         None => config,
