@@ -39,6 +39,7 @@ mod priority;
 mod process;
 mod sampler;
 mod sched;
+mod scheduling;
 mod session;
 mod sink;
 mod sources;

@@ -7,7 +7,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stackwire_collector_ebpf::sched_stats::{SwitchReason, THE_REST};
 use stackwire_collector_ebpf::{Counter, RecordKind, SampleHeader};
 use stackwire_model::LostReason;
 
@@ -24,8 +23,8 @@ use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps};
 use crate::sampler::{Batch, RawSample, Sampler};
-use crate::sched::{Done, Scheduled, Totals};
-use crate::sources::record::comm_bytes;
+use crate::sched::Totals;
+use crate::scheduling::Scheduling;
 use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
 use crate::waits::{Over, Taken, Waits};
@@ -75,7 +74,7 @@ pub struct Pipeline {
     outbox: Arc<Outbox>,
     /// `None`: nobody asked where threads wait.
     waits: Option<Waits>,
-    sched: Totals,
+    scheduling: Scheduling,
     batch: Batch,
     epoch: Epoch,
     epoch_start: u64,
@@ -165,7 +164,7 @@ impl Pipeline {
             handover,
             outbox,
             waits,
-            sched,
+            scheduling: Scheduling::new(sched),
             batch: Batch::default(),
             epoch: Epoch::default(),
             epoch_start,
@@ -238,8 +237,9 @@ impl Pipeline {
             self.take(Duration::ZERO, false);
         }
         self.add_waiting();
-        self.add_sched();
-        self.add_running();
+        let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
+        self.scheduling.add_up(sampler, processes, &mut self.epoch);
+        self.scheduling.add_running(sampler, processes, &mut self.epoch);
         self.whose.ask_last(images(&self.epoch, &self.processes));
         self.finish()
     }
@@ -429,7 +429,7 @@ impl Pipeline {
         self.before = totals.into_iter().collect();
         // A dropped epoch also drops its record of what was lost: record it again in this epoch.
         lost.extend(self.outbox.take_dropped_losses());
-        self.add_sched();
+        self.scheduling.add_up(&mut *self.sampler, &mut self.processes, &mut self.epoch);
         let samples = self.epoch.samples();
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
         let mut kernel_symbols = self.name_kernel();
@@ -466,72 +466,6 @@ impl Pipeline {
         self.jit.retain(|image| processes.has_image(image));
         self.whose.retain(|image| processes.has_image(image));
         self.jit.end_epoch();
-    }
-
-    /// Adds how threads were scheduled since the last look.
-    fn add_sched(&mut self) {
-        let mut ended_keys = Vec::new();
-        for (key, sums) in self.sampler.sched_sums() {
-            if self.processes.before(sums.pid, sums.since_ns).is_some() {
-                // Nothing is added to it any more.
-                ended_keys.push(key);
-            }
-            match self.sched.look(key, &sums) {
-                Some(done) => self.add_done(&done),
-                None if key == THE_REST => {}
-                None => {
-                    // A thread ends once; of a process one of many may have.
-                    let exited = sums.switches[SwitchReason::Exited as usize] > 0;
-                    let ended = if self.sched.of_threads() {
-                        exited
-                    } else {
-                        exited && !self.processes.runs(sums.pid, sums.start_boottime_ns)
-                    };
-                    if ended {
-                        ended_keys.push(key);
-                    }
-                }
-            }
-        }
-        for key in ended_keys {
-            self.sampler.forget_sched(key);
-            self.sched.forget(key);
-        }
-    }
-
-    /// Adds what runs still and has not been switched out.
-    fn add_running(&mut self) {
-        let now_ns = now_ns();
-        for running in self.sampler.running() {
-            let processes = &self.processes;
-            let unmet = || {
-                let process = processes.get(running.pid)?;
-                let comm = comm_bytes(process.comm.as_bytes());
-                Some(Scheduled {
-                    pid: running.pid,
-                    host_pid: process.host_pid,
-                    tid: self.sched.of_threads().then_some(running.tid),
-                    start_boottime_ns: process.start_ns,
-                    since_ns: running.since_ns,
-                    cgroup_id: process.cgroup.id,
-                    comm,
-                })
-            };
-            if let Some(done) = self.sched.still_runs(&running, now_ns, unmet) {
-                self.add_done(&done);
-            }
-        }
-    }
-
-    /// Adds how somebody was scheduled who counts. Those that cannot be told apart do where all do.
-    fn add_done(&mut self, done: &Done) {
-        let counts = match &done.of {
-            Some(of) => self.processes.scheduled_counts(of),
-            None => self.processes.all_count(),
-        };
-        if counts {
-            self.epoch.add_sched(done, &mut self.processes);
-        }
     }
 
     /// Pieces that name the kernel frames of this epoch, the new one among them handed on.

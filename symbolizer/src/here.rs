@@ -12,10 +12,8 @@ use std::time::Instant;
 
 use stackwire_elf::gnu_build_id;
 use stackwire_formats::{Host, Module};
-use stackwire_model::BuildId;
+use stackwire_model::{BuildId, KernelAddr, MapsLine};
 use stackwire_proto::kallsyms::{Symbol, symbols};
-
-use stackwire_model::KernelAddr;
 
 use crate::capture::Artifacts;
 use crate::profile::{ArtifactHash, Executable};
@@ -123,11 +121,9 @@ fn vdso(kernel: BuildId) -> Option<Vec<u8>> {
     if running_kernel()? != kernel {
         return None;
     }
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let line = maps.lines().find(|line| line.ends_with("[vdso]"))?;
-    let (start, end) = line.split(' ').next()?.split_once('-')?;
-    let start = u64::from_str_radix(start, 16).ok()?;
-    let size = u64::from_str_radix(end, 16).ok()?.checked_sub(start)?;
+    let maps = std::fs::read("/proc/self/maps").ok()?;
+    let mapped = MapsLine::all(&maps).find(|line| line.path == b"[vdso]")?;
+    let (start, size) = (mapped.start.0, mapped.end.0 - mapped.start.0);
     let mut image = vec![0; usize::try_from(size).ok()?];
     let memory = File::open("/proc/self/mem").ok()?;
     memory.read_exact_at(&mut image, start).ok()?;

@@ -2,25 +2,20 @@
 
 use std::slice;
 
+use stackwire_model::MapsLine;
+
 /// Bytes of the vDSO's ELF image as the kernel maps it; `None` where there is none.
 ///
 /// Needs no file: `/proc/self/mem` is not ours to open once the binary carries file capabilities.
 #[must_use]
 pub fn image() -> Option<Vec<u8>> {
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let (start, end) = span(&maps)?;
+    let maps = std::fs::read("/proc/self/maps").ok()?;
+    let mapped = MapsLine::all(&maps).find(|line| line.path == b"[vdso]")?;
+    let (start, end) = (mapped.start.0 as usize, mapped.end.0 as usize);
     // SAFETY: the kernel maps the vDSO readable for the life of the process and never changes it;
     // the range is the one it lists for exactly that mapping.
     let bytes = unsafe { slice::from_raw_parts(start as *const u8, end - start) };
     Some(bytes.to_vec())
-}
-
-fn span(maps: &str) -> Option<(usize, usize)> {
-    let line = maps.lines().find(|line| line.ends_with("[vdso]"))?;
-    let (start, end) = line.split_once(' ')?.0.split_once('-')?;
-    let (start, end) =
-        (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
-    (start < end).then_some((start, end))
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 use std::io::Read;
 
 use stackwire_model::profile::{Builder, EndReason, Executable, FrameKind, Origin, SampleKey};
-use stackwire_model::{Device, Event, FileId, FileOffset, UserAddr};
+use stackwire_model::{Event, MapsLine, UserAddr};
 
 use crate::ReadError;
 use crate::tasks::{Map, TaskId, Tasks};
@@ -70,10 +70,9 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
         samples.push((count, stack));
     }
     let mut tasks = Tasks::default();
-    let maps = String::from_utf8_lossy(&bytes[used * 8..]).into_owned();
     let mut main = None;
-    for line in maps.lines() {
-        let Some((map, path)) = mapping(line, into)? else { continue };
+    for line in MapsLine::all(&bytes[used * 8..]).filter(|line| line.is_executable) {
+        let Some((map, path)) = mapping(&line, into)? else { continue };
         main.get_or_insert_with(|| path.rsplit('/').next().unwrap_or_default().to_owned());
         tasks.map(into, 0, map)?;
     }
@@ -91,34 +90,25 @@ pub fn read(input: impl Read, into: &mut Builder, number: usize) -> Result<(), R
     Ok(())
 }
 
-/// An executable mapping of `start-end perms offset device inode path`.
-fn mapping<'l>(line: &'l str, into: &mut Builder) -> Result<Option<(Map, &'l str)>, ReadError> {
-    let parse = || {
-        let mut fields = line.split_whitespace();
-        let (start, end) = fields.next()?.split_once('-')?;
-        let hex = |text: &str| u64::from_str_radix(text, 16).ok();
-        let (start, end) = (hex(start)?, hex(end)?);
-        let executable = fields.next()?.as_bytes().get(2) == Some(&b'x');
-        let file_offset = hex(fields.next()?)?;
-        let (major, minor) = fields.next()?.split_once(':')?;
-        let device = Device { major: hex(major)? as u32, minor: hex(minor)? as u32 };
-        let file = FileId::new(fields.next()?.parse().ok()?, device);
-        let path = fields.next()?;
-        (executable && start < end).then_some((start, end, file_offset, file, path))
-    };
-    let Some((start, end, file_offset, file, path)) = parse() else { return Ok(None) };
+/// An executable mapping, with its path.
+fn mapping(line: &MapsLine<'_>, into: &mut Builder) -> Result<Option<(Map, String)>, ReadError> {
+    let path = String::from_utf8_lossy(line.path);
+    let path = path.strip_suffix(" (deleted)").unwrap_or(&path);
     let executable = match path {
         "[vdso]" => Executable::Vdso { image: None },
-        path if path.starts_with('[') => return Ok(None),
-        path => Executable::File { path: path.to_owned(), key: file.map(Into::into) },
+        path if path.is_empty() || path.starts_with('[') => return Ok(None),
+        path => Executable::File { path: path.to_owned(), key: line.file.map(Into::into) },
     };
     let executable = into.executable(executable)?;
-    let (start, end, file_offset) = (UserAddr(start), UserAddr(end), FileOffset(file_offset));
-    Ok(Some((Map { start, end, file_offset, executable, private: false, since: 0 }, path)))
+    let &MapsLine { start, end, file_offset, .. } = line;
+    let map = Map { start, end, file_offset, executable, private: false, since: 0 };
+    Ok(Some((map, path.to_owned())))
 }
 
 #[cfg(test)]
 mod tests {
+    use stackwire_model::FileOffset;
+
     use super::*;
 
     #[test]

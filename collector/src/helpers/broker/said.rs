@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
-use stackwire_model::UserAddr;
+use stackwire_model::{MapsLine, UserAddr};
 
 use super::OpenError;
 
@@ -86,14 +86,9 @@ fn read_context(task: u32, at: UserAddr) -> Option<Vec<u8>> {
 /// does not answer. Pure.
 fn is_memory(maps: &[u8], header: UserAddr, start: UserAddr, length: usize) -> bool {
     let end = start.0.saturating_add(length as u64);
-    maps.split(|&byte| byte == b'\n').any(|line| {
-        // `start-end perms offset device inode`, proc_pid_maps(5).
-        let mut fields = line.split(|&byte| byte == b' ').map(std::str::from_utf8);
-        let Some((Ok(range), Ok(inode))) = fields.next().zip(fields.nth(3)) else { return false };
-        let hex = |text| u64::from_str_radix(text, 16).ok();
-        let both = range.split_once('-').and_then(|(from, to)| hex(from).zip(hex(to)));
-        let Some((from, to)) = both else { return false };
-        from <= start.0 && end <= to && (inode == "0" || (from..to).contains(&header.0))
+    MapsLine::all(maps).any(|line| {
+        let contains = line.start <= start && end <= line.end.0;
+        contains && (line.file.is_none() || (line.start..line.end).contains(&header))
     })
 }
 

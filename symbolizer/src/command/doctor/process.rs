@@ -10,6 +10,7 @@ use std::path::Path;
 
 use stackwire_elf::Headers;
 use stackwire_formats::plain;
+use stackwire_model::MapsLine;
 
 use super::{Finding, limits, prevents, works};
 use crate::command::advice::debug_package;
@@ -101,17 +102,12 @@ fn root(path: &str) -> Option<(u64, u64)> {
     fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
 }
 
-/// Paths of executable mappings, proc_pid_maps(5). Pure.
+/// Paths of executable mappings. Pure.
 fn code(maps: &[u8]) -> Vec<String> {
-    let mut paths: Vec<String> = String::from_utf8_lossy(maps)
-        .lines()
-        .filter_map(|line| {
-            let mut fields = line.splitn(6, ' ');
-            let executable = fields.nth(1)?.as_bytes().get(2) == Some(&b'x');
-            let path = fields.nth(3)?.trim_start();
-            (executable && path.starts_with('/')).then(|| path.to_owned())
-        })
-        .collect();
+    let is_code = |line: &MapsLine<'_>| line.is_executable && line.path.starts_with(b"/");
+    let code = MapsLine::all(maps).filter(is_code);
+    let mut paths: Vec<_> =
+        code.map(|line| String::from_utf8_lossy(line.path).into_owned()).collect();
     paths.dedup();
     paths
 }
