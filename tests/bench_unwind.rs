@@ -1,6 +1,6 @@
-//! `make bench`: whole stacks, and what they cost, by tables, by frame pointers and by `perf record
-//! --call-graph dwarf` on the same programs in the same run; and how soon tables are there when a
-//! capture starts on a host full of programs.
+//! `make bench`: whole stacks, and what they cost, by tables, by frame pointers, by copies of stacks
+//! (`--source perf`) and by `perf record --call-graph dwarf` on the same programs in the same run;
+//! and how soon tables are there when a capture starts on a host full of programs.
 //!
 //! Prints tables, asserts nothing.
 
@@ -95,18 +95,18 @@ fn compare(binaries: &Path, directory: &Path, pid: u32) -> Result<Vec<String>> {
     let mut rows = Vec::new();
     let capture = directory.join("x.stackwire");
     let pid = pid.to_string();
-    for unwind in ["auto", "fp"] {
+    for way in ["--unwind=auto", "--unwind=fp", "--source=perf"] {
         let collector = binaries.join("stackwire-collector");
         let mut command = Command::new(collector);
         command.args(["--sample-rate=997", "--pid", &pid, "--duration"]).arg(format!("{SECONDS}s"));
-        command.arg(format!("--unwind={unwind}")).arg("--output").arg(&capture);
+        command.arg(way).arg("--output").arg(&capture);
         command.arg("--unwind-cache-dir").arg(directory.join("tables"));
         let cpu = cpu_of(&mut command)?;
         let told = Told::of(&capture)?;
         let bytes = std::fs::metadata(&capture)?.len();
         let whole = share(told.roots(), told.user);
         rows.push(format!(
-            "--unwind {unwind} | {whole:.1} % | {} | {} | {bytes} | {cpu:.2} s",
+            "{way} | {whole:.1} % | {} | {} | {bytes} | {cpu:.2} s",
             told.samples, told.lost
         ));
     }

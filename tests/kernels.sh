@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds programs there, one that runs on and one that lives
 # some milliseconds; counts the page faults of a third, times the waits of a fourth and the slices of a fifth. In QEMU,
-# without KVM, from an initial RAM disk. Captures come out over serial lines.
+# without KVM, from an initial RAM disk. Captures come out over serial lines. A user without capabilities is told what to
+# do where the kernel lets nobody sample.
 # usage: tests/kernels.sh DIR    DIR: where the binaries are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -48,7 +49,9 @@ gcc -O1 -g -static -o "$work/waits" "$here/fixtures/waits.c" -lpthread
 build_id() { readelf -n "$1" | sed -n 's/.*Build ID: //p'; }
 root=$(mktemp -d "$work/root.XXXXXX")
 trap 'rm -rf "$root"' EXIT
-mkdir -p "$root"/{bin,proc,sys,tmp,dev}
+mkdir -p "$root"/{bin,proc,sys,tmp,dev,etc}
+chmod 755 "$root" && chmod 1777 "$root/tmp"
+echo nobody:x:65534:65534::/:/bin/nobody >"$root/etc/passwd"
 cp "$(command -v busybox)" "$root/bin/busybox"
 cp "$out/stackwire-collector" "$root/bin/"
 strip --strip-debug "$root/bin/stackwire-collector"
@@ -88,6 +91,11 @@ echo "sched \$(/bin/sched 3)"
 kill -INT \$collector
 wait \$collector
 echo "exit code \$?"
+# Debian's kernels refuse above 2.
+for level in 2 3 4; do
+  echo \$level >/proc/sys/kernel/perf_event_paranoid
+  echo "paranoid \$level: \$(/bin/busybox su nobody 2>&1 | /bin/busybox tr '\n' ' ')"
+done
 for port in S1:x S2:wakers S3:sched; do
   /bin/busybox stty -F /dev/tty\${port%:*} raw
   /bin/busybox cat /tmp/\${port#*:}.stackwire >/dev/tty\${port%:*}
@@ -100,7 +108,14 @@ cat >"$root/bin/inside" <<E2
 /bin/stackwire-collector -a --profile --offcpu --offcpu-wakers --pmu --duration 5s --output /tmp/wakers.stackwire
 echo "exit code \$?"
 E2
-chmod +x "$root/init" "$root/bin/inside"
+cat >"$root/bin/nobody" <<E2
+#!/bin/busybox sh
+/bin/unwind >/dev/null & program=\$!
+/bin/stackwire-collector --profile --pid \$program --sample-rate 199 --duration 2s --unwind-cache-dir /tmp/own --output /tmp/own.stackwire
+echo "exit code \$?"
+kill \$program
+E2
+chmod +x "$root/init" "$root/bin/inside" "$root/bin/nobody"
 (cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) >"$work/initrd.gz"
 
 judge() { # SERIES PROGRAM
@@ -172,6 +187,17 @@ scheduled() { # SERIES LOG
     { echo "kernel $1: switches are not those there were" >&2; exit 1; }
 }
 
+# What a user without capabilities is told.
+nobody() { # SERIES LOG
+  local level asked
+  asked="sysctl kernel.perf_event_paranoid=2"
+  for level in 2 3 4; do
+    sed -n "s/^paranoid $level: /kernel $1: nobody at paranoid $level: /p" "$2"
+    if [ $level = 2 ]; then grep -q "^paranoid 2: .*exit code 0" "$2"; else grep -q "^paranoid $level: .*$asked.*exit code [1-9]" "$2"; fi ||
+      { cat "$2" >&2; echo "kernel $1: that is not what was to be said" >&2; exit 1; }
+  done
+}
+
 for series in 6.1 6.12; do
   image=$(kernel "$series") || skip "no Debian kernel $series to be had"
   log=$work/$series.log
@@ -185,4 +211,5 @@ for series in 6.1 6.12; do
   waits "$series" "$log"
   wakers "$series"
   scheduled "$series" "$log"
+  nobody "$series" "$log"
 done
