@@ -1,6 +1,6 @@
-//! `make bench`: whole stacks, and what they cost, by tables, by frame pointers, by copies of stacks
-//! (`--source perf`) and by `perf record --call-graph dwarf` on the same programs in the same run;
-//! and how soon tables are there when a capture starts on a host full of programs.
+//! `make bench`: whole stacks, and what they cost, by tables, by frame pointers, by copies of
+//! stacks (`--source perf`) and by `perf record --call-graph dwarf` on the same programs in the
+//! same run; and how soon tables are there when a capture starts on a host full of programs.
 //!
 //! Prints tables, asserts nothing.
 

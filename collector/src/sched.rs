@@ -1,5 +1,5 @@
 //! How threads were scheduled since the last look: the kernel side's sums, less those of the look
-//! before. Pure. Called by `pipeline.rs` at the end of an epoch.
+//! before. Pure. Called by `scheduling.rs` at the end of an epoch.
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::sched_stats::{self as abi, SwitchReason, THE_REST};

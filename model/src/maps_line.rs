@@ -1,5 +1,5 @@
-//! A line of `/proc/PID/maps`, which the collector reads of processes and the symbolizer of itself
-//! and in profiles. Pure.
+//! A line of `/proc/PID/maps`, which both halves read of processes and of themselves, and formats
+//! in profiles. Pure.
 
 use crate::{Device, FileId, FileOffset, UserAddr};
 

@@ -125,8 +125,9 @@ pub fn add_up_exec(_ctx: RawTracePointContext) -> i32 {
     // run with preemption off.
     let on_cpu = unsafe { &mut *on_cpu };
     let (pid, tid) = current();
-    let ran_ns = ran_ns(on_cpu, tid, now_ns);
-    let stats = stats_of((pid, tid), Program::Before { since_ns: on_cpu.since_ns });
+    // Who is no leader has the leader's thread id by now.
+    let ran_ns = ran_ns(on_cpu, on_cpu.pid == pid, now_ns);
+    let stats = stats_of((pid, tid), Program::Before { since_ns: now_ns.saturating_sub(ran_ns) });
     read_counters(on_cpu, stats, cpu);
     (on_cpu.since_ns, on_cpu.pid, on_cpu.tid) = (now_ns, pid, tid);
     if let Some(stats) = stats {
@@ -189,23 +190,24 @@ fn runs(tid: u32, now_ns: u64) {
 fn leaves(state: u64, now_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
     let (pid, tid) = match current() {
         // Its number was taken from it: it ends.
-        (0, _) | (_, 0) => (on_cpu.pid, on_cpu.tid),
+        (0, _) | (_, 0) if state & state::DEAD != 0 => (on_cpu.pid, on_cpu.tid),
         known => known,
     };
     // The counters run while the CPU is idle, too: what they counted is nobody's then.
     let program = Program::Now { since_ns: now_ns };
     let stats = if tid == 0 { None } else { stats_of((pid, tid), program) };
     read_counters(on_cpu, stats, cpu);
-    let ran_ns = ran_ns(on_cpu, tid, now_ns);
+    let came = on_cpu.tid == tid;
+    let ran_ns = ran_ns(on_cpu, came, now_ns);
     let mut waited_ns = UNKNOWN;
     let reason = reason(state);
     if let Some(known) = RUNNABLE.get_ptr_mut(&tid) {
         // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
         let known = unsafe { &mut *known };
-        if known.since_ns != 0 && on_cpu.tid != tid && ran_ns != UNKNOWN {
+        if known.since_ns != 0 && !came && ran_ns != UNKNOWN {
             known.waited_ns = now_ns.saturating_sub(ran_ns).saturating_sub(known.since_ns);
         }
-        waited_ns = known.waited_ns;
+        waited_ns = core::mem::replace(&mut known.waited_ns, UNKNOWN);
         known.since_ns = if reason as u8 == SwitchReason::Preempted as u8 { now_ns } else { 0 };
         if reason as u8 == SwitchReason::Exited as u8 {
             let _ = RUNNABLE.remove(&tid);
@@ -222,15 +224,16 @@ fn leaves(state: u64, now_ns: u64, on_cpu: &mut OnCpu, cpu: u32) {
     }
 }
 
-/// How long the current thread has run. A switch from a process that the kernel protects is not
-/// seen (README): what came before is not this thread's then, and the kernel has its time.
+/// How long the current thread has run, which was seen to come or not. A switch from a process that
+/// the kernel protects is not seen (README): the time before is not this thread's then, and the
+/// kernel has its own, up to the last tick where it becomes another program.
 #[inline(always)]
-fn ran_ns(on_cpu: &OnCpu, tid: u32, now_ns: u64) -> u64 {
+fn ran_ns(on_cpu: &OnCpu, came: bool, now_ns: u64) -> u64 {
     if on_cpu.since_ns == 0 {
         return UNKNOWN;
     }
     let most_ns = now_ns.saturating_sub(on_cpu.since_ns);
-    if on_cpu.tid == tid {
+    if came {
         return most_ns;
     }
     // SAFETY: a helper without arguments.

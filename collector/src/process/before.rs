@@ -1,6 +1,6 @@
 //! What processes were before: the programs they ran in this epoch and run no more, and those that
 //! do not count yet. Kept for sums that come at the end of an epoch, as `--pmu` has them. Called by
-//! `pipeline.rs` and `batch.rs`.
+//! `scheduling.rs` and `batch.rs`.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,5 @@
 //! Which processes count, of those that are observed. What the others do is taken off the kernel
-//! and recorded nowhere. Called by `pipeline.rs`.
+//! and recorded nowhere. Called by `pipeline.rs` and `scheduling.rs`.
 
 use std::rc::Rc;
 

@@ -115,7 +115,7 @@ mod tests {
     fn a_profile_is_told_from_others_and_read() {
         let words = [0u64, 3, 0, 10_000, 0, 7, 2, 0x40_1010, 0x40_1021, 0, 1, 0];
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        bytes.extend(b"00401000-00402000 r-xp 00001000 fe:01 77 /bin/prog\n");
+        bytes.extend(b"00401000-00402000 r-xp 00001000 fe:01 77 /bin/a prog (deleted)\n");
         assert!(is_one(&bytes) && !is_one(&bytes[8..]) && !is_one(b"short"));
         let mut into = Builder::new();
         assert!(read(&*bytes, &mut into, 0).is_ok());
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!((profile.sample_count(), profile.samples[0].value), (7, 70_000_000));
         let at: Vec<_> = profile.locations.iter().map(|at| at.address.file()).collect();
         assert_eq!(at, [0x1010, 0x1020].map(|offset| Some(FileOffset(offset))));
-        assert_eq!(profile.processes[0].comm, "prog");
+        assert_eq!(profile.processes[0].comm, "a prog");
         for cut in 40..words.len() * 8 - 1 {
             assert!(read(&bytes[..cut], &mut Builder::new(), 0).is_err(), "{cut}");
         }
