@@ -310,8 +310,8 @@ fn whoever_ends_a_wait_is_named_with_its_stack() {
     };
     for (function, is, least) in [
         ("in_pipe", &feeds as &dyn Fn(&_) -> bool, 99),
-        // A timer that interrupts a process which the kernel protects is not seen to wake anybody: up
-        // to 3 of the 120 waits of in_epoll.
+        // A timer that interrupts a process which the kernel protects is not seen to wake anybody:
+        // up to 3 of the 120 waits of in_epoll.
         ("in_sleep", &timer, 96),
         ("in_futex", &timer, 95),
         ("in_epoll", &timer, 95),
