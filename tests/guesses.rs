@@ -6,8 +6,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::support::interpreters::pythons;
+use crate::support::whole::{complete, recorded};
 use crate::support::{Pprof, Ran, Running, binary, build, can, privileged};
-use crate::unwinding::{complete, recorded};
 
 /// A program that runs until dropped and says nothing.
 struct Quiet(Child);

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
+use crate::support::whole::{complete, ended, recorded};
 use crate::support::{Pprof, Ran, binary, build, privileged, stackwire};
-use crate::unwinding::{complete, ended, recorded};
 
 /// A shell that runs commands again and again.
 struct Loop(Child);

@@ -6,13 +6,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::newborn;
 use crate::support::nginx::Nginx;
 use crate::support::postgres::Postgres;
+use crate::support::whole;
 use crate::support::{
     Pprof, Ran, Running, binary, build, can, of_debian, privileged, record, recorded, run,
     stackwire,
 };
-use crate::{newborn, unwinding};
 
 /// Samples by process.
 fn by_pid(profile: &Pprof) -> BTreeMap<u32, u64> {
@@ -96,11 +97,11 @@ fn workers_of_nginx_are_followed_from_their_master() {
     let nginx = Nginx::start(nginx);
     let (pid, cache) = (format!("--pid={}", nginx.master()), tempfile::tempdir().unwrap());
     // Tables are made meanwhile.
-    unwinding::recorded(&[&pid, "--follow", "--duration=1s"], cache.path());
-    let (report, profile) = unwinding::recorded(&[&pid, "--follow", "--duration=4s"], cache.path());
+    whole::recorded(&[&pid, "--follow", "--duration=1s"], cache.path());
+    let (report, profile) = whole::recorded(&[&pid, "--follow", "--duration=4s"], cache.path());
     let found = by_pid(&profile);
     assert!(found.values().filter(|&&count| count > 30).count() >= 2, "{found:?}");
-    assert!(unwinding::complete(&report) >= 99.0, "{report}");
+    assert!(whole::complete(&report) >= 99.0, "{report}");
     let mut compressed = BTreeMap::<&str, u64>::new();
     let mut files = BTreeSet::new();
     for sample in &profile.samples {

@@ -6,8 +6,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::support::lying::{eh_frame, new_build_id, replace_eh_frame, section, write_at};
+use crate::support::whole::{complete, ended};
 use crate::support::{Running, binary, build, privileged, stackwire};
-use crate::unwinding::{complete, ended};
 
 /// Another user, with as little as possible.
 const USER: u32 = 65534;

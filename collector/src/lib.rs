@@ -32,6 +32,7 @@ mod host;
 mod in_time;
 mod list;
 mod normalize;
+mod off_cpu;
 mod outbox;
 mod perf_samples;
 mod pipeline;

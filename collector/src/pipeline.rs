@@ -19,6 +19,7 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
+use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps};
@@ -27,7 +28,7 @@ use crate::sched::Totals;
 use crate::scheduling::Scheduling;
 use crate::sources::side_band::Change;
 use crate::unwind::{Stats, Unwind};
-use crate::waits::{Over, Taken, Waits};
+use crate::waits::Taken;
 use crate::wire::{self, Beside, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
@@ -73,7 +74,7 @@ pub struct Pipeline {
     handover: Arc<Handover>,
     outbox: Arc<Outbox>,
     /// `None`: nobody asked where threads wait.
-    waits: Option<Waits>,
+    off_cpu: Option<OffCpu>,
     scheduling: Scheduling,
     batch: Batch,
     epoch: Epoch,
@@ -84,9 +85,7 @@ pub struct Pipeline {
     throttled: u64,
     lost_events: u64,
     refused_cpus: u64,
-    /// Parts of waits that were not over.
-    going_on: u64,
-    /// Taken, and of no time or process that counts.
+    /// Samples that were taken, of no time or process that counts.
     uncounted: u64,
     /// When the capture began, monotonic nanoseconds.
     begun_ns: u64,
@@ -118,7 +117,7 @@ pub struct Parts {
     /// Where epochs and files go.
     pub outgoing: Outgoing,
     /// `None`: nobody asked where threads wait.
-    pub waits: Option<Waits>,
+    pub off_cpu: Option<OffCpu>,
     /// How threads were scheduled up to the last look.
     pub sched: Totals,
     /// When sampling started.
@@ -148,7 +147,7 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, whose, handover, outbox } = parts.outgoing;
-        let Parts { perf, waits, sched, started, epoch_start, epoch_length, .. } = parts;
+        let Parts { perf, off_cpu, sched, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
@@ -163,7 +162,7 @@ impl Pipeline {
             whose,
             handover,
             outbox,
-            waits,
+            off_cpu,
             scheduling: Scheduling::new(sched),
             batch: Batch::default(),
             epoch: Epoch::default(),
@@ -174,7 +173,6 @@ impl Pipeline {
             throttled: 0,
             lost_events: 0,
             refused_cpus: 0,
-            going_on: 0,
             uncounted: 0,
             begun_ns: epoch_start,
             before: HashMap::new(),
@@ -208,7 +206,7 @@ impl Pipeline {
             }
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
-                || self.waits.as_ref().is_some_and(Waits::is_full)
+                || self.off_cpu.as_ref().is_some_and(OffCpu::is_full)
             {
                 self.cut();
             }
@@ -236,8 +234,10 @@ impl Pipeline {
             std::thread::sleep(SETTLE);
             self.take(Duration::ZERO, false);
         }
-        self.add_waiting();
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
+        if let Some(off_cpu) = &mut self.off_cpu {
+            off_cpu.add_going_on(sampler, processes, &self.layout, &mut self.epoch);
+        }
         self.scheduling.add_up(sampler, processes, &mut self.epoch);
         self.scheduling.add_running(sampler, processes, &mut self.epoch);
         self.whose.ask_last(images(&self.epoch, &self.processes));
@@ -284,72 +284,36 @@ impl Pipeline {
 
     /// False: the table is not there yet that its stack is to be walked by.
     fn add(&mut self, sample: &RawSample) -> bool {
-        if sample.header.kind == RecordKind::Sample as u8 && !self.counts(&sample.header) {
+        if sample.header.kind != RecordKind::Sample as u8 {
+            if let Some(off_cpu) = &mut self.off_cpu {
+                let (processes, layout) = (&mut self.processes, &self.layout);
+                off_cpu.take(sample, &self.batch, processes, layout, &mut self.epoch);
+            }
+            return true;
+        }
+        if !self.counts(&sample.header) {
             self.uncounted += 1;
             return true;
         }
-        let Some(perf) = &mut self.perf else {
-            self.add_of_ebpf(sample);
-            return true;
-        };
-        let (processes, unwind) = (&mut self.processes, self.unwind.as_mut());
-        let completed = perf.complete(sample, &self.batch, processes, unwind);
-        let Some((header, user)) = completed else { return false };
-        let (kernel, layout) = (self.batch.kernel(sample), &self.layout);
-        self.epoch.add(&header, user, kernel, Taken::ONE, processes, layout);
-        true
-    }
-
-    fn add_of_ebpf(&mut self, sample: &RawSample) {
-        let header = &sample.header;
-        let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
-        let (processes, layout) = (&mut self.processes, &self.layout);
-        if header.kind == RecordKind::Sample as u8 {
-            self.epoch.add(header, user, kernel, Taken::ONE, processes, layout);
-            return;
-        }
-        let Some(waits) = &mut self.waits else { return };
-        if header.kind == RecordKind::Stack as u8 {
-            waits.learn(header, user, kernel);
-        } else if let Some(mut over) = waits.over(header, user) {
-            if processes.counts(header) {
-                // Of another process's thread there is its name alone.
-                if let Some(waker) = &mut over.waker
-                    && waker.header.start_boottime_ns != 0
-                    && !processes.counts(&waker.header)
-                {
-                    waker.header.start_boottime_ns = 0;
+        let processes = &mut self.processes;
+        let (header, user) = match &mut self.perf {
+            None => (sample.header, self.batch.user(sample)),
+            Some(perf) => {
+                let unwind = self.unwind.as_mut();
+                match perf.complete(sample, &self.batch, processes, unwind) {
+                    Some(completed) => completed,
+                    None => return false,
                 }
-                self.epoch.add_wait(&over, processes, layout);
-            } else {
-                let parts = over.parts.iter().map(|part| u64::from(part.taken.count));
-                self.uncounted += parts.sum::<u64>();
             }
-        }
+        };
+        let kernel = self.batch.kernel(sample);
+        self.epoch.add(&header, user, kernel, Taken::ONE, processes, &self.layout);
+        true
     }
 
     /// Whether it is of a time and a process that count.
     fn counts(&mut self, header: &SampleHeader) -> bool {
         header.time_ns >= self.begun_ns && self.processes.counts(header)
-    }
-
-    /// Adds the waits that are not over.
-    fn add_waiting(&mut self) {
-        let Some(waits) = &mut self.waits else { return };
-        let now_ns = now_ns();
-        for (tid, mut waiting) in self.sampler.waiting() {
-            if waiting.start_boottime_ns == 0 {
-                let process = self.processes.get(waiting.pid);
-                waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
-            }
-            let (parts, stacks) = waits.going_on(tid, &waiting, now_ns);
-            if !parts.first().is_some_and(|part| self.processes.counts(&part.header)) {
-                continue;
-            }
-            self.going_on += parts.len() as u64;
-            let open = Over { parts, stacks, waker: None };
-            self.epoch.add_wait(&open, &mut self.processes, &self.layout);
-        }
     }
 
     /// Asks for the file of each mapping whose build-id is too short to identify it. Asks once for
@@ -455,9 +419,8 @@ impl Pipeline {
         self.epoch_number += 1;
         self.epoch_start = now;
         self.processes.end_epoch();
-        if let Some(waits) = &mut self.waits {
-            let sampler = &self.sampler;
-            waits.end_epoch(|place, number| sampler.forget(place, number), || sampler.waiting());
+        if let Some(off_cpu) = &mut self.off_cpu {
+            off_cpu.end_epoch(&*self.sampler);
         }
         if let Some(unwind) = &mut self.unwind {
             unwind.end_epoch(&self.processes);
@@ -480,8 +443,12 @@ impl Pipeline {
     fn finish(mut self) -> Summary {
         self.cut();
         let lost = self.totals();
-        let waits = self.sampler.counter(Counter::WaitsTaken) + self.going_on;
-        let taken = self.sampler.counter(Counter::Taken) + waits - self.uncounted;
+        let waits = self.off_cpu.as_ref();
+        let waits = |counted: fn(&OffCpu) -> u64| waits.map_or(0, counted);
+        let taken = self.sampler.counter(Counter::Taken) - self.uncounted
+            + self.sampler.counter(Counter::WaitsTaken)
+            + waits(OffCpu::going_on)
+            - waits(OffCpu::uncounted);
         self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
         Summary {
             taken,
@@ -511,7 +478,7 @@ impl Pipeline {
             (LostReason::WaitsUnseenNs, self.sampler.counter(Counter::WaitsUnseenNs)),
             (LostReason::OutsideNamespace, self.sampler.counter(Counter::Outside)),
             (LostReason::ThreadsFull, self.sampler.counter(Counter::ThreadsFull)),
-            (LostReason::WaitStacks, self.waits.as_ref().map_or(0, Waits::without_stacks)),
+            (LostReason::WaitStacks, self.off_cpu.as_ref().map_or(0, OffCpu::without_stacks)),
         ]
     }
 }

@@ -1,7 +1,7 @@
 //! Waits: puts the stacks a thread waited with beside how long it waited. Pure.
 //!
 //! The kernel side tells of each stack once, by a number, and of each wait when it is over. Called
-//! by `pipeline.rs`, which has merged both by time.
+//! by `off_cpu.rs`, in the order of time.
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{

@@ -15,6 +15,7 @@ pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod slow;
 pub(crate) mod stopped;
+pub(crate) mod whole;
 
 use std::cell::RefCell;
 use std::fmt::Write as _;

@@ -18,6 +18,7 @@ use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Scope};
 use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, in_a_cgroup_namespace, kallsyms, vdso};
+use crate::off_cpu::OffCpu;
 use crate::perf_samples::PerfSamples;
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
@@ -26,7 +27,6 @@ use crate::sampler::Filter;
 use crate::sched::Totals;
 use crate::sources::perf_event::Kernel;
 use crate::unwind::{Sources, Unwind};
-use crate::waits::Waits;
 use crate::wire::{self, Head, References, Sampling};
 
 /// Kept after start-up: opens events on CPUs that come online, and from kernel 6.15 on reads the
@@ -176,7 +176,7 @@ pub(super) fn prepare(
         references,
         outgoing,
         sched: Totals::new(config.sched, counters, matches!(config.scope, Scope::Cgroup(_))),
-        waits: config.off_cpu.as_ref().map(|_| Waits::new(config.events.len() as u8)),
+        off_cpu: config.off_cpu.as_ref().map(|_| OffCpu::new(config.events.len() as u8)),
         started,
         epoch_start: clocks.0,
         epoch_length: config.epoch,
