@@ -72,6 +72,8 @@ mod pprof_reads;
 mod privileges;
 /// Python, Node, release builds, gzip, git.
 mod programs;
+/// CPython that is asked to name its functions.
+mod python;
 /// What `report` shows, and how it is asked for.
 mod reports;
 /// How threads are scheduled, beside what the kernel counts and runqlat.

@@ -50,6 +50,11 @@ pub struct Args {
     /// Sample children of the processes as well, those that run already and those to come.
     #[arg(long, requires = "pid")]
     follow: bool,
+    /// Have CPython 3.12 and later write the names of its functions: its perf trampoline is on
+    /// while it is sampled, and off again at the end. Processes chosen by --pid have to do it; of
+    /// others the report says what became of it.
+    #[arg(long)]
+    inject_python: bool,
     /// What makes the kernel take samples (repeatable, or as "cpu-clock,page-faults"): each event
     /// is a series of its own.
     #[arg(long, short, value_name = "EVENT", value_delimiter = ',', default_value = "cpu-clock", value_parser = str::parse::<Event>)]
@@ -224,6 +229,7 @@ impl Args {
             ..Limits::default()
         };
         config.share = self.share_executables;
+        config.inject_python = self.inject_python;
         let destination = match (self.output, self.to) {
             (Some(path), _) => Destination::File(path),
             (None, address) => Destination::Symbolizer(Target {

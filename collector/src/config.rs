@@ -97,6 +97,8 @@ pub struct Config {
     pub limits: Limits,
     /// Which files of processes leave the host.
     pub share: Share,
+    /// Have Python processes name their functions while they are sampled.
+    pub inject_python: bool,
 }
 
 /// A configuration that cannot work, with what to do instead.
@@ -229,6 +231,7 @@ impl Config {
             epoch: Duration::from_secs(10),
             limits: Limits::default(),
             share: Share::default(),
+            inject_python: false,
         }
     }
 

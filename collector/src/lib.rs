@@ -38,6 +38,7 @@ mod perf_samples;
 mod pipeline;
 mod priority;
 mod process;
+mod python;
 mod sampler;
 mod sched;
 mod scheduling;
@@ -69,6 +70,15 @@ pub const VERSION: &str = env!("STACKWIRE_VERSION");
 /// Entry points for fuzzing: parsers of what other processes or the kernel wrote. For `fuzz/`.
 #[cfg(fuzzing)]
 pub mod fuzz {
+    /// Looks for the functions of an interpreter in a file.
+    pub fn interpreter(bytes: &[u8]) {
+        use std::io::Write;
+        let memory = rustix::fs::memfd_create(c"fuzz", rustix::fs::MemfdFlags::CLOEXEC);
+        let mut file = std::fs::File::from(memory.expect("a memfd"));
+        file.write_all(bytes).expect("memory");
+        let _ = crate::helpers::interpreter::Interpreter::find(&file);
+    }
+
     /// Decodes a ring record.
     pub fn ring_record(bytes: &[u8]) {
         let _ = crate::sources::record::decode(bytes, &mut Vec::new());

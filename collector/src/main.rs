@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     }
     let run = arguments.into_run();
     // Before there is a second thread.
-    let helpers = Helpers::start();
+    let helpers = Helpers::start(run.config.inject_python);
     match capture(run, helpers) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -23,6 +23,7 @@ use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps};
+use crate::python::Pythons;
 use crate::sampler::{Batch, RawSample, Sampler};
 use crate::sched::Totals;
 use crate::scheduling::Scheduling;
@@ -76,6 +77,8 @@ pub struct Pipeline {
     /// `None`: nobody asked where threads wait.
     off_cpu: Option<OffCpu>,
     scheduling: Scheduling,
+    /// `None`: nobody asked for names of Python functions.
+    pythons: Option<Pythons>,
     batch: Batch,
     epoch: Epoch,
     epoch_start: u64,
@@ -120,6 +123,8 @@ pub struct Parts {
     pub off_cpu: Option<OffCpu>,
     /// How threads were scheduled up to the last look.
     pub sched: Totals,
+    /// `None`: nobody asked for names of Python functions.
+    pub pythons: Option<Pythons>,
     /// When sampling started.
     pub started: Instant,
     /// The same, monotonic nanoseconds.
@@ -147,7 +152,7 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, whose, handover, outbox } = parts.outgoing;
-        let Parts { perf, off_cpu, sched, started, epoch_start, epoch_length, .. } = parts;
+        let Parts { perf, off_cpu, sched, pythons, started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
@@ -164,6 +169,7 @@ impl Pipeline {
             outbox,
             off_cpu,
             scheduling: Scheduling::new(sched),
+            pythons,
             batch: Batch::default(),
             epoch: Epoch::default(),
             epoch_start,
@@ -203,6 +209,9 @@ impl Pipeline {
             // Before the epoch is cut, which has nobody in it then.
             if second.elapsed() >= Duration::from_secs(1) {
                 self.whose.ask(images(&self.epoch, &self.processes));
+                if let Some(pythons) = &mut self.pythons {
+                    pythons.meet(images(&self.epoch, &self.processes));
+                }
             }
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
                 || self.epoch.bytes() > EPOCH_BYTES
@@ -428,6 +437,9 @@ impl Pipeline {
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
         self.whose.retain(|image| processes.has_image(image));
+        if let Some(pythons) = &mut self.pythons {
+            pythons.retain(|image| processes.has_image(image));
+        }
         self.jit.end_epoch();
     }
 
@@ -449,7 +461,9 @@ impl Pipeline {
             + self.sampler.counter(Counter::WaitsTaken)
             + waits(OffCpu::going_on)
             - waits(OffCpu::uncounted);
-        self.outbox.close(wire::end(self.epoch_start, self.epoch_number, taken, &lost));
+        let python = self.pythons.as_ref().map(Pythons::switch_off).unwrap_or_default();
+        let (at, epochs) = (self.epoch_start, self.epoch_number);
+        self.outbox.close(wire::end(at, epochs, taken, &lost, &python));
         Summary {
             taken,
             delivered: self.delivered - self.dropped,

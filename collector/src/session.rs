@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use stackwire_model::{AddUp, OffCpu, Unwind as Walk};
+use stackwire_model::{AddUp, OffCpu, PythonOutcome, Unwind as Walk};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities;
 
@@ -42,6 +42,17 @@ pub enum SessionError {
     /// The destination.
     #[error(transparent)]
     Sink(#[from] SinkError),
+    /// A process that was to name its Python functions does not.
+    #[error("cannot switch on the perf trampoline of pid {pid}: {}", .outcome.text())]
+    Python {
+        /// The process.
+        pid: u32,
+        /// Why.
+        outcome: PythonOutcome,
+    },
+    /// One that runs no Python was to.
+    #[error("pid {0} runs no Python that could name its functions")]
+    NotPython(u32),
     /// A thread, a runtime, a system call that never fails did.
     #[error("{0}")]
     Internal(String),
@@ -127,22 +138,30 @@ impl Builder {
 pub struct Helpers {
     broker: Broker,
     compilers: Vec<Compiler>,
+    /// Of its own: others may be busy for seconds.
+    python: Option<Compiler>,
 }
 
 impl Helpers {
     /// Starts them. Without the broker, files are opened with the rights of this process. Without
-    /// any compiler, stacks are walked by frame pointers.
+    /// any compiler, stacks are walked by frame pointers. `inject_python`: with what it
+    /// takes to have Python processes name their functions.
     #[must_use]
-    pub fn start() -> Self {
+    pub fn start(inject_python: bool) -> Self {
         // Two: one file that takes long keeps no other waiting.
         let compilers = (0..2).filter_map(|_| Compiler::start().ok()).collect();
-        Self { broker: Broker::start().unwrap_or_else(|_| Broker::none()), compilers }
+        let python = inject_python.then(Compiler::start).and_then(Result::ok);
+        Self {
+            broker: Broker::start(inject_python).unwrap_or_else(|_| Broker::none()),
+            compilers,
+            python,
+        }
     }
 
     /// None of them.
     #[must_use]
     pub fn none() -> Self {
-        Self { broker: Broker::none(), compilers: Vec::new() }
+        Self { broker: Broker::none(), compilers: Vec::new(), python: None }
     }
 }
 
@@ -205,6 +224,11 @@ impl Session {
         }
         let cache = config.unwind_cache.clone();
         let sources = Sources { broker: Arc::clone(&broker), compilers: helpers.compilers, cache };
+        let python = helpers.python.filter(|_| config.inject_python);
+        if config.inject_python && python.is_none() {
+            let message = "Python processes cannot be asked without the processes that do it";
+            return Err(SessionError::Internal(message.to_owned()));
+        }
         let handover = Arc::new(Handover::new(config.share, Arc::clone(&broker)));
         let (ready, started) = mpsc::channel();
         let deadline_stop = Arc::clone(&stop);
@@ -216,7 +240,7 @@ impl Session {
         };
         let pipeline = std::thread::Builder::new()
             .name("collect".to_owned())
-            .spawn(move || match prepare(&config, outgoing, sources) {
+            .spawn(move || match prepare(&config, outgoing, sources, python) {
                 Ok((hello, pipeline)) => {
                     let deadline = config
                         .duration

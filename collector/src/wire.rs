@@ -1,10 +1,10 @@
 //! Domain → wire: the one file of the collector that builds messages. Pure.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use stackwire_model::sched::PerfCounter;
-use stackwire_model::{Choice, Event, ExecutableKey, LostReason, NoBpf};
+use stackwire_model::{Choice, Event, ExecutableKey, LostReason, NoBpf, PythonOutcome};
 use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
@@ -255,8 +255,19 @@ pub fn epoch(
 
 /// The last message of a capture.
 #[must_use]
-pub fn end(now_ns: u64, epochs: u64, taken: u64, totals: &[(LostReason, u64)]) -> v1::End {
-    v1::End { clock_monotonic_ns: now_ns, epochs, taken, lost: lost(totals) }
+pub fn end(
+    now_ns: u64,
+    epochs: u64,
+    taken: u64,
+    totals: &[(LostReason, u64)],
+    python: &BTreeMap<PythonOutcome, u64>,
+) -> v1::End {
+    let python = python.iter().map(|(&outcome, &processes)| v1::PythonProcesses {
+        outcome: v1::PythonOutcome::from(outcome).into(),
+        processes,
+    });
+    let (lost, python) = (lost(totals), python.collect());
+    v1::End { clock_monotonic_ns: now_ns, epochs, taken, lost, python }
 }
 
 /// An artifact as messages, one at a time; fewer when it is not what it was. Blocks: it is read

@@ -7,6 +7,7 @@
 //! this.
 
 mod error;
+mod exports;
 mod gopclntab;
 mod headers;
 mod notes;
@@ -18,6 +19,7 @@ mod content;
 #[cfg(feature = "content")]
 pub use content::{AltLink, Bytes, DebugLink, Elf, Scratch, Stream, WeakBytes};
 pub use error::ElfError;
+pub use exports::{Export, Exports};
 pub use gopclntab::{GoFamily, GoFormat, GoFunction, GoTable, GoValues, gopclntab_format};
 pub use headers::{Headers, Load, Section, Segment};
 pub use notes::{Ids, gnu_build_id};

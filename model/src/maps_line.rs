@@ -10,6 +10,8 @@ pub struct MapsLine<'a> {
     pub start: UserAddr,
     /// First address behind it.
     pub end: UserAddr,
+    /// Whether its content may be written.
+    pub is_writable: bool,
     /// Whether its content may be executed.
     pub is_executable: bool,
     /// Offset in the file of the first address.
@@ -38,9 +40,18 @@ impl<'a> MapsLine<'a> {
         let device = Device { major: number(major)?, minor: number(minor)? };
         let file = FileId::new(word()?.parse().ok()?, device);
         let (start, end) = (UserAddr(hex(start)?), UserAddr(hex(end)?));
+        let is_writable = permissions.as_bytes().get(1) == Some(&b'w');
         let is_executable = permissions.as_bytes().get(2) == Some(&b'x');
         let path = fields.next().unwrap_or_default().trim_ascii_start();
-        (start < end).then_some(Self { start, end, is_executable, file_offset, file, path })
+        (start < end).then_some(Self {
+            start,
+            end,
+            is_writable,
+            is_executable,
+            file_offset,
+            file,
+            path,
+        })
     }
 }
 
@@ -68,6 +79,7 @@ nonsense\n";
         let first = MapsLine {
             start: UserAddr(0x55d0),
             end: UserAddr(0x66d0),
+            is_writable: false,
             is_executable: true,
             file_offset: FileOffset(0x2000),
             file: FileId::new(1234, device),

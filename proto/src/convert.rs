@@ -4,7 +4,7 @@ use stackwire_model::profile::Moment;
 use stackwire_model::sched::{CounterSum, Histogram, PerfCounter, SchedStats, Switches};
 use stackwire_model::{
     BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, NoBpf, PerfType,
-    ValueKind, Wait, WaitState,
+    PythonOutcome, ValueKind, Wait, WaitState,
 };
 
 use crate::v1;
@@ -219,6 +219,43 @@ impl From<v1::LostReason> for LostReason {
             v1::LostReason::OutsideNamespace => Self::OutsideNamespace,
             v1::LostReason::Unspecified => Self::Other,
         }
+    }
+}
+
+/// Each outcome as it is on the wire.
+const PYTHON: [(PythonOutcome, v1::PythonOutcome); 20] = [
+    (PythonOutcome::Activated, v1::PythonOutcome::Activated),
+    (PythonOutcome::WasActive, v1::PythonOutcome::WasActive),
+    (PythonOutcome::Waiting, v1::PythonOutcome::Waiting),
+    (PythonOutcome::Refused, v1::PythonOutcome::Refused),
+    (PythonOutcome::TooOld, v1::PythonOutcome::TooOld),
+    (PythonOutcome::Unknown, v1::PythonOutcome::Unknown),
+    (PythonOutcome::Traced, v1::PythonOutcome::Traced),
+    (PythonOutcome::Denied, v1::PythonOutcome::Denied),
+    (PythonOutcome::Stopped, v1::PythonOutcome::Stopped),
+    (PythonOutcome::NoSafePoint, v1::PythonOutcome::NoSafePoint),
+    (PythonOutcome::NoMemory, v1::PythonOutcome::NoMemory),
+    (PythonOutcome::NoScript, v1::PythonOutcome::NoScript),
+    (PythonOutcome::Broken, v1::PythonOutcome::Broken),
+    (PythonOutcome::Spent, v1::PythonOutcome::Spent),
+    (PythonOutcome::Unresponsive, v1::PythonOutcome::Unresponsive),
+    (PythonOutcome::Machine, v1::PythonOutcome::Machine),
+    (PythonOutcome::Ended, v1::PythonOutcome::Ended),
+    (PythonOutcome::Lost, v1::PythonOutcome::Lost),
+    (PythonOutcome::TooMany, v1::PythonOutcome::TooMany),
+    (PythonOutcome::LeftOn, v1::PythonOutcome::LeftOn),
+];
+
+impl From<PythonOutcome> for v1::PythonOutcome {
+    fn from(outcome: PythonOutcome) -> Self {
+        PYTHON.iter().find(|(it, _)| *it == outcome).map_or(Self::Unspecified, |&(_, wire)| wire)
+    }
+}
+
+/// One this version does not know is none.
+impl From<v1::PythonOutcome> for Option<PythonOutcome> {
+    fn from(wire: v1::PythonOutcome) -> Self {
+        PYTHON.iter().find(|(_, it)| *it == wire).map(|&(outcome, _)| outcome)
     }
 }
 

@@ -98,6 +98,11 @@ pub struct Record {
     /// command is always followed.
     #[arg(long)]
     pub follow: bool,
+    /// Have CPython 3.12 and later write the names of its functions: its perf trampoline is on
+    /// while it is sampled, and off again at the end. A command has it on from its start.
+    /// Processes chosen by --pid have to do it; of others the report says what became of it.
+    #[arg(long)]
+    pub inject_python: bool,
     /// How long, as "30s", "5m" or 30; 10s unless told. Ctrl-C ends it early and still writes
     /// everything. A command is sampled until it ends.
     #[arg(long, value_name = "TIME", value_parser = time)]

@@ -336,6 +336,16 @@ pub(crate) fn spawn(name: &str, options: &[&str]) -> PathBuf {
     out
 }
 
+/// `tracer`.
+pub(crate) fn tracer() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("tracer");
+        run(Command::new("gcc").args(["-O2", "-g"]).arg(source("tracer.c")).arg("-o").arg(&out));
+        out
+    })
+}
+
 /// A program of `fixtures/attacks`.
 pub(crate) fn attack(name: &str) -> PathBuf {
     static BUILT: std::sync::Mutex<()> = std::sync::Mutex::new(());

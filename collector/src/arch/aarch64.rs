@@ -1,6 +1,8 @@
 //! arm64. The eBPF programs read registers as x86-64 has them: the collector compiles and says so
 //! when it is to sample.
 
+pub mod frame;
+
 use seccompiler::TargetArch;
 use stackwire_model::Machine;
 

@@ -1,5 +1,7 @@
 //! x86-64.
 
+pub mod frame;
+
 use seccompiler::TargetArch;
 use stackwire_model::Machine;
 

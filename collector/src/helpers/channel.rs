@@ -166,10 +166,20 @@ fn alone(name: &std::ffi::CStr, socket: OwnedFd) -> io::Result<OwnedFd> {
     rustix::stdio::dup2_stdout(&null)?;
     rustix::stdio::dup2_stderr(&null)?;
     drop(null);
+    let kept = keep_only(socket)?;
+    rustix::thread::set_name(name)?;
+    Ok(kept)
+}
+
+/// Closes all descriptors but this one and those of standard input and output.
+///
+/// # Errors
+/// Those of dup2(2) and close_range(2).
+pub(super) fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
     // The others are the way to processes that may do more.
     const KEPT: i32 = 3;
     // SAFETY: plain system calls on descriptors, of which this process uses the one that is kept.
-    let kept = unsafe {
+    unsafe {
         if socket.as_raw_fd() != KEPT && libc::dup2(socket.as_raw_fd(), KEPT) < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -177,10 +187,8 @@ fn alone(name: &std::ffi::CStr, socket: OwnedFd) -> io::Result<OwnedFd> {
         if libc::syscall(libc::SYS_close_range, KEPT + 1, u32::MAX, 0) < 0 {
             return Err(io::Error::last_os_error());
         }
-        OwnedFd::from_raw_fd(KEPT)
-    };
-    rustix::thread::set_name(name)?;
-    Ok(kept)
+        Ok(OwnedFd::from_raw_fd(KEPT))
+    }
 }
 
 /// Whether there is something to read in time.

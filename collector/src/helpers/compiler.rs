@@ -15,11 +15,14 @@ use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, Resource, Rlimit, WaitOptions, setrlimit, waitpid};
 use seccompiler::{SeccompAction, SeccompFilter};
+use stackwire_elf::ElfError;
 use stackwire_model::BuildId;
 use stackwire_rights::capabilities;
 use stackwire_unwind::{CompileError, build_id, compile, jitdump};
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::channel::{Client, NoAnswer, Question, Server, ends};
+use super::interpreter::Interpreter;
 use crate::arch;
 
 /// How long a file may take; the largest libraries take a quarter of a second.
@@ -31,11 +34,13 @@ const MAX_MEMORY: u64 = 1 << 30;
 /// Largest table taken from it.
 const MAX_TABLE: u64 = 64 << 20;
 
-/// The questions about a file. They ask for its table, for its build-id, or for the table of one
-/// window of the code that a jitdump describes. The number of the window follows the last question.
+/// The questions about a file. They ask for its table, for its build-id, for the table of one
+/// window of the code that a jitdump describes (its number follows), or for its functions of an
+/// interpreter.
 const COMPILE: u8 = 0;
 const IDENTIFY: u8 = 1;
 const DESCRIBED: u8 = 2;
+const INTERPRET: u8 = 3;
 
 /// Why there is no table.
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +98,15 @@ impl Compiler {
     /// See [`CompilerError`].
     pub fn build_id(&self, file: &File) -> Result<Option<BuildId>, CompilerError> {
         self.ask(file, &[IDENTIFY]).map(|id| BuildId::new(&id))
+    }
+
+    /// What a file has of a Python interpreter or a C library.
+    ///
+    /// # Errors
+    /// See [`CompilerError`].
+    pub fn interpreter(&self, file: &File) -> Result<Interpreter, CompilerError> {
+        let found = self.ask(file, &[INTERPRET])?;
+        Interpreter::read_from_bytes(&found).map_err(|_size| CompilerError::Died)
     }
 
     fn ask(&self, file: &File, what: &[u8]) -> Result<Vec<u8>, CompilerError> {
@@ -154,6 +168,8 @@ fn refuse(server: &Server, question: &Question, refusal: &Refusal) -> io::Result
 enum Refusal {
     #[error("{0}")]
     Compile(#[from] CompileError),
+    #[error("{0}")]
+    Elf(#[from] ElfError),
     #[error("no such window")]
     NoSuchWindow,
     #[error("no file to compile")]
@@ -172,6 +188,7 @@ fn in_child(question: &Question) -> Result<OwnedFd, Refusal> {
     }
     let made = match *question.content {
         [IDENTIFY] => build_id(file)?.map_or(Vec::new(), |id| id.as_bytes().to_vec()),
+        [INTERPRET] => Interpreter::find(file)?.as_bytes().to_vec(),
         [DESCRIBED, ref window @ ..] => {
             let window = window.try_into().map_err(|_length| Refusal::NoSuchWindow)?;
             jitdump::compile(file, u64::from_ne_bytes(window))?.to_bytes()

@@ -7,3 +7,4 @@
 pub mod broker;
 mod channel;
 pub mod compiler;
+pub mod interpreter;

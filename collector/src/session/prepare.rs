@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use stackwire_collector_ebpf as abi;
@@ -16,6 +17,8 @@ use super::{SessionError, as_user};
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Scope};
+use crate::helpers::broker::Broker;
+use crate::helpers::compiler::Compiler;
 use crate::host::kernel_names::KernelNames;
 use crate::host::{Identity, in_a_cgroup_namespace, kallsyms, vdso};
 use crate::off_cpu::OffCpu;
@@ -23,6 +26,7 @@ use crate::perf_samples::PerfSamples;
 use crate::pipeline::{Outgoing, Parts, Pipeline};
 use crate::priority::Raised;
 use crate::process::{Processes, each_once, family, waiting};
+use crate::python::Pythons;
 use crate::sampler::Filter;
 use crate::sched::Totals;
 use crate::sources::perf_event::Kernel;
@@ -41,8 +45,11 @@ pub(super) fn prepare(
     config: &Config,
     outgoing: Outgoing,
     sources: Sources,
+    python: Option<Compiler>,
 ) -> Result<(CollectorMessage, Pipeline), SessionError> {
     let (filter, asked, mut sampling) = describe(config)?;
+    // Before there are samples that nobody takes meanwhile.
+    let pythons = python.map(|it| switch_on(config, it, &sources.broker)).transpose()?;
     let raised = Raised::for_now();
     let mut side = Side::start(config, &filter)?;
     let mut clocks = (now_ns(), realtime_ns());
@@ -176,12 +183,35 @@ pub(super) fn prepare(
         references,
         outgoing,
         sched: Totals::new(config.sched, counters, matches!(config.scope, Scope::Cgroup(_))),
+        pythons,
         off_cpu: config.off_cpu.as_ref().map(|_| OffCpu::new(config.events.len() as u8)),
         started,
         epoch_start: clocks.0,
         epoch_length: config.epoch,
     });
     Ok((wire::hello(&head), pipeline))
+}
+
+/// Has Python processes name their functions. Those that were chosen one by one have to.
+fn switch_on(
+    config: &Config,
+    compiler: Compiler,
+    broker: &Arc<Broker>,
+) -> Result<Pythons, SessionError> {
+    let mut pythons = Pythons::start(Arc::clone(broker), compiler)
+        .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
+    // Before it becomes another program, it runs none of what it will.
+    let Scope::Processes { pids, on_exec: false, .. } = &config.scope else { return Ok(pythons) };
+    for (pid, outcome) in pythons.switch_on(pids) {
+        match outcome {
+            None => return Err(SessionError::NotPython(pid)),
+            Some(outcome) if !outcome.is_good() => {
+                return Err(SessionError::Python { pid, outcome });
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(pythons)
 }
 
 fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), SessionError> {

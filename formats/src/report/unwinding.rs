@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Write};
 
+use stackwire_model::PythonOutcome;
 use stackwire_model::profile::{EndReason, ExecutableId, Named, UnwindTables};
 
 use crate::percent::share;
@@ -74,7 +75,19 @@ pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
     if rows.len() > TOP {
         writeln!(out, "                  {} more", rows.len() - TOP)?;
     }
-    tables(&profile.unwind_tables, out)
+    tables(&profile.unwind_tables, out)?;
+    pythons(&profile.python, out)
+}
+
+/// What became of the perf trampolines of Python processes.
+fn pythons(outcomes: &BTreeMap<PythonOutcome, u64>, out: &mut impl Write) -> io::Result<()> {
+    if !outcomes.is_empty() {
+        writeln!(out, "\nprocesses  perf trampoline of Python")?;
+    }
+    for (outcome, processes) in outcomes {
+        writeln!(out, "{processes:>9}  {}", outcome.text())?;
+    }
+    Ok(())
 }
 
 fn tables(tables: &UnwindTables, out: &mut impl Write) -> io::Result<()> {

@@ -25,6 +25,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
+use crate::PythonOutcome;
 use crate::sched::{PerfCounter, SchedStats};
 pub use crate::{
     Address, BuildId, Device, EndReason, ExecutableKey, FileId, FileOffset, KernelOffset,
@@ -307,6 +308,8 @@ pub struct Profile {
     pub lost: BTreeMap<LostReason, (u64, bool)>,
     /// What became of unwind tables.
     pub unwind_tables: UnwindTables,
+    /// Python processes whose perf trampolines were to be switched on, by what became of it.
+    pub python: BTreeMap<PythonOutcome, u64>,
     /// Artifacts that name functions of kernels and modules, by the hash of all their symbols.
     pub kernel_symbols: BTreeMap<ArtifactHash, BTreeSet<ArtifactHash>>,
     /// Files that a collector could not tell from others at the same path. Other profilers give a

@@ -38,13 +38,14 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Starts it.
-    pub fn start(command: &[std::ffi::OsString]) -> anyhow::Result<Self> {
+    /// Starts it. `python`: CPython in it names its functions from the start on.
+    pub fn start(command: &[std::ffi::OsString], python: bool) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("stackwire-").tempdir()?;
         let socket = directory.path().join("launch.sock");
         let listener =
             UnixListener::bind(&socket).context("cannot set up the launch of the command")?;
         let child = Command::new(std::env::current_exe()?)
+            .envs(python.then_some(("PYTHONPERFSUPPORT", "1")))
             .arg("launch")
             .arg(&socket)
             .arg("--")

@@ -62,7 +62,7 @@ pub fn run(arguments: Record) -> Result<(), Failure> {
     let launched = if arguments.command.is_empty() {
         None
     } else {
-        Some(Launched::start(&arguments.command)?)
+        Some(Launched::start(&arguments.command, arguments.inject_python)?)
     };
     let child = launched.as_ref().map(|launched| launched.id());
     let (session, sources) = match start(&arguments, kept, child, &placer) {
@@ -231,7 +231,8 @@ fn start(
         .stack_bytes(arguments.stack_bytes)
         .share_executables(arguments.share_executables)
         .choice(choice(arguments))
-        .follow(arguments.follow || command.is_some());
+        .follow(arguments.follow || command.is_some())
+        .inject_python(arguments.inject_python);
     if samples(arguments) {
         builder = builder.profile();
     }

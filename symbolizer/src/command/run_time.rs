@@ -42,7 +42,9 @@ impl RunTime {
         match self {
             Self::Java => "run `jcmd PID Compiler.perfmap` before the capture ends",
             Self::Node => "start node with --perf-basic-prof",
-            Self::Python => "start python with -X perf (3.12 or later)",
+            Self::Python => {
+                "record with --inject-python, or start python with -X perf (3.12 or later)"
+            }
             Self::DotNet => "start it with DOTNET_PerfMapEnabled=1",
             Self::Ruby => "start ruby with --yjit-perf",
             Self::Php => "start php with -d opcache.jit_debug=16",

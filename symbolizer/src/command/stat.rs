@@ -45,7 +45,7 @@ pub fn run(arguments: &Stat) -> Result<(), Failure> {
     let collector = collector.ok_or_else(|| anyhow!(stackwire::SessionError::NoCollector))?;
     let launched = match arguments.command.as_slice() {
         [] => None,
-        command => Some(Launched::start(command)?),
+        command => Some(Launched::start(command, false)?),
     };
     let mut counting = Command::new(&collector);
     counting.arg(format!("--stat={}", list(&arguments.event)));

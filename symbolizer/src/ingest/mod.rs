@@ -267,6 +267,11 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
 /// the epochs said.
 pub fn end(end: &v1::End, said: &[v1::Lost], into: &mut Builder) {
     into.taken(Some(end.taken));
+    for python in &end.python {
+        if let Some(outcome) = Option::from(python.outcome()) {
+            into.python(outcome, python.processes);
+        }
+    }
     for total in &end.lost {
         let before: u64 =
             said.iter().filter(|lost| lost.reason == total.reason).map(|lost| lost.count).sum();

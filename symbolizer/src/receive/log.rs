@@ -258,6 +258,8 @@ impl Log {
             epochs: self.epochs,
             taken: self.samples + lost_samples,
             lost,
+            // Known when the capture ends.
+            python: Vec::new(),
         };
         self.add(&v1::CollectorMessage { body: Some(Body::End(end)) }).map(|_| ())
     }

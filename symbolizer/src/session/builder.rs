@@ -27,6 +27,7 @@ pub struct Builder {
     pub(super) choice: Choice,
     pub(super) follow: bool,
     pub(super) on_exec: bool,
+    pub(super) inject_python: bool,
     pub(super) profile: bool,
     pub(super) frequency: u32,
     pub(super) events: Vec<Event>,
@@ -55,6 +56,7 @@ impl Builder {
             choice: Choice::default(),
             follow: false,
             on_exec: false,
+            inject_python: false,
             profile: false,
             frequency: 99,
             events: vec![Event::cpu_clock()],
@@ -112,6 +114,13 @@ impl Builder {
     #[must_use]
     pub fn on_exec(mut self) -> Self {
         self.on_exec = true;
+        self
+    }
+
+    /// Has CPython 3.12 and later write the names of its functions while it is sampled.
+    #[must_use]
+    pub fn inject_python(mut self, inject: bool) -> Self {
+        self.inject_python = inject;
         self
     }
 
@@ -275,6 +284,9 @@ impl Builder {
         }
         if self.on_exec {
             command.arg("--on-exec");
+        }
+        if self.inject_python {
+            command.arg("--inject-python");
         }
         if let Some(duration) = self.duration {
             command.arg(format!("--duration={}ns", duration.as_nanos()));

@@ -8,7 +8,9 @@
 //! (`handover.rs`). What a process says of itself is copied to a file as well, for `host/whose.rs`.
 //! `open.rs` says what may be opened; `serve.rs` is the process itself.
 
+mod inject;
 mod open;
+mod request;
 mod said;
 mod serve;
 
@@ -19,16 +21,18 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::channel::{Client, NoAnswer};
-use stackwire_model::UserAddr;
+use stackwire_model::PythonOutcome;
 
+pub use self::inject::{Function, Places};
+use self::request::{PythonRequest, Request, decode_outcomes};
+use super::channel::{Client, NoAnswer};
 use crate::process::Wanted;
 
 /// How long an open may take: what hangs is on a file system that a process of the host made up, or
 /// a server that is gone.
 pub const LIMIT: Duration = Duration::from_secs(1);
 /// The broker's own answer that it took too long comes before this.
-const PATIENCE: Duration = Duration::from_secs(3);
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why a file is not opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -88,12 +92,14 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// Starts the process. Gives up nothing of the caller's.
+    /// Starts the process. Gives up nothing of the caller's. `python`: it may have Python processes
+    /// name their functions.
     ///
     /// # Errors
     /// When there is more than one thread, or no process to be had.
-    pub fn start() -> io::Result<Self> {
-        let client = Client::start(c"sw-broker", PATIENCE, serve::serve)?;
+    pub fn start(python: bool) -> io::Result<Self> {
+        let serve = if python { serve::with_python } else { serve::files };
+        let client = Client::start(c"sw-broker", PATIENCE, serve)?;
         Ok(Self { client: Some(Mutex::new(client)) })
     }
 
@@ -122,7 +128,7 @@ impl Broker {
             None => open::open(wanted),
             Some(client) => {
                 let client = client.lock().unwrap_or_else(PoisonError::into_inner);
-                let answer = client.ask(&encode(wanted, limit), None);
+                let answer = client.ask(&Request::Open(wanted.clone(), limit).encode(), None);
                 answer.map_err(OpenError::from).and_then(|(answer, file)| {
                     file.ok_or_else(|| decode_error(&answer).unwrap_or(NoAnswer::Lost.into()))
                 })
@@ -136,37 +142,40 @@ impl Broker {
     }
 }
 
-/// Pid, kind, start, end, limit in milliseconds; then the path.
-fn encode(wanted: &Wanted, limit: Duration) -> Vec<u8> {
-    let (pid, kind, start, end, path) = match wanted {
-        Wanted::Mapped { pid, start, end, path } => (*pid, 0u32, start.0, end.0, path.as_str()),
-        Wanted::Own { pid, path, here } => (*pid, 1, u64::from(*here), 0, path.as_str()),
-        Wanted::Said { pid, context } => (*pid, 2, context.map_or(0, |at| at.0), 0, ""),
-    };
-    let mut message = Vec::with_capacity(32 + path.len());
-    message.extend(pid.to_ne_bytes());
-    message.extend(kind.to_ne_bytes());
-    message.extend(start.to_ne_bytes());
-    message.extend(end.to_ne_bytes());
-    message.extend((limit.as_millis() as u64).to_ne_bytes());
-    message.extend(path.as_bytes());
-    message
-}
+/// Processes whose perf trampolines are switched on, and off again. There is no way without the
+/// process.
+impl Broker {
+    /// Begins to switch one on. What comes of it, [`Broker::python_outcomes`] says.
+    ///
+    /// # Errors
+    /// When the broker does not answer.
+    pub fn switch_python_on(&self, pid: u32, places: Places) -> Result<(), NoAnswer> {
+        self.ask_python(PythonRequest::SwitchOn { pid, places: Box::new(places) })
+            .map(|_outcomes| ())
+    }
 
-fn decode(message: &[u8]) -> Option<(Wanted, Duration)> {
-    let (head, path) = message.split_first_chunk::<32>()?;
-    let long = |at: usize| -> u64 {
-        u64::from_ne_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|byte| head[at + byte]))
-    };
-    let word = |at: usize| -> u32 { u32::from_ne_bytes([0, 1, 2, 3].map(|byte| head[at + byte])) };
-    let (pid, path) = (word(0), std::str::from_utf8(path).ok()?.to_owned());
-    let wanted = match word(4) {
-        0 => Wanted::Mapped { pid, start: UserAddr(long(8)), end: UserAddr(long(16)), path },
-        1 => Wanted::Own { pid, path, here: long(8) != 0 },
-        2 => Wanted::Said { pid, context: Some(UserAddr(long(8))).filter(|at| at.0 != 0) },
-        _ => return None,
-    };
-    Some((wanted, Duration::from_millis(long(24)).min(LIMIT)))
+    /// Pids of all that were asked, each with what came of it so far.
+    ///
+    /// # Errors
+    /// When the broker does not answer.
+    pub fn python_outcomes(&self) -> Result<Vec<(u32, PythonOutcome)>, NoAnswer> {
+        self.ask_python(PythonRequest::Outcomes)
+    }
+
+    /// Switches all off, which takes up to four seconds; what came of each in the end.
+    ///
+    /// # Errors
+    /// When the broker does not answer. It switches them off when this process ends.
+    pub fn switch_pythons_off(&self) -> Result<Vec<(u32, PythonOutcome)>, NoAnswer> {
+        self.ask_python(PythonRequest::SwitchOff)
+    }
+
+    fn ask_python(&self, request: PythonRequest) -> Result<Vec<(u32, PythonOutcome)>, NoAnswer> {
+        let client = self.client.as_ref().ok_or(NoAnswer::Gone)?;
+        let client = client.lock().unwrap_or_else(PoisonError::into_inner);
+        let (answer, _) = client.ask(&Request::Python(request).encode(), None)?;
+        Ok(decode_outcomes(&answer))
+    }
 }
 
 /// Kind, and a number: a user ID, milliseconds, or an error of the system.
@@ -211,27 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_survive_their_way() {
-        let path = "/a b/c".to_owned();
-        for wanted in [
-            Wanted::Mapped {
-                pid: 7,
-                start: UserAddr(0x1000),
-                end: UserAddr(0x2000),
-                path: path.clone(),
-            },
-            Wanted::Own { pid: 8, path, here: true },
-            Wanted::Said { pid: 9, context: Some(UserAddr(0x1000)) },
-            Wanted::Said { pid: 9, context: None },
-        ] {
-            let limit = Duration::from_millis(50);
-            assert_eq!(decode(&encode(&wanted, limit)).unwrap(), (wanted, limit));
-        }
-        assert_eq!(decode(b"short"), None);
-    }
-
-    #[test]
-    fn so_do_reasons() {
+    fn reasons_survive_their_way() {
         for error in [
             OpenError::NotFound,
             OpenError::RootOutOfReach,

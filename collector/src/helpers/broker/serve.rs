@@ -1,5 +1,5 @@
-//! The broker's process: takes requests one at a time, opens each in a child that may be killed
-//! when it hangs.
+//! The broker's process: takes requests one at a time, opens each file in a child that may be
+//! killed when it hangs, and has a child for each Python process that is to name its functions.
 //!
 //! Keeps the three capabilities it needs, if it has them, and nothing else; ends when the collector
 //! does.
@@ -12,7 +12,9 @@ use rustix::io::Errno;
 use rustix::process::{Pid, WaitOptions, waitpid};
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
-use super::{OpenError, decode, encode_error, open};
+use super::inject::Keepers;
+use super::request::{PythonRequest, Request, encode_outcomes};
+use super::{OpenError, encode_error, open};
 use crate::helpers::channel::{Question, Server, ends};
 
 /// Follows the links of `map_files`, through roots of others, to files of others.
@@ -22,16 +24,41 @@ const KEPT: CapabilitySet = CapabilitySet::SYS_PTRACE
 /// Opens that may hang at once before no more are tried.
 const MAX_HANGING: u32 = 4;
 
-/// Serves until the other end is gone.
-pub(super) fn serve(server: &Server) -> io::Result<()> {
+/// Opens files until the other end is gone.
+pub(super) fn files(server: &Server) -> io::Result<()> {
+    serve(server, None)
+}
+
+/// Has Python processes name their functions, too.
+pub(super) fn with_python(server: &Server) -> io::Result<()> {
+    serve(server, Some(Keepers::default()))
+}
+
+fn serve(server: &Server, mut keepers: Option<Keepers>) -> io::Result<()> {
     capabilities::keep(KEPT)?;
     let mut children = 0;
     while let Some(question) = server.next()? {
-        let Some((wanted, limit)) = decode(&question.content) else { continue };
         // Those that were killed and do not die are on a file system that does not answer.
-        while let Ok(Some(_)) = waitpid(None, WaitOptions::NOHANG) {
-            children -= 1;
+        while let Ok(Some((child, _))) = waitpid(None, WaitOptions::NOHANG) {
+            if !keepers.as_mut().is_some_and(|keepers| keepers.ended(child)) {
+                children -= 1;
+            }
         }
+        let (wanted, limit) = match Request::decode(&question.content) {
+            None => continue,
+            Some(Request::Open(wanted, limit)) => (wanted, limit),
+            Some(Request::Python(request)) => {
+                // What nobody asked for when this began, a collector that was taken over asks for.
+                let Some(keepers) = &mut keepers else { continue };
+                match request {
+                    PythonRequest::SwitchOn { pid, places } => keepers.start(pid, &places),
+                    PythonRequest::Outcomes => {}
+                    PythonRequest::SwitchOff => keepers.switch_off(),
+                }
+                server.answer(&question, &encode_outcomes(keepers.outcomes()), None)?;
+                continue;
+            }
+        };
         if children >= MAX_HANGING {
             answer(server, &question, Err(OpenError::OthersHang))?;
             continue;
@@ -43,6 +70,8 @@ pub(super) fn serve(server: &Server) -> io::Result<()> {
                 answer(server, &question, Err(error.unwrap_or(Errno::AGAIN).into()))?;
             }
             0 => {
+                // With those of keepers, one that hangs would keep trampolines on.
+                drop(keepers);
                 let sent = answer(server, &question, open::open(&wanted));
                 // SAFETY: ends this process; nothing of the parent's is run.
                 unsafe { libc::_exit(i32::from(sent.is_err())) }

@@ -1,10 +1,10 @@
 //! What holds for a whole capture or profile: where it is from, its times, what was lost.
 
 use super::{Builder, Full, MAX_SERIES};
-use crate::Event;
 use crate::profile::{
     ArtifactHash, ExecutableId, LostReason, Origin, Series, SeriesId, UnwindTables,
 };
+use crate::{Event, PythonOutcome};
 
 impl Builder {
     /// Begins capture number `capture` of several; how and where the first was taken stands for
@@ -133,6 +133,12 @@ impl Builder {
         ] {
             *all = all.saturating_add(more);
         }
+    }
+
+    /// Adds Python processes with one outcome.
+    pub fn python(&mut self, outcome: PythonOutcome, processes: u64) {
+        let all = self.profile.python.entry(outcome).or_default();
+        *all = all.saturating_add(processes);
     }
 
     /// Says why an executable has no unwind table, or that nothing speaks against one.

@@ -1,0 +1,134 @@
+//! What is looked at of a process that is asked: its memory, threads and mappings.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use stackwire_model::PythonOutcome;
+
+use super::{Function, Places};
+
+/// Time between two looks.
+pub(super) const PAUSE: Duration = Duration::from_micros(300);
+/// How long an interpreter may take to begin.
+const BEGINS_IN: Duration = Duration::from_secs(3);
+/// Most bytes of the text of mappings: ten times what the largest known process has.
+const MAX_MAPS: u64 = 64 << 20;
+
+/// A process. Its memory stays that of the program it is now, whatever it becomes.
+pub(super) struct Process {
+    pid: i32,
+    memory: File,
+}
+
+impl Process {
+    /// Opens its memory, and makes sure that things are where they are thought to be: the process
+    /// may be another by now, or its files others than those it has mapped. Waits until its
+    /// interpreter has begun.
+    ///
+    /// # Errors
+    /// Why it may not be looked at, or asked.
+    pub(super) fn open(pid: u32, places: &Places) -> Result<Self, PythonOutcome> {
+        let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem"));
+        let memory = memory.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => PythonOutcome::Ended,
+            _ => PythonOutcome::Denied,
+        })?;
+        let process = Self { pid: pid as i32, memory };
+        let Places { add_pending_call, run_string, map, unmap, restorer, .. } = places;
+        let is_there = |it: &Function| process.read(it.at) == Some(it.head);
+        if ![add_pending_call, run_string, map, unmap, restorer].into_iter().all(is_there) {
+            return Err(PythonOutcome::Unknown);
+        }
+        if !in_time(BEGINS_IN, || process.is_initialized(places)) {
+            return Err(PythonOutcome::NoSafePoint);
+        }
+        Ok(process)
+    }
+
+    /// Whether its interpreter has begun: before, there is no thread to run anything.
+    fn is_initialized(&self, places: &Places) -> bool {
+        let read = self.read::<4>(places.runtime.wrapping_add(places.state.initialized));
+        read.is_some_and(|it| it != [0; 4])
+    }
+
+    /// Whether its interpreter is there and not about to end. To be asked while the main thread,
+    /// which ends it, is stopped.
+    pub(super) fn may_run(&self, places: &Places) -> bool {
+        let finalizing = self.read::<8>(places.runtime.wrapping_add(places.state.finalizing));
+        self.is_initialized(places) && finalizing == Some([0; 8])
+    }
+
+    /// Its number.
+    pub(super) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Its memory.
+    pub(super) fn memory(&self) -> &File {
+        &self.memory
+    }
+
+    /// Bytes of its memory. None: there are none, or it has ended.
+    pub(super) fn read<const N: usize>(&self, at: u64) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        self.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
+    }
+
+    /// Writes to its memory.
+    ///
+    /// # Errors
+    /// [`PythonOutcome::Ended`]: there is none, or it has ended.
+    pub(super) fn write(&self, bytes: &[u8], at: u64) -> Result<(), PythonOutcome> {
+        self.memory.write_all_at(bytes, at).map_err(|_error| PythonOutcome::Ended)
+    }
+
+    /// The text of its mappings.
+    pub(super) fn maps(&self) -> Vec<u8> {
+        let mut text = Vec::new();
+        if let Ok(file) = File::open(format!("/proc/{}/maps", self.pid)) {
+            // What has been read until an error is whole lines, and of the rest nothing is done.
+            let _ = file.take(MAX_MAPS).read_to_end(&mut text);
+        }
+        text
+    }
+
+    /// Its threads, the main thread first: its system calls end when the others' would not.
+    pub(super) fn threads(&self, at_most: usize) -> Vec<i32> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid));
+        let names = tasks.into_iter().flatten().flatten().map(|task| task.file_name());
+        let mut tids: Vec<i32> = names.filter_map(|name| name.to_str()?.parse().ok()).collect();
+        tids.sort_by_key(|&tid| (tid != self.pid, tid));
+        tids.truncate(at_most);
+        tids
+    }
+
+    /// Why the kernel does not let a thread be traced. None: it has ended, and others may be.
+    pub(super) fn why_refused(&self, tid: i32) -> Option<PythonOutcome> {
+        let status = std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", self.pid));
+        let status = status.unwrap_or_default();
+        let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        match (field("State:"), field("TracerPid:")) {
+            (Some(state), Some(tracer)) if !state.starts_with(['Z', 'X']) => {
+                let is_free = tracer == "0";
+                Some(if is_free { PythonOutcome::Denied } else { PythonOutcome::Traced })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Whether it becomes true in time.
+pub(super) fn in_time(time: Duration, is_true: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + time;
+    loop {
+        if is_true() {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
