@@ -481,7 +481,7 @@ fn one_that_cannot_answer_is_not_switched_on() {
     }
 }
 
-/// In a pid namespace with a `/proc` of its own, as containers have it.
+/// In a pid namespace with a `/proc` and a `/tmp` of its own, as containers have it.
 #[test]
 fn functions_in_a_container_have_names() {
     if !privileged() {
@@ -490,6 +490,7 @@ fn functions_in_a_container_have_names() {
     for (name, python) in with_trampolines() {
         let mut inside = Command::new("unshare");
         inside.args(["--pid", "--fork", "--mount-proc", "--kill-child"]);
+        inside.args(["sh", "-c", "mount -t tmpfs tmp /tmp && exec \"$@\"", "sh"]);
         inside.arg(python.get_program()).args(python.get_args());
         for (variable, value) in python.get_envs() {
             inside.env(variable, value.unwrap_or_default());

@@ -116,11 +116,9 @@ mod tests {
 
     #[test]
     fn the_c_library_exports_its_functions() {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let library = maps
-            .lines()
-            .find_map(|line| line.split_once('/').filter(|(_, it)| it.ends_with("libc.so.6")));
-        let file = File::open(format!("/{}", library.unwrap().1)).unwrap();
+        // This program is linked with it statically.
+        let places = ["/lib/x86_64-linux-gnu/libc.so.6", "/lib64/libc.so.6", "/lib/libc.so.6"];
+        let file = places.iter().find_map(|place| File::open(place).ok()).unwrap();
         let exports = Exports::read(&file).unwrap();
         let found = exports.find("munmap").unwrap();
         assert!(found.offset.0 > 0 && found.size > 0);

@@ -5,6 +5,10 @@ pub type Registers = libc::user_regs_struct;
 
 /// Registers and signal mask of a thread that is stopped.
 #[derive(Clone, Debug)]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "no thread is made to do a call there")
+)]
 pub struct Thread {
     /// General registers.
     pub registers: Registers,
