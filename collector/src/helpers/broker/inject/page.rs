@@ -214,7 +214,7 @@ mod tests {
             assert_eq!(free_page(beside(from).as_bytes(), &[1; 16]), None);
         }
         let mut random = [1; 16];
-        random[12] = 2;
+        random[14] = 2;
         let other = free_page(beside(0).as_bytes(), &random).unwrap();
         assert!(other != page && other.is_multiple_of(PAGE));
     }
