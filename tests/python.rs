@@ -191,8 +191,8 @@ fn functions_have_names_while_they_are_sampled() {
     if !privileged() {
         return;
     }
-    for (name, mut python) in with_trampolines() {
-        let mut adding = Adding::start(&mut python, &[]);
+    for (name, python) in with_trampolines() {
+        let mut adding = Adding::start(&mut like(&python), &[]);
         let share = |more: &[&str]| share_through_step(&record(adding.pid(), 1, more));
         let (before, during) = (share(&[]), share(&["--inject-python"]));
         eprintln!("{name}: {before} % before, {during} % meanwhile");
@@ -200,6 +200,13 @@ fn functions_have_names_while_they_are_sampled() {
         let after = adding.ask();
         assert!(!after.is_active && after.bad == 0, "{name}: {after:?}");
         adding.assert_well();
+        if !is_switched_on_again(&python) {
+            let directory = tempfile::tempdir().unwrap();
+            let pid = format!("--pid={}", adding.pid());
+            recorded(directory.path(), &[&pid, "--inject-python", "--duration=100ms"])
+                .failed(1, "it was on once");
+            adding.assert_well();
+        }
     }
 }
 
@@ -444,7 +451,7 @@ fn one_whose_interpreter_was_replaced_is_left_alone() {
     adding.assert_well();
 }
 
-/// Where a function is in an ELF file, by `nm` and `readelf`.
+/// Where a function is in an ELF file.
 fn place_of(file: &[u8], function: &str) -> usize {
     use object::{Object, ObjectSegment, ObjectSymbol};
     let elf = object::File::parse(file).unwrap();
@@ -587,5 +594,5 @@ fn a_command_has_names_from_its_start() {
         ["--inject-python", "-F", "997", "--folded=x.folded", "--", program, "-c", brief];
     recorded(directory.path(), &arguments).succeeded();
     let folded = std::fs::read_to_string(directory.path().join("x.folded")).unwrap();
-    assert!(folded.contains("busy"), "{name}:\n{folded}");
+    assert!(folded.contains("py::busy:<string>"), "{name}:\n{folded}");
 }
