@@ -45,7 +45,7 @@ bench: build
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-switches -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-unwind -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-workloads -- $(OUT)
-	tests/corpus.sh target/corpus
+	tests/corpus.sh $(STACKWIRE_TEST_CACHE)/corpus
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-symbols -- $(OUT)
 	$(CARGO) bench --locked -q -p stackwire --bench lookup
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-export -- $(OUT)

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
-use crate::support::binary;
+use crate::support::{binary, test_cache};
 
 /// Addresses of an object that may differ. All that do are in `ld_gold`, four of 20,000:
 /// llvm-symbolizer follows a range list there into a unit whose entries dwz shares, and prints
@@ -26,7 +26,7 @@ fn corpus() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../../corpus");
+        let directory = test_cache().join("corpus");
         let status = Command::new(tests.join("corpus.sh")).arg(&directory).status().unwrap();
         assert!(status.success(), "tests/corpus.sh: {status}");
         directory

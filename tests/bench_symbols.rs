@@ -213,7 +213,8 @@ fn blazesym(object: &str) -> Result<()> {
 
 /// The pair `tests/corpus.sh` fetched, if it was run.
 fn libjvm() -> Option<(PathBuf, PathBuf)> {
-    let list = std::fs::read_to_string("target/corpus/objects.tsv").ok()?;
+    let cache = PathBuf::from(std::env::var_os("STACKWIRE_TEST_CACHE")?);
+    let list = std::fs::read_to_string(cache.join("corpus/objects.tsv")).ok()?;
     let line = list.lines().find(|line| line.starts_with("libjvm\t"))?;
     let mut fields = line.split('\t');
     Some((fields.nth(1)?.into(), fields.nth(1)?.into()))

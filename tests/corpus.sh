@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Real binaries with debug information of every shape, for tests/agreement.rs: fetched from Debian and built here.
 # usage: tests/corpus.sh DIR    writes DIR/objects.tsv: name, object, kind (self, sep, alt, dwp), debug file or -
-# What exists already is left alone. A pair that cannot be fetched is said and left out; the test then says so too.
+# What is fetched is left alone; what is built is built again when its sources or a compiler change. A pair that cannot be fetched is said and left out; the test then says so too.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"; D=$(cd "$1" && pwd); root=$D/root
@@ -53,7 +53,9 @@ cpp() { # DIR FLAGS...: the C++ program
     xargs -P2 -I{} g++ -std=c++17 -w "$@" -c "$here/fixtures/corpus/{}.cc" -o {}.o &&
     g++ -std=c++17 -w "$@" -o prog a.o b.o c.o d.o -pthread && rm -f ./*.o)
 }
-if ! done_ built; then
+of=$({ cat "$here/corpus.sh" "$here"/fixtures/corpus/*; g++ --version; rustc -V; go version; } | sha256sum)
+if [ "$(cat "$D/.built" 2>/dev/null)" != "$of" ]; then
+  rm -f "$D/.built"
   rm -rf "$D/built"
   cpp "$D/built/cpp" -O2 -g -Wl,--build-id
   cpp "$D/built/cpp_dwarf4" -O2 -g -gdwarf-4 -ffunction-sections -Wl,--gc-sections
@@ -74,7 +76,7 @@ if ! done_ built; then
     GOCACHE="$D/gocache" GOFLAGS=-mod=mod GOTOOLCHAIN=local CGO_ENABLED=0 go build -o prog . &&
     GOCACHE="$D/gocache" GOFLAGS=-mod=mod GOTOOLCHAIN=local CGO_ENABLED=0 go build -ldflags='-s -w' -o stripped .)
   rm -rf "$D/gocache"
-  touch "$D/.built"
+  echo "$of" >"$D/.built"
 fi
 
 pair() { # NAME OBJECT ROOT

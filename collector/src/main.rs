@@ -15,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use stackwire_collector::{ConfigError, Count, Counters, Counting, Helpers, Session, SessionError};
 
 fn main() -> ExitCode {
+    abort_on_panic();
     stackwire_rights::memory::give_back_large_blocks();
     let arguments = cli::Args::parse();
     if arguments.lists_events() {
@@ -57,6 +58,15 @@ fn main() -> ExitCode {
             }
         }
     }
+}
+
+/// Half a program must not go on: a thread that is gone would be missed by nobody.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
 }
 
 /// Ctrl-C, and what service managers send.

@@ -11,6 +11,7 @@ use clap::Parser;
 use self::say::say;
 
 fn main() -> ExitCode {
+    abort_on_panic();
     stackwire_rights::memory::give_back_large_blocks();
     say::listen();
     match command::run(cli::Args::parse().command) {
@@ -25,4 +26,13 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Half a program must not go on: a thread that is gone would be missed by nobody.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
 }
