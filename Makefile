@@ -28,6 +28,7 @@ test: build
 # Other kernels, in QEMU.
 test-kernels: build
 	tests/kernels.sh $(OUT)
+	tests/counters.sh
 
 lint:
 	$(CARGO) fmt --all -- --check

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Programs of another Debian in a directory of their own: packages with all they depend on, unpacked and not installed.
 # They run through their own dynamic linker: DIR/run PROGRAM ARGUMENTS.
-# usage: tests/debian.sh SUITE DIR PACKAGE...
+# Those of another ARCHITECTURE, as apt calls it, are there to be read.
+# usage: tests/debian.sh SUITE[:ARCHITECTURE] DIR PACKAGE...
 set -euo pipefail
-suite=$1
+suite=${1%:*}
+architecture=$(dpkg --print-architecture)
+[ "$suite" = "$1" ] || architecture=${1#*:}
 to=$2
 shift 2
 [ ! -e "$to/run" ] || [ "$(cat "$to/packages" 2>/dev/null)" != "$*" ] || exit 0
@@ -17,7 +20,7 @@ echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $su
 apt=(apt-get -q -o "Dir::Etc::sourcelist=$state/sources.list" -o Dir::Etc::sourceparts=/dev/null
   -o "Dir::State::lists=$state/lists" -o "Dir::State::status=$state/status" -o "Dir::Cache::archives=$state/archives"
   -o "Dir::Cache::pkgcache=" -o "Dir::Cache::srcpkgcache=" -o APT::Sandbox::User=root -o DPkg::Lock::Timeout=600
-  -o Debug::NoLocking=1)
+  -o Debug::NoLocking=1 -o "APT::Architecture=$architecture" -o "APT::Architectures::=$architecture")
 "${apt[@]}" update >/dev/null
 "${apt[@]}" install -y --download-only --no-install-recommends "$@" >/dev/null
 for package in "$state"/archives/*.deb; do

@@ -49,7 +49,7 @@ pub enum CountError {
         error: io::Error,
     },
     /// Anything else.
-    #[error("cannot count {event}: {error}")]
+    #[error("cannot count {event}: {error}; this machine may have no such event")]
     Open {
         /// Its name.
         event: String,

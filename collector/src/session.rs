@@ -17,6 +17,7 @@ use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities;
 
 use self::prepare::prepare;
+use crate::arch;
 use crate::config::{Config, ConfigError, Destination, Scope};
 use crate::handover::Handover;
 use crate::helpers::broker::Broker;
@@ -219,7 +220,8 @@ impl Session {
         let stop = Arc::new(AtomicBool::new(false));
         let outbox = Arc::new(Outbox::new(config.limits.clone()));
         let broker = Arc::new(helpers.broker);
-        if helpers.compilers.is_empty() {
+        // Tables are of the processor that the eBPF programs are of.
+        if helpers.compilers.is_empty() || arch::OBJECT.is_none() {
             config.unwind = Walk::FramePointers;
         }
         let cache = config.unwind_cache.clone();

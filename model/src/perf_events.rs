@@ -15,6 +15,14 @@ pub struct PerfType {
     pub config: u64,
 }
 
+impl PerfType {
+    /// Whether the kernel counts it, and not the processor.
+    #[must_use]
+    pub fn is_software(self) -> bool {
+        self.kind == SOFTWARE
+    }
+}
+
 /// Where an event is from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {

@@ -113,7 +113,9 @@ impl NoBpf {
             Self::Denied => "the collector has no CAP_BPF and CAP_PERFMON",
             Self::Lockdown => "this kernel does not let eBPF read its memory (lockdown)",
             Self::NoBtf => "this kernel has no BTF",
-            Self::NoPrograms => "there are no eBPF programs for this processor",
+            Self::NoPrograms => {
+                "there are no eBPF programs and no unwind tables for this processor"
+            }
             Self::PidNamespace => "the collector is not in the host's pid namespace",
             Self::Kernel => "the kernel did not load the eBPF programs",
             Self::NotAsked => "as asked for",

@@ -118,7 +118,7 @@ impl fmt::Debug for PerfEvent {
 }
 
 impl PerfEvent {
-    /// Opens an event on `cpu` for all tasks but idle, disabled. `first`: of this CPU, if it is not
+    /// Opens an event on `cpu` for all tasks, disabled; clocks leave out idle ones. `first`: of this CPU, if it is not
     /// the first itself.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ impl PerfEvent {
         first: Option<&Self>,
     ) -> io::Result<Self> {
         let mut builder = of_cpu(cpu, event, sampled);
-        builder.any_pid().exclude_kernel(false).exclude_hv(false).exclude_idle(true);
+        builder.any_pid().exclude_kernel(false).exclude_hv(false);
         builder.sample(SampleFlag::TID | SampleFlag::TIME | SampleFlag::CPU);
         builder.wakeup_watermark(WAKEUP_BYTES);
         if first.is_none() {
@@ -181,7 +181,7 @@ impl PerfEvent {
             builder.read_format(ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::LOST);
         }
         let excluded = contents.kernel == Kernel::Excluded;
-        builder.exclude_kernel(excluded).exclude_hv(excluded).exclude_idle(true);
+        builder.exclude_kernel(excluded).exclude_hv(excluded);
         builder.exclude_callchain_kernel(contents.kernel != Kernel::WithStacks);
         let parts = SampleFlag::IDENTIFIER | SampleFlag::TID | SampleFlag::TIME | SampleFlag::CPU;
         builder.sample(parts | SampleFlag::CALLCHAIN);
@@ -395,6 +395,9 @@ fn of_cpu(cpu: u32, event: PerfType, sampled: Sampled) -> Builder<'static> {
             builder.sample_period(period);
         }
     }
+    // Clocks alone know idle time: x86 counters go on, those of arm64 are refused with EOPNOTSUPP
+    // (`armv8pmu_set_event_filter` of drivers/perf/arm_pmuv3.c).
+    builder.exclude_idle(sampled != Sampled::Never && event.is_software());
     builder.sample_id_all(true).clockid(Clock::MONOTONIC);
     builder
 }

@@ -1,19 +1,24 @@
 //! `stackwire events`: the events of this host, as its collector finds them.
 
 use std::io::{ErrorKind, Write};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, anyhow};
 use stackwire::find_collector;
 
-use super::Failure;
+use super::{Failure, place};
 use crate::cli::Events;
 
 pub fn run(arguments: &Events) -> Result<(), Failure> {
     let collector = arguments.collector.clone().or_else(find_collector);
     let collector = collector.ok_or_else(|| anyhow!(stackwire::SessionError::NoCollector))?;
-    let listed = Command::new(&collector).arg("--list-events").output();
-    let listed = listed.with_context(|| format!("cannot execute {}", collector.display()))?;
+    let mut lists = Command::new(&collector);
+    lists.arg("--list-events").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let lists = lists.spawn();
+    let lists = lists.with_context(|| format!("cannot execute {}", collector.display()))?;
+    // The collector keeps what it may: root alone opens events above kernel.perf_event_paranoid 2.
+    place::confine()?;
+    let listed = lists.wait_with_output().context("cannot read what the collector lists")?;
     if !listed.status.success() {
         let said = String::from_utf8_lossy(&listed.stderr).into_owned();
         return Err(anyhow!("{} fails: {said}", collector.display()).into());

@@ -53,10 +53,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
         }
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
-        Command::Events(arguments) => {
-            place::confine()?;
-            events::run(&arguments)
-        }
+        Command::Events(arguments) => events::run(&arguments),
         Command::Launch(arguments) => launch::run(&arguments),
         Command::Place => place::run(),
     }
