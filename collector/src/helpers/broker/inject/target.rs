@@ -203,7 +203,10 @@ fn switching_off(said: u64) -> String {
 }
 
 /// One line of Python that does something and writes `o` to memory. It leaves no name behind but
-/// the mark and raises nothing.
+/// the mark.
+///
+/// Not caught: what a handler of a signal raises while the line is compiled, before its `try`. The
+/// program then sees `SystemError`, as CPython has it of a pending call that failed.
 ///
 /// What it does may be done again: handlers of signals run between any two instructions, and one
 /// that raises an exception cuts it short. That signal is sent again, so that its handler runs once
