@@ -118,8 +118,8 @@ impl fmt::Debug for PerfEvent {
 }
 
 impl PerfEvent {
-    /// Opens an event on `cpu` for all tasks, disabled. Clocks leave out idle time. `first`: of this
-    /// CPU, if it is not the first itself.
+    /// Opens an event on `cpu` for all tasks, disabled. Clocks leave out idle time. `first`: of
+    /// this CPU, if it is not the first itself.
     ///
     /// # Errors
     /// The system calls': `EACCES` without `CAP_PERFMON`, `ENOENT` where the hardware has no such
