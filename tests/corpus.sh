@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Real binaries with debug information of every shape, for tests/agreement.rs: fetched from Debian and built here.
 # usage: tests/corpus.sh DIR    writes DIR/objects.tsv: name, object, kind (self, sep, alt, dwp), debug file or -
-# What is fetched is left alone; what is built is built again when its sources or a compiler change. A pair that cannot be fetched is said and left out; the test then says so too.
+# What is fetched is left alone; what is built is built again when its sources or a compiler change. A pair that
+# cannot be fetched is said and left out; the test then says so too.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"; D=$(cd "$1" && pwd); root=$D/root

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Counts and samples by hardware counters, which few hosts of virtual machines give their guests: on arm64 in QEMU, whose
 # virtual processor has them. There each instruction takes one cycle, and each cycle a nanosecond. Says what is counted
-# of a program whose instructions are known, and that stacks are whole without tables.
+# of a program whose instructions are known, and that stacks by frame pointers reach the root.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cache=${STACKWIRE_TEST_CACHE:-$HOME/.cache/stackwire-tests}
