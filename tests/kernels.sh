@@ -167,11 +167,12 @@ wakers() { # SERIES
   local place function waited
   for place in pipe_read:waits do_epoll_wait:interrupt; do
     function=${place%:*} place=${place#*:}
-    waited=$("$out/stackwire" report --series off-cpu --where comm=waits --focus "$function" --by waker "$work/$1-wakers.stackwire" |
-      sed -n "s/^ *\([0-9.]*\) %  *[0-9.]*  $place\$/\1/p")
+    "$out/stackwire" report --series off-cpu --where comm=waits --focus "$function" --by waker "$work/$1-wakers.stackwire" \
+      >"$work/$1-wakers.txt"
+    waited=$(sed -n "s/^ *\([0-9.]*\) %  *[0-9.]*  $place\$/\1/p" "$work/$1-wakers.txt")
     echo "kernel $1: $function: $place ended ${waited:-0} % of the waits"
     awk -v waited="${waited:-0}" 'BEGIN { exit !(waited > 90) }' ||
-      { echo "kernel $1: another ended them" >&2; exit 1; }
+      { cat "$work/$1-wakers.txt" >&2; echo "kernel $1: another ended them" >&2; exit 1; }
   done
 }
 

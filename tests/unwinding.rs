@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use crate::support::go::releases;
 use crate::support::interpreters::pythons;
@@ -12,7 +13,7 @@ use crate::support::postgres::Postgres;
 use crate::support::whole::{
     Reports, Through, collected, complete, ended, read_with_tables, recorded, through, through_file,
 };
-use crate::support::{Pprof, Running, build, privileged};
+use crate::support::{Pprof, Running, binary, build, privileged, stackwire};
 
 #[track_caller]
 fn assert_complete(name: &str, report: &str) {
@@ -391,5 +392,59 @@ fn executables_that_lie_cost_their_own_frames_alone() {
         }
         let ends = through_file(&found, &directory.path().join(name)).ends;
         assert!(ends.iter().any(|end| end.contains(reason)), "{name}: {ends:?}");
+    }
+}
+
+/// A disk that does not answer for seconds, to the kill of whoever asks neither, costs what is
+/// sampled meanwhile.
+#[test]
+fn executables_on_a_disk_that_stalls_have_their_tables_afterwards() {
+    if !privileged() || !Mounted::can() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let [below, between, above] =
+        ["below", "between", "above"].map(|name| directory.path().join(name));
+    for directory in [&below, &between, &above] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    let (_, honest) = &build::unwind_corpus()[0];
+    let names: Vec<String> = (0..8).map(|number| format!("program{number}")).collect();
+    for name in &names {
+        let path = below.join(name);
+        std::fs::copy(honest, &path).unwrap();
+        new_build_id(&path);
+    }
+    let disk = Mounted::new(&below, &between, &[]);
+    // It has taken each question, so the kernel waits for its answer even after a kill.
+    let _in_front = Mounted::new(&between, &above, &[]);
+    let running: Vec<Running> = names
+        .iter()
+        .map(|name| Running::start(Command::new(above.join(name)).arg("sort")))
+        .collect();
+    let capture = directory.path().join("x.stackwire");
+    disk.signal("STOP");
+    let mut collector = Command::new(binary("stackwire-collector"))
+        .args(running.iter().map(|it| format!("--pid={}", it.pid())))
+        .args(["--profile", "--sample-rate=997", "--duration=12s", "--output"])
+        .arg(&capture)
+        .env("XDG_CACHE_HOME", directory.path().join("cache"))
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_secs(4));
+    disk.signal("CONT");
+    assert!(collector.wait().unwrap().success());
+    let report = |time: &str| {
+        let capture = capture.to_str().unwrap();
+        stackwire(["report", capture, time]).succeeded().stdout
+    };
+    let (during, after) = (report("--time=..3"), report("--time=8.."));
+    let is_stalled = |it: &Through<'_>| it.ends.iter().any(|end| end.contains("no unwind table"));
+    assert!(through(&during).iter().any(is_stalled), "nothing stalled:\n{during}");
+    for name in names {
+        let Through { stacks, share, ends, .. } =
+            through_file(&through(&after), &above.join(&name));
+        eprintln!("{name}: {share} % of {stacks}");
+        assert!(share >= 99.0 && stacks >= 100, "{name}: {share} % of {stacks}: {ends:?}\n{after}");
     }
 }

@@ -4,7 +4,6 @@
 use stackwire_collector_ebpf::RecordKind;
 
 use crate::batch::Epoch;
-use crate::clock::now_ns;
 use crate::host::kallsyms::KernelLayout;
 use crate::process::Processes;
 use crate::sampler::{Batch, RawSample, Sampler};
@@ -82,21 +81,21 @@ impl OffCpu {
         epoch.add_wait(&over, processes, layout);
     }
 
-    /// Adds the waits that are not over.
+    /// Adds the waits that are not over, up to when watching ended.
     pub fn add_going_on(
         &mut self,
         sampler: &mut dyn Sampler,
         processes: &mut Processes,
         layout: &KernelLayout,
         epoch: &mut Epoch,
+        end_ns: u64,
     ) {
-        let now_ns = now_ns();
         for (tid, mut waiting) in sampler.waiting() {
             if waiting.start_boottime_ns == 0 {
                 let process = processes.get(waiting.pid);
                 waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
             }
-            let (parts, stacks) = self.waits.going_on(tid, &waiting, now_ns);
+            let (parts, stacks) = self.waits.going_on(tid, &waiting, end_ns);
             if !parts.first().is_some_and(|part| processes.counts(&part.header)) {
                 continue;
             }

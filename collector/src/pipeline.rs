@@ -234,6 +234,8 @@ impl Pipeline {
                 }
             }
         }
+        // What goes on now is told up to here. To stop takes seconds on a busy machine.
+        let end_ns = now_ns();
         self.sampler.stop();
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
@@ -245,10 +247,10 @@ impl Pipeline {
         }
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         if let Some(off_cpu) = &mut self.off_cpu {
-            off_cpu.add_going_on(sampler, processes, &self.layout, &mut self.epoch);
+            off_cpu.add_going_on(sampler, processes, &self.layout, &mut self.epoch, end_ns);
         }
         self.scheduling.add_up(sampler, processes, &mut self.epoch);
-        self.scheduling.add_running(sampler, processes, &mut self.epoch);
+        self.scheduling.add_running(sampler, processes, &mut self.epoch, end_ns);
         self.whose.ask_last(images(&self.epoch, &self.processes));
         self.finish()
     }

@@ -4,7 +4,6 @@
 use stackwire_collector_ebpf::sched_stats::{SchedStats, SwitchReason, THE_REST};
 
 use crate::batch::Epoch;
-use crate::clock::now_ns;
 use crate::process::Processes;
 use crate::sampler::Sampler;
 use crate::sched::{Done, Scheduled, Totals};
@@ -51,14 +50,14 @@ impl Scheduling {
         exited && (self.totals.of_threads() || !runs())
     }
 
-    /// Adds what runs still and has not been switched out.
+    /// Adds what has not been switched out, up to when watching ended.
     pub fn add_running(
         &self,
         sampler: &mut dyn Sampler,
         processes: &mut Processes,
         epoch: &mut Epoch,
+        end_ns: u64,
     ) {
-        let now_ns = now_ns();
         for running in sampler.running() {
             let unmet = || {
                 let process = processes.get(running.pid)?;
@@ -73,7 +72,7 @@ impl Scheduling {
                     comm,
                 })
             };
-            if let Some(done) = self.totals.still_runs(&running, now_ns, unmet) {
+            if let Some(done) = self.totals.still_runs(&running, end_ns, unmet) {
                 add(&done, processes, epoch);
             }
         }

@@ -163,20 +163,20 @@ impl Waits {
         Some(Over { parts, stacks, waker })
     }
 
-    /// The parts of a wait that is not over, up to now.
+    /// The parts of a wait that was not over when watching ended.
     pub fn going_on(
         &mut self,
         tid: u32,
         waiting: &Waiting,
-        now_ns: u64,
+        end_ns: u64,
     ) -> (Vec<Part>, Stacks<'_>) {
-        let woken_ns = if waiting.woken_ns == 0 { now_ns } else { waiting.woken_ns };
+        let woken_ns = if waiting.woken_ns == 0 { end_ns } else { waiting.woken_ns.min(end_ns) };
         let blocked_ns = woken_ns.saturating_sub(waiting.since_ns);
-        let runnable_ns = now_ns.saturating_sub(woken_ns);
+        let runnable_ns = end_ns.saturating_sub(woken_ns);
         let state = state(waiting.state as u8);
         let wait = Wait { state, began_before: waiting.user_stack == 0, goes_on: true };
         let header = SampleHeader {
-            time_ns: now_ns,
+            time_ns: end_ns,
             start_boottime_ns: waiting.start_boottime_ns,
             cgroup_id: waiting.cgroup_id,
             pid: waiting.pid,
@@ -343,6 +343,24 @@ mod tests {
             let waiting =
                 Waiting { since_ns: 20, kernel_stack: 98, kernel_stack_of, ..Waiting::default() };
             assert_eq!(waits.going_on(9, &waiting, 30).1.kernel, expected);
+        }
+    }
+
+    #[test]
+    fn what_goes_on_is_told_up_to_the_end() {
+        let mut waits = Waits::new(3);
+        for (since_ns, woken_ns, expected) in [
+            (20, 0, &[(3, 10)][..]),
+            (20, 24, &[(3, 4), (4, 6)]),
+            // Woken, and put to sleep, after the end and before it was no longer watched.
+            (20, 31, &[(3, 10)]),
+            (31, 0, &[]),
+        ] {
+            let waiting = Waiting { since_ns, woken_ns, ..Waiting::default() };
+            let (parts, _) = waits.going_on(9, &waiting, 30);
+            let parts: Vec<_> =
+                parts.iter().map(|part| (part.header.event, part.header.period)).collect();
+            assert_eq!(parts, expected);
         }
     }
 

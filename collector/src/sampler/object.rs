@@ -218,12 +218,14 @@ impl Object {
     /// # Errors
     /// See [`LoadError`].
     pub fn watch(&mut self) -> Result<(), LoadError> {
-        let switch: &mut BtfTracePoint = program(&mut self.ebpf, "switch")?;
-        self.watching.switches = Some(switch.attach().map_err(load_error)?);
-        self.watch_at("wakeup", "sched_wakeup")?;
+        // The switches last. Each may take seconds on a busy machine, and of a wait that ends
+        // meanwhile nobody would know who ended it, or when.
         if self.wakers {
             self.watch_at("waking", "sched_waking")?;
         }
+        self.watch_at("wakeup", "sched_wakeup")?;
+        let switch: &mut BtfTracePoint = program(&mut self.ebpf, "switch")?;
+        self.watching.switches = Some(switch.attach().map_err(load_error)?);
         Ok(())
     }
 

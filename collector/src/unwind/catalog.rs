@@ -36,6 +36,11 @@ use crate::process::executable::Kind;
 pub const UNLISTED: u32 = 1;
 /// Times a table is looked for in vain.
 const MAX_FAILURES: u32 = 3;
+/// Until a file is tried again whose file system did not answer, or that could not be opened
+/// because others did not: a disk may stall for seconds. For each time that the file itself hung,
+/// twice as long, at most `DOUBLED` times.
+const AGAIN: Duration = Duration::from_secs(1);
+const DOUBLED: u32 = 6;
 /// Processes remembered to have a file mapped.
 const MAX_WANTED: usize = 4;
 /// An executable that was mapped this often counts as looked up: processes may have used it and
@@ -153,6 +158,8 @@ struct Slot {
     /// Its file takes long to open.
     slow: bool,
     failures: u32,
+    /// When one that failed is tried again, whoever has it mapped.
+    again: Option<Instant>,
     state: State,
     /// Its uses at the last look, and how many there have been of late.
     seen: u64,
@@ -241,10 +248,12 @@ impl Catalog {
     pub fn next(&self, all: bool) -> Option<Job> {
         let mut inner = self.lock();
         let inner = &mut *inner;
-        let busy = inner.busy();
-        let wanting = inner.slots.iter().enumerate().filter(|(_, slot)| {
-            matches!(slot.state, State::Wanting) && !busy.contains(&slot.payer)
-        });
+        let (busy, now) = (inner.busy(), Instant::now());
+        let wanting = inner
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| slot.wants(now) && !busy.contains(&slot.payer));
         let (number, _) = wanting
             .map(|(number, slot)| (number, inner.maps.uses(number as u32).wrapping_sub(slot.seen)))
             .filter(|&(number, uses)| all || uses > 0 || inner.slots[number].mapped >= OFTEN)
@@ -252,7 +261,7 @@ impl Catalog {
                 (!inner.slots[number].slow, uses, std::cmp::Reverse(number))
             })?;
         let slot = &mut inner.slots[number];
-        slot.state = State::Loading;
+        (slot.state, slot.again) = (State::Loading, None);
         let wanted = slot.wanted.iter().rev().cloned().collect();
         let (kind, owner, slow) = (slot.kind.clone(), slot.owner, slot.slow);
         Some(Job { number: number as u32, kind, owner, wanted, slow, held: None })
@@ -374,9 +383,19 @@ impl Slot {
             growing: None,
             slow: false,
             failures: 0,
+            again: None,
             state: State::Wanting,
             seen: 0,
             heat: 0,
+        }
+    }
+
+    /// Whether its table is to be brought.
+    fn wants(&self, now: Instant) -> bool {
+        match self.state {
+            State::Wanting => true,
+            State::Failed(_) => self.again.is_some_and(|again| again <= now),
+            State::Loading | State::Ready(_) => false,
         }
     }
 }
@@ -531,12 +550,15 @@ impl Inner {
             _ => state::NONE,
         };
         let slot = &mut self.slots[number as usize];
+        let others_hang = why.others_hang();
+        slot.failures += u32::from(!others_hang);
+        let wait = if others_hang { AGAIN } else { AGAIN * (1 << slot.failures.min(DOUBLED)) };
+        slot.again = why.hangs().then(|| Instant::now() + wait);
         slot.state = State::Failed(Arc::new(why));
-        slot.failures += 1;
         // Code made at run time is walked by frame pointers then: most compilers describe no more
         // than its name.
         let is_made = matches!(slot.kind, Kind::Described { .. });
-        self.stats.failed += u64::from(slot.failures == 1 && !is_made);
+        self.stats.failed += u64::from(slot.failures == 1 && !others_hang && !is_made);
         self.maps.set_executable(number, 0, told);
     }
 

@@ -189,7 +189,8 @@ impl Loader {
         let started = Instant::now();
         let compiled = self.compile(job);
         let took = started.elapsed();
-        if !job.slow && compiled.as_ref().is_err_and(NoTable::hangs) {
+        let is_slow = |why: &NoTable| why.hangs() && !why.others_hang();
+        if !job.slow && compiled.as_ref().is_err_and(is_slow) {
             self.catalog.postpone(job.number);
             return;
         }

@@ -57,4 +57,9 @@ impl NoTable {
     pub fn hangs(&self) -> bool {
         matches!(self, Self::Open(error) if error.hangs())
     }
+
+    /// Whether it is not its file that hangs but too many others.
+    pub fn others_hang(&self) -> bool {
+        matches!(self, Self::Open(OpenError::OthersHang))
+    }
 }

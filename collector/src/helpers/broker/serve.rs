@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitOptions, waitpid};
@@ -23,6 +24,8 @@ const KEPT: CapabilitySet = CapabilitySet::SYS_PTRACE
     .union(CapabilitySet::DAC_READ_SEARCH);
 /// Opens that may hang at once before no more are tried.
 const MAX_HANGING: u32 = 4;
+/// Between two looks whether one of them hangs no more.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Opens files until the other end is gone.
 pub(super) fn files(server: &Server) -> io::Result<()> {
@@ -38,12 +41,7 @@ fn serve(server: &Server, mut keepers: Option<Keepers>) -> io::Result<()> {
     capabilities::keep(KEPT)?;
     let mut children = 0;
     while let Some(question) = server.next()? {
-        // Those that were killed and do not die are on a file system that does not answer.
-        while let Ok(Some((child, _))) = waitpid(None, WaitOptions::NOHANG) {
-            if !keepers.as_mut().is_some_and(|keepers| keepers.ended(child)) {
-                children -= 1;
-            }
-        }
+        reap(&mut children, &mut keepers);
         let (wanted, limit) = match Request::decode(&question.content) {
             None => continue,
             Some(Request::Open(wanted, limit)) => (wanted, limit),
@@ -59,6 +57,12 @@ fn serve(server: &Server, mut keepers: Option<Keepers>) -> io::Result<()> {
                 continue;
             }
         };
+        // Where all of a busy machine has stalled, they die soon.
+        let asked = Instant::now();
+        while children >= MAX_HANGING && asked.elapsed() < limit {
+            std::thread::sleep(LOOK);
+            reap(&mut children, &mut keepers);
+        }
         if children >= MAX_HANGING {
             answer(server, &question, Err(OpenError::OthersHang))?;
             continue;
@@ -85,6 +89,16 @@ fn serve(server: &Server, mut keepers: Option<Keepers>) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Forgets children that have ended. Those that were killed and do not die are on a file system
+/// that does not answer.
+fn reap(children: &mut u32, keepers: &mut Option<Keepers>) {
+    while let Ok(Some((child, _))) = waitpid(None, WaitOptions::NOHANG) {
+        if !keepers.as_mut().is_some_and(|keepers| keepers.ended(child)) {
+            *children -= 1;
+        }
+    }
 }
 
 fn answer(server: &Server, question: &Question, opened: Result<File, OpenError>) -> io::Result<()> {

@@ -5,6 +5,7 @@ use stackwire_collector_ebpf::{Rule, cfa};
 use stackwire_model::UserAddr;
 
 use super::*;
+use crate::helpers::broker::OpenError;
 use crate::unwind::maps;
 
 pub(super) fn catalog() -> Catalog {
@@ -88,6 +89,29 @@ fn what_failed_is_tried_again_for_another_process_but_not_for_ever() {
         }
     }
     assert_eq!((tries, catalog.stats().failed), (u64::from(MAX_FAILURES), 1));
+}
+
+#[test]
+fn what_hangs_is_tried_again_after_a_while() {
+    let catalog = catalog();
+    let number = of_root(&catalog, &file(1));
+    let own = OpenError::Hangs(Duration::from_secs(1));
+    for (why, seconds) in
+        [(OpenError::OthersHang, 1), (OpenError::OthersHang, 1), (own, 2), (own, 4), (own, 8)]
+    {
+        assert_eq!(catalog.next(true).unwrap().number, number);
+        catalog.fail(number, NoTable::Open(why));
+        assert!(matches!(*catalog.missing(&file(1)).unwrap(), NoTable::Open(told) if told == why));
+        assert!(catalog.next(true).is_none(), "at once");
+        let again = &mut catalog.lock().slots[number as usize].again;
+        assert!(again.unwrap() > Instant::now() + Duration::from_secs(seconds - 1));
+        assert!(again.unwrap() <= Instant::now() + Duration::from_secs(seconds));
+        *again = Some(Instant::now());
+    }
+    assert_eq!(catalog.next(true).unwrap().number, number);
+    assert_eq!(catalog.stats().failed, 1);
+    catalog.fail(number, NoTable::Unmapped);
+    assert!(catalog.next(true).is_none());
 }
 
 #[test]
