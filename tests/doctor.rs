@@ -97,7 +97,7 @@ fn what_it_cannot_look_at_it_says() {
     // kthreadd.
     assert!(stackwire(["doctor", "--pid=2"]).stdout.contains("it runs no program"));
     let running = Running::start(Command::new(build::work()).args(["plain", "60"]));
-    let binaries = public_binaries(false);
+    let binaries = public_binaries(None);
     let mut command = Command::new("setpriv");
     command.args(NOBODY).arg(binaries.path().join("stackwire"));
     let ran = Ran::of(command.args(["doctor", "--pid", &running.pid().to_string()]));

@@ -90,7 +90,7 @@ fn a_deleted_program_of_another_user_comes_through_the_collector_when_it_may() {
     if !privileged() {
         return;
     }
-    let binaries = public_binaries(false);
+    let binaries = public_binaries(None);
     let program = hidden(0);
     let first = outputs();
     let serving = server(first.path(), binaries.path(), &[]);
@@ -211,7 +211,7 @@ fn the_broker_opens_nothing_its_user_may_not_read() {
     let program = Running::start(&mut leak);
     let capture = place.path().join("capture");
     let all = "+bpf,+perfmon,+syslog,+sys_ptrace,+checkpoint_restore,+dac_read_search";
-    let binaries = public_binaries(false);
+    let binaries = public_binaries(None);
     Ran::of(
         Command::new("setpriv")
             .args(NOBODY)
@@ -390,7 +390,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     }
     const SIZE: usize = 48 << 20;
     const CUT: usize = 32 << 20;
-    let binaries = public_binaries(false);
+    let binaries = public_binaries(None);
     let program = hidden(SIZE);
     let outputs = outputs();
     let serving = server(outputs.path(), binaries.path(), &[]);

@@ -74,6 +74,8 @@ mod privileges;
 mod programs;
 /// CPython that is asked to name its functions.
 mod python;
+/// CPython in states that it is seldom in, and asked by two at once.
+mod python_odd;
 /// What `report` shows, and how it is asked for.
 mod reports;
 /// How threads are scheduled, beside what the kernel counts and runqlat.

@@ -9,18 +9,23 @@ use crate::support::{Pprof, Ran, Running, binary, build::work, can, outside_carg
 
 pub(crate) const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
+/// Capabilities of files that `make install` may be asked for: to sample, and to open all files.
+pub(crate) const SAMPLES: &str = "cap_bpf,cap_perfmon,cap_syslog=ep";
+pub(crate) const OPENS_ALL: &str =
+    "cap_bpf,cap_perfmon,cap_syslog,cap_sys_ptrace,cap_checkpoint_restore,cap_dac_read_search=ep";
+
 /// Copies of the binaries where everybody may execute them; the collector with capabilities or
 /// without.
-pub(crate) fn public_binaries(capabilities: bool) -> tempfile::TempDir {
+pub(crate) fn public_binaries(capabilities: Option<&str>) -> tempfile::TempDir {
     let directory = tempfile::Builder::new().prefix("stackwire-bin-").tempdir_in("/tmp").unwrap();
     let mode = std::fs::Permissions::from_mode(0o755);
     std::fs::set_permissions(directory.path(), mode).unwrap();
     for name in ["stackwire", "stackwire-collector"] {
         std::fs::copy(binary(name), directory.path().join(name)).unwrap();
     }
-    if capabilities {
+    if let Some(capabilities) = capabilities {
         let status = Command::new("setcap")
-            .arg("cap_bpf,cap_perfmon,cap_syslog=ep")
+            .arg(capabilities)
             .arg(directory.path().join("stackwire-collector"))
             .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
             .status()
@@ -48,7 +53,7 @@ fn nobody_records_its_own_and_another_users_process_with_file_capabilities() {
     if !privileged() {
         return;
     }
-    let binaries = public_binaries(true);
+    let binaries = public_binaries(Some(SAMPLES));
     // A program everybody can read, so that its names can be found.
     let program = binaries.path().join("work");
     std::fs::copy(work(), &program).unwrap();
@@ -89,14 +94,8 @@ fn what_people_name_is_opened_with_their_own_rights() {
     std::fs::set_permissions(&victim, std::fs::Permissions::from_mode(0o666)).unwrap();
     let cgroup = hidden.path().join("cgroup");
     std::os::unix::fs::symlink("/sys/fs/cgroup", &cgroup).unwrap();
-    let binaries = public_binaries(false);
+    let binaries = public_binaries(Some(OPENS_ALL));
     let collector = binaries.path().join("stackwire-collector");
-    let set = Command::new("setcap")
-        .arg("cap_bpf,cap_perfmon,cap_syslog,cap_sys_ptrace,cap_checkpoint_restore,cap_dac_read_search=ep")
-        .arg(&collector)
-        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
-        .status();
-    assert!(set.unwrap().success());
     let ran = |arguments: &[&str]| {
         let mut command = Command::new("setpriv");
         command.args(NOBODY).arg(&collector).args(["--duration=1s"]).args(arguments);
@@ -129,7 +128,7 @@ fn in_a_user_namespace_there_is_a_cache() {
     std::fs::write(home.path().join("f"), "comm;main;work 3\n").unwrap();
     std::fs::set_permissions(home.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
     std::os::unix::fs::chown(home.path(), Some(65534), Some(65534)).unwrap();
-    let binaries = public_binaries(false);
+    let binaries = public_binaries(None);
     // The owner of `/` is nobody's number in there.
     let mut command = Command::new("setpriv");
     command.args(NOBODY).args(["unshare", "--user", "--map-user=1000", "--map-group=1000"]);
@@ -517,7 +516,7 @@ fn the_table_of_capabilities_is_true() {
     let busy = Running(busy.spawn().unwrap());
     let pid = format!("--pid={}", busy.pid());
     let own = ["record", &pid, "--duration=4s", "--no-capture", "--profile-output=x.pb.gz"];
-    for (column, caps) in [(1, None), (2, Some(true)), (3, Some(false))] {
+    for (column, caps) in [(1, None), (2, Some(Some(SAMPLES))), (3, Some(None))] {
         let binaries = caps.map(public_binaries);
         let mut command = match &binaries {
             None => Command::new(binary("stackwire")),

@@ -24,7 +24,7 @@ impl Nobody {
         let directory =
             tempfile::Builder::new().prefix("stackwire-nobody-").tempdir_in("/tmp").unwrap();
         std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o777)).unwrap();
-        Self { binaries: public_binaries(false), directory }
+        Self { binaries: public_binaries(None), directory }
     }
 
     /// Runs something as that user, there.

@@ -10,6 +10,8 @@ pub struct MapsLine<'a> {
     pub start: UserAddr,
     /// First address behind it.
     pub end: UserAddr,
+    /// Whether its content may be read.
+    pub is_readable: bool,
     /// Whether its content may be written.
     pub is_writable: bool,
     /// Whether its content may be executed.
@@ -40,12 +42,14 @@ impl<'a> MapsLine<'a> {
         let device = Device { major: number(major)?, minor: number(minor)? };
         let file = FileId::new(word()?.parse().ok()?, device);
         let (start, end) = (UserAddr(hex(start)?), UserAddr(hex(end)?));
+        let is_readable = permissions.as_bytes().first() == Some(&b'r');
         let is_writable = permissions.as_bytes().get(1) == Some(&b'w');
         let is_executable = permissions.as_bytes().get(2) == Some(&b'x');
         let path = fields.next().unwrap_or_default().trim_ascii_start();
         (start < end).then_some(Self {
             start,
             end,
+            is_readable,
             is_writable,
             is_executable,
             file_offset,
@@ -79,6 +83,7 @@ nonsense\n";
         let first = MapsLine {
             start: UserAddr(0x55d0),
             end: UserAddr(0x66d0),
+            is_readable: true,
             is_writable: false,
             is_executable: true,
             file_offset: FileOffset(0x2000),

@@ -23,7 +23,7 @@ pub enum PythonOutcome {
     Unknown,
     /// Somebody else traces it: a debugger, strace.
     Traced,
-    /// The kernel does not let the collector trace it.
+    /// The kernel does not let the collector trace it, or write to its memory.
     Denied,
     /// It is stopped.
     Stopped,
@@ -41,15 +41,19 @@ pub enum PythonOutcome {
     Ended,
     /// Who was to do it has ended.
     Lost,
-    /// More processes than are traced at once.
+    /// More processes than are traced in one capture, or at once.
     TooMany,
     /// It was switched on, and was not off at the end: the main thread had not come to it.
     LeftOn,
+    /// Seccomp lets it make no system call that is needed.
+    Sandboxed,
+    /// At the place of its perf map is something else than a file.
+    NoMap,
 }
 
 impl PythonOutcome {
     /// All of them.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 22] = [
         Self::Activated,
         Self::WasActive,
         Self::Waiting,
@@ -70,6 +74,8 @@ impl PythonOutcome {
         Self::Lost,
         Self::TooMany,
         Self::LeftOn,
+        Self::Sandboxed,
+        Self::NoMap,
     ];
 
     /// Its place among [`PythonOutcome::ALL`].
@@ -100,7 +106,7 @@ impl PythonOutcome {
                 "not on yet: the main thread sleeps, runs no Python, or may not open /proc/self/mem"
             }
             Self::Refused => {
-                "the interpreter refused: it was built without perf trampolines, or a debugger evaluates its frames"
+                "the interpreter refused: it was built without perf trampolines, a debugger evaluates its frames, or -X disable-remote-debug is set"
             }
             Self::Broken => {
                 "this version of CPython may crash with it (3.12.0, 3.13.12, 3.14.3); use a later one"
@@ -114,7 +120,7 @@ impl PythonOutcome {
             }
             Self::Traced => "a debugger or strace traces it",
             Self::Denied => {
-                "the kernel does not let the collector trace it; give the collector CAP_SYS_PTRACE"
+                "the kernel does not let the collector trace it; run the collector as root, with CAP_SYS_PTRACE"
             }
             Self::Stopped => "it is stopped; let it go on with kill -CONT",
             Self::NoSafePoint => "no thread was where it may be interrupted; try again",
@@ -124,10 +130,12 @@ impl PythonOutcome {
             Self::Machine => "only 64-bit programs on x86-64 can be asked",
             Self::Ended => "it has ended or become another program",
             Self::Lost => "the process that was to do it has ended",
-            Self::TooMany => "too many Python processes at once",
+            Self::TooMany => "too many Python processes in one capture",
             Self::LeftOn => {
                 "switched on, and still on at the end: the main thread did not come to it"
             }
+            Self::Sandboxed => "seccomp lets it make no system call",
+            Self::NoMap => "what is at its /tmp/perf-PID.map is no regular file; remove it",
         }
     }
 }

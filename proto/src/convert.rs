@@ -223,7 +223,7 @@ impl From<v1::LostReason> for LostReason {
 }
 
 /// Each outcome as it is on the wire.
-const PYTHON: [(PythonOutcome, v1::PythonOutcome); 20] = [
+const PYTHON: [(PythonOutcome, v1::PythonOutcome); 22] = [
     (PythonOutcome::Activated, v1::PythonOutcome::Activated),
     (PythonOutcome::WasActive, v1::PythonOutcome::WasActive),
     (PythonOutcome::Waiting, v1::PythonOutcome::Waiting),
@@ -244,6 +244,8 @@ const PYTHON: [(PythonOutcome, v1::PythonOutcome); 20] = [
     (PythonOutcome::Lost, v1::PythonOutcome::Lost),
     (PythonOutcome::TooMany, v1::PythonOutcome::TooMany),
     (PythonOutcome::LeftOn, v1::PythonOutcome::LeftOn),
+    (PythonOutcome::Sandboxed, v1::PythonOutcome::Sandboxed),
+    (PythonOutcome::NoMap, v1::PythonOutcome::NoMap),
 ];
 
 impl From<PythonOutcome> for v1::PythonOutcome {

@@ -13,6 +13,7 @@ pub(crate) mod mounted;
 pub(crate) mod nginx;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
+pub(crate) mod python;
 pub(crate) mod slow;
 pub(crate) mod stopped;
 pub(crate) mod whole;

@@ -18,6 +18,11 @@ pub fn instruction(registers: &Registers) -> u64 {
     registers.pc
 }
 
+/// Where the thread's own data is. What is done to it does not depend on it.
+pub fn thread_pointer(_registers: &Registers) -> u64 {
+    0
+}
+
 /// Lets no thread do a call.
 ///
 /// # Errors

@@ -58,6 +58,11 @@ pub fn instruction(registers: &Registers) -> u64 {
     registers.rip
 }
 
+/// Where the thread's own data is, as its C library keeps it.
+pub fn thread_pointer(registers: &Registers) -> u64 {
+    registers.fs_base
+}
+
 /// Lets `thread` do `call`, and go on from where it was then. `restorer` is the address of the C
 /// library's end of a signal handler.
 ///

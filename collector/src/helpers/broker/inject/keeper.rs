@@ -1,10 +1,12 @@
 //! A child of the broker for each Python process: it switches the trampoline on, waits until the
-//! broker says so or is gone, and switches it off.
+//! broker says so or is gone, and switches it off. What cannot be done at once, because the main
+//! thread sleeps, it does within some minutes after.
 //!
 //! So the trampoline goes off when the collector dies, when the broker does, and when both do. A
 //! keeper that is killed leaves its process running, untraced, with the trampoline on. Called by
 //! `serve.rs`.
 
+use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -15,6 +17,7 @@ use rustix::net::{
     socketpair,
 };
 use rustix::process::Pid;
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use stackwire_model::PythonOutcome;
 
 use super::Places;
@@ -26,10 +29,13 @@ use crate::helpers::channel::keep_only;
 const MAX_KEEPERS: usize = 256;
 /// Most processes that are told apart: as many have room in an answer.
 const MAX_TOLD: usize = 768;
-/// How long the main thread may take to switch it off.
+/// How long the main thread may take to switch it off, while who records waits.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// For so long after that it is tried again, and so often.
+const LINGERS: Duration = Duration::from_secs(300);
+const TRIES: Duration = Duration::from_millis(500);
 /// How long the calls before and after that may take.
-const CALLS: Duration = Duration::from_millis(1500);
+const CALLS: Duration = Duration::from_secs(2);
 /// How long the main thread may take before it counts as one that sleeps. Where many threads want
 /// the interpreter's lock, each has it for 5 ms.
 const AT_ONCE: Duration = Duration::from_millis(100);
@@ -95,6 +101,8 @@ impl Keepers {
             while keeper.socket.is_some() && !left().is_zero() {
                 keeper.listen(left());
             }
+            // It has begun to ask, and is not through.
+            keeper.outcome = keeper.outcome.or(Some(PythonOutcome::NoSafePoint));
         }
     }
 }
@@ -130,7 +138,7 @@ fn fork(pid: u32, places: &Places) -> io::Result<Option<(Pid, OwnedFd)>> {
         0 => {
             // Among the others are ends of other keepers, which would not see the broker go.
             if let Ok(socket) = keep_only(theirs) {
-                keep(pid, places, &socket);
+                keep(pid, places, socket);
             }
             // SAFETY: ends this process; nothing of the parent's is run.
             unsafe { libc::_exit(0) }
@@ -140,10 +148,10 @@ fn fork(pid: u32, places: &Places) -> io::Result<Option<(Pid, OwnedFd)>> {
 }
 
 /// The child. Returns when all is done.
-fn keep(pid: u32, places: &Places, socket: &OwnedFd) {
+fn keep(pid: u32, places: &Places, socket: OwnedFd) {
     let say = |outcome: PythonOutcome| {
         // The broker may be gone.
-        let _ = send(socket, &[outcome.number()], SendFlags::NOSIGNAL);
+        let _ = send(&socket, &[outcome.number()], SendFlags::NOSIGNAL);
     };
     let process = match Process::open(pid, places) {
         Ok(process) => process,
@@ -153,10 +161,19 @@ fn keep(pid: u32, places: &Places, socket: &OwnedFd) {
         Ok(target) => target,
         Err(why) => return say(why),
     };
-    if let Err(why) = target.switch_on() {
-        target.abandon(why);
-        return say(why);
+    match target.switch_on() {
+        Ok(()) => attend(&target, &socket, say),
+        Err(why) => say(why),
     }
+    if !target.is_clean() && is_silent() {
+        // Nobody waits for this any more.
+        drop(socket);
+        target.clean_up(LINGERS, TRIES);
+    }
+}
+
+/// While it is on, or is to be: says what comes of it until the broker wants it off or is gone.
+fn attend(target: &Target<'_>, socket: &OwnedFd, say: impl Fn(PythonOutcome)) {
     let mut outcome = target.outcome_in(AT_ONCE);
     say(outcome.unwrap_or(PythonOutcome::Waiting));
     let mut looks = LOOKS;
@@ -174,6 +191,14 @@ fn keep(pid: u32, places: &Places, socket: &OwnedFd) {
     if target.switch_off(PATIENCE) == PythonOutcome::LeftOn {
         say(PythonOutcome::LeftOn);
     }
+}
+
+/// Lets go of where the collector writes to: whoever reads from there waits for the end of it.
+fn is_silent() -> bool {
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null");
+    null.is_ok_and(|null| {
+        dup2_stdin(&null).is_ok() && dup2_stdout(&null).is_ok() && dup2_stderr(&null).is_ok()
+    })
 }
 
 fn is_readable(fd: impl AsFd, within: Duration) -> bool {

@@ -1,7 +1,7 @@
 //! Switches the perf trampoline of a Python process on, and off again: CPython 3.12 and later write
 //! the names of their functions to a perf map then.
 //!
-//! The main thread of the process is made to run a line of Python (`target.rs`): by Python 3.14's
+//! The main thread of the process is made to run some Python (`text.rs`): by Python 3.14's
 //! interface for debuggers (`remote.rs`), and before that by calls that a thread is made to do
 //! (`page.rs`). Where what is in a process the broker is told; it parses no file. All of it happens
 //! in a process of its own for each Python process (`keeper.rs`).
@@ -11,6 +11,7 @@ mod page;
 mod process;
 mod remote;
 mod target;
+mod text;
 mod thread;
 
 pub(super) use self::keeper::Keepers;

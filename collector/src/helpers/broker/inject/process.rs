@@ -2,9 +2,11 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2};
 use stackwire_model::PythonOutcome;
 
 use super::{Function, Places};
@@ -13,6 +15,8 @@ use super::{Function, Places};
 pub(super) const PAUSE: Duration = Duration::from_micros(300);
 /// How long an interpreter may take to begin.
 const BEGINS_IN: Duration = Duration::from_secs(3);
+/// `SECCOMP_MODE_STRICT` of include/uapi/linux/seccomp.h: all but four system calls kill.
+const STRICT: &str = "1";
 /// Most bytes of the text of mappings: ten times what the largest known process has.
 const MAX_MAPS: u64 = 64 << 20;
 
@@ -23,9 +27,9 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Opens its memory, and makes sure that things are where they are thought to be: the process
-    /// may be another by now, or its files others than those it has mapped. Waits until its
-    /// interpreter has begun.
+    /// Opens its memory, which the kernel lets its user and root do: `/proc/PID/mem` is theirs to
+    /// write. Makes sure that things are where they are thought to be: the process may be another
+    /// by now, or its files others than those it has mapped. Waits until its interpreter has begun.
     ///
     /// # Errors
     /// Why it may not be looked at, or asked.
@@ -36,10 +40,14 @@ impl Process {
             _ => PythonOutcome::Denied,
         })?;
         let process = Self { pid: pid as i32, memory };
-        let Places { add_pending_call, run_string, map, unmap, restorer, .. } = places;
-        let is_there = |it: &Function| process.read(it.at) == Some(it.head);
-        if ![add_pending_call, run_string, map, unmap, restorer].into_iter().all(is_there) {
+        if !has_functions(&process.memory, places) {
             return Err(PythonOutcome::Unknown);
+        }
+        if process.field("Seccomp:").is_some_and(|mode| mode == STRICT) {
+            return Err(PythonOutcome::Sandboxed);
+        }
+        if !process.may_write_map() {
+            return Err(PythonOutcome::NoMap);
         }
         if !in_time(BEGINS_IN, || process.is_initialized(places)) {
             return Err(PythonOutcome::NoSafePoint);
@@ -60,20 +68,73 @@ impl Process {
         self.is_initialized(places) && finalizing == Some([0; 8])
     }
 
+    /// Whether Python can write names: there may be something else at the place of its perf map,
+    /// and to open a FIFO takes until somebody reads from it.
+    fn may_write_map(&self) -> bool {
+        let numbers = self.field("NSpid:").unwrap_or_default();
+        let own = numbers.split_whitespace().next_back().unwrap_or_default().to_owned();
+        let path = format!("tmp/perf-{own}.map");
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let there = self.root().and_then(|root| {
+            let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+            Ok(fstat(openat2(root, path, flags, Mode::empty(), resolve)?)?)
+        });
+        there.is_err()
+            || there.is_ok_and(|it| FileType::from_raw_mode(it.st_mode) == FileType::RegularFile)
+    }
+
+    /// Its root directory, from which paths may be followed.
+    ///
+    /// # Errors
+    /// When it is out of reach.
+    pub(super) fn root(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        Ok(openat(CWD, format!("/proc/{}/root", self.pid), flags, Mode::empty())?)
+    }
+
+    /// State of a thread, as ps(1) has it.
+    pub(super) fn state(&self, tid: i32) -> Option<char> {
+        self.field_of(tid, "State:")?.chars().next()
+    }
+
+    /// Time that the main thread has been on a CPU. Zero: nobody knows.
+    pub(super) fn main_thread_ran(&self) -> Duration {
+        let text = std::fs::read_to_string(format!("/proc/{0}/task/{0}/schedstat", self.pid));
+        let ns = text.ok().and_then(|text| text.split_whitespace().next()?.parse().ok());
+        Duration::from_nanos(ns.unwrap_or_default())
+    }
+
+    /// What the kernel says of the process under a name.
+    fn field(&self, name: &str) -> Option<String> {
+        self.field_of(self.pid, name)
+    }
+
+    fn field_of(&self, tid: i32, name: &str) -> Option<String> {
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", self.pid)).ok()?;
+        let field = status.lines().find_map(|line| line.strip_prefix(name));
+        field.map(|field| field.trim().to_owned())
+    }
+
     /// Its number.
     pub(super) fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// Its memory.
-    pub(super) fn memory(&self) -> &File {
-        &self.memory
+    /// The memory of a thread that is stopped, opened now. None: it is another program's.
+    pub(super) fn memory_of(&self, tid: i32, places: &Places) -> Option<File> {
+        let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{tid}/mem"));
+        memory.ok().filter(|memory| has_functions(memory, places))
+    }
+
+    /// Whether its memory is gone.
+    pub(super) fn has_ended(&self, places: &Places) -> bool {
+        !has_functions(&self.memory, places)
     }
 
     /// Bytes of its memory. None: there are none, or it has ended.
     pub(super) fn read<const N: usize>(&self, at: u64) -> Option<[u8; N]> {
-        let mut bytes = [0; N];
-        self.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
+        read(&self.memory, at)
     }
 
     /// Writes to its memory.
@@ -106,17 +167,26 @@ impl Process {
 
     /// Why the kernel does not let a thread be traced. None: it has ended, and others may be.
     pub(super) fn why_refused(&self, tid: i32) -> Option<PythonOutcome> {
-        let status = std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", self.pid));
-        let status = status.unwrap_or_default();
-        let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-        match (field("State:"), field("TracerPid:")) {
-            (Some(state), Some(tracer)) if !state.starts_with(['Z', 'X']) => {
+        match (self.state(tid), self.field_of(tid, "TracerPid:")) {
+            (Some(state), Some(tracer)) if !['Z', 'X'].contains(&state) => {
                 let is_free = tracer == "0";
                 Some(if is_free { PythonOutcome::Denied } else { PythonOutcome::Traced })
             }
             _ => None,
         }
     }
+}
+
+/// Whether functions are where they are thought to be.
+fn has_functions(memory: &File, places: &Places) -> bool {
+    let Places { add_pending_call, run_string, map, unmap, restorer, .. } = places;
+    let is_there = |it: &Function| read(memory, it.at) == Some(it.head);
+    [add_pending_call, run_string, map, unmap, restorer].into_iter().all(is_there)
+}
+
+fn read<const N: usize>(memory: &File, at: u64) -> Option<[u8; N]> {
+    let mut bytes = [0; N];
+    memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
 }
 
 /// Whether it becomes true in time.

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, openat, openat2, unlinkat};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, fstat, openat, openat2, unlinkat};
 use stackwire_model::PythonOutcome;
 
 use super::Places;
@@ -13,7 +13,7 @@ use super::process::Process;
 use crate::helpers::interpreter::RemoteOffsets;
 
 /// `_PY_EVAL_PLEASE_STOP_BIT` of Include/internal/pycore_ceval.h.
-const PLEASE_STOP: u64 = 1 << 5;
+const PLEASE_STOP: u8 = 1 << 5;
 /// Directories of a process where its user finds a file of ours.
 const DIRECTORIES: [&str; 3] = ["tmp", "var/tmp", "dev/shm"];
 
@@ -50,6 +50,9 @@ impl<'p> Remote<'p> {
         if is_enabled == Some([0; 4]) {
             return Err(PythonOutcome::Refused);
         }
+        if process.state(process.pid()) == Some('T') {
+            return Err(PythonOutcome::Stopped);
+        }
         let thread = pointer(interpreter.wrapping_add(offsets.main_thread))?;
         Ok(Self { process, offsets, thread })
     }
@@ -68,17 +71,22 @@ impl<'p> Remote<'p> {
         self.process.write(&[script.path.as_bytes(), &[0]].concat(), self.path())?;
         self.process.write(&1i32.to_ne_bytes(), self.pending())?;
         // A bit that another thread sets at this very moment is lost, as with Python's own
-        // sys.remote_exec(): a signal is then handled when the next one comes.
+        // sys.remote_exec(): a signal is then handled when the next one comes. Above the lowest
+        // byte there is a version, which must not be written back.
         let breaker = self.thread.wrapping_add(self.offsets.eval_breaker);
-        let bits =
-            self.process.read(breaker).map(u64::from_ne_bytes).ok_or(PythonOutcome::Ended)?;
-        self.process.write(&(bits | PLEASE_STOP).to_ne_bytes(), breaker)
+        let [bits] = self.process.read(breaker).ok_or(PythonOutcome::Ended)?;
+        self.process.write(&[bits | PLEASE_STOP], breaker)
     }
 
     /// Has it run nothing, if it has not begun.
     pub(super) fn cancel(&self) {
         // It may have ended.
         let _ = self.process.write(&0i32.to_ne_bytes(), self.pending());
+    }
+
+    /// Whether what it is to run is still to be run.
+    pub(super) fn is_pending(&self) -> bool {
+        self.process.read(self.pending()).is_some_and(|it| it != [0; 4])
     }
 
     fn pending(&self) -> u64 {
@@ -94,13 +102,15 @@ impl Script {
     /// Writes one where the process finds it. `random` makes its name.
     ///
     /// # Errors
-    /// When it can be written in none of its directories for temporary files.
-    pub(super) fn write(process: &Process, random: &[u8; 16], text: &str) -> io::Result<Self> {
-        let root = format!("/proc/{}/root", process.pid());
+    /// [`PythonOutcome::NoScript`]: it can be written in none of the directories.
+    pub(super) fn write(
+        process: &Process,
+        random: &[u8; 16],
+        text: &str,
+    ) -> Result<Self, PythonOutcome> {
+        let root = process.root().map_err(|_error| PythonOutcome::Ended)?;
         let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let root = openat(CWD, root, flags, Mode::empty())?;
         let name = format!("stackwire-{:032x}.py", u128::from_ne_bytes(*random));
-        let mut last = io::Error::from(io::ErrorKind::NotFound);
         for directory in DIRECTORIES {
             let path = format!("/{directory}/{name}");
             let made = openat2(
@@ -112,17 +122,18 @@ impl Script {
             )
             .map_err(io::Error::from)
             .and_then(|directory| Self::write_in(directory.into(), &name, path, text));
-            match made {
-                Ok(script) => return Ok(script),
-                Err(error) => last = error,
+            if let Ok(script) = made {
+                return Ok(script);
             }
         }
-        Err(last)
+        Err(PythonOutcome::NoScript)
     }
 
     fn write_in(directory: File, name: &str, path: String, text: &str) -> io::Result<Self> {
-        // What a process has mounted there may be a directory of others.
-        if !Mode::from_raw_mode(rustix::fs::fstat(&directory)?.st_mode).contains(Mode::WOTH) {
+        // What a process has mounted there may be a directory of others. Where the sticky bit is
+        // missing, they may put another file in its place.
+        let mode = Mode::from_raw_mode(fstat(&directory)?.st_mode);
+        if !mode.contains(Mode::WOTH | Mode::SVTX) {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;

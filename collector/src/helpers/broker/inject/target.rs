@@ -1,34 +1,55 @@
-//! A Python process: has it run a line of Python that switches its trampoline on or off, and hears
-//! what came of it.
+//! A Python process: has it run a text (`text.rs`) that switches its trampoline on or off, and
+//! hears what came of it.
 
-use std::cell::RefCell;
-use std::time::Duration;
+use std::cell::{Cell, RefCell};
+use std::time::{Duration, Instant};
 
 use stackwire_model::PythonOutcome;
 
 use super::Places;
 use super::page::Page;
-use super::process::{Process, in_time};
+use super::process::{PAUSE, Process, in_time};
 use super::remote::{Remote, Script};
+use super::text::{
+    ASKED, BEGUN, CUT_SHORT, NOTHING, OFF, ON, REFUSED, ROOM, SPENT, WAS_ON, switching_off,
+    switching_on,
+};
 
-/// What the line of Python says.
-const ON: u8 = 1;
-const WAS_ON: u8 = 2;
-const REFUSED: u8 = 3;
-const OFF: u8 = 4;
-const SPENT: u8 = 5;
-/// How long a line that is running already may take.
-const ENDS_IN: Duration = Duration::from_millis(50);
-/// Behind the line in a page; where a byte is that it says, and who has made the page.
-const ROOM: u64 = 3072;
+/// How long Python 3.14 may take from forgetting what it was asked to running it.
+const BEGINS_IN: Duration = Duration::from_millis(50);
+/// For so long on a CPU, a main thread that runs Python comes to what it is to run. What it has not
+/// come to then is lost perhaps, and asked again: each time after twice as long, so many times at
+/// most. It may run C code instead, and has room for 32 that wait.
+const COMES_IN: Duration = Duration::from_millis(50);
+const ASKS: u8 = 10;
+/// Behind what is said: whether it is cancelled, and who has made the room for it.
+const CANCELLED: u64 = 1;
 const OWNER: u64 = 16;
 
 /// A process, and how it is asked.
 pub(super) struct Target<'p> {
     process: &'p Process,
+    places: &'p Places,
     way: Way<'p>,
+    /// Where in its memory it says what came of it.
     said: u64,
     owner: [u8; 16],
+    /// What it was last asked to run, when, and how often it was asked to run anything.
+    text: RefCell<String>,
+    asked: Cell<Asked>,
+    /// The page did not come in time.
+    is_late: Cell<bool>,
+    /// A thread of it did not stop: the end of this process alone lets it go.
+    is_stuck: Cell<bool>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Asked {
+    times: u8,
+    /// Of these, of the last text.
+    of_this: u8,
+    /// Time on a CPU that the main thread had had by then.
+    ran: Duration,
 }
 
 enum Way<'p> {
@@ -51,12 +72,21 @@ impl<'p> Target<'p> {
             let room = remote.room();
             (Way::Remote(remote, RefCell::default()), room)
         } else {
-            let page = Page::map(process, places, &owner)?;
-            let room = page.at + ROOM;
+            let page = Page::choose(process, places, &owner)?;
+            let room = page.at + ROOM as u64;
             (Way::Page(page), room)
         };
-        process.write(&owner, said.wrapping_add(OWNER))?;
-        Ok(Self { process, way, said, owner })
+        Ok(Self {
+            process,
+            places,
+            way,
+            said,
+            owner,
+            text: RefCell::default(),
+            asked: Cell::default(),
+            is_late: Cell::default(),
+            is_stuck: Cell::default(),
+        })
     }
 
     /// Asks it to switch its trampoline on.
@@ -64,17 +94,15 @@ impl<'p> Target<'p> {
     /// # Errors
     /// Why it could not be asked. What it does then, [`Target::outcome`] says.
     pub(super) fn switch_on(&self) -> Result<(), PythonOutcome> {
-        self.run(&switching_on(self.said))
-    }
-
-    /// Gives back what it has got, when it could not be asked for this reason.
-    pub(super) fn abandon(&self, why: PythonOutcome) {
-        // Of one that does not stop nothing more may be wanted: the end of this process lets it go.
-        if let Way::Page(page) = &self.way
-            && why != PythonOutcome::Unresponsive
-        {
-            page.unmap();
+        if let Way::Page(page) = &self.way {
+            let mapped = page.map();
+            self.is_late.set(mapped == Err(PythonOutcome::NoMemory));
+            self.is_stuck.set(mapped == Err(PythonOutcome::Unresponsive));
+            mapped?;
         }
+        self.process.write(&self.owner, self.said.wrapping_add(OWNER))?;
+        self.process.write(&[NOTHING, 0, 0], self.said)?;
+        self.run(switching_on(self.said))
     }
 
     /// What came of it so far. None: the main thread has not come to it.
@@ -99,138 +127,165 @@ impl<'p> Target<'p> {
         self.outcome()
     }
 
-    /// Undoes all: what is on goes off, what is to be run is not, and a page is given back. A page
-    /// stays where a call is still to come that reads it.
-    pub(super) fn switch_off(self, patience: Duration) -> PythonOutcome {
-        let mut before = self.outcome();
-        if before.is_none() {
+    /// Undoes all: what is on goes off, and what is to be run is not. [`Target::clean_up`] has what
+    /// is left to do then.
+    pub(super) fn switch_off(&self, patience: Duration) -> PythonOutcome {
+        let deadline = Instant::now() + patience;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let mut outcome = self.outcome();
+        if outcome.is_none() {
             self.cancel();
-            before = self.outcome_in(ENDS_IN);
+            // What has begun before that does not see it.
+            in_time(left(), || self.said() != Some(BEGUN));
+            outcome = self.outcome();
         }
-        let Some(outcome) = before else { return PythonOutcome::Waiting };
-        if outcome == PythonOutcome::Activated {
-            let is_off = || self.said().is_none_or(|said| said == OFF);
-            if self.run(&switching_off(self.said)).is_err() {
+        let Some(outcome) = outcome else { return PythonOutcome::Waiting };
+        if outcome != PythonOutcome::Activated {
+            return outcome;
+        }
+        // For a while, no thread may be where it can be interrupted.
+        while let Err(why) = self.run(switching_off(self.said)) {
+            if why == PythonOutcome::Ended {
+                return outcome;
+            }
+            if self.is_stuck.get() || left().is_zero() {
                 return PythonOutcome::LeftOn;
             }
-            if !in_time(patience, is_off) {
-                if let Way::Remote(..) = &self.way {
-                    // Its file goes with this process. A page stays, and is read when the main
-                    // thread comes to it.
-                    self.cancel();
-                }
-                if !in_time(ENDS_IN, is_off) {
-                    return PythonOutcome::LeftOn;
-                }
-            }
+            std::thread::sleep(PAUSE);
         }
-        if let Way::Page(page) = &self.way
-            && self.said().is_some()
-        {
-            page.unmap();
-        }
-        outcome
+        let is_off = || self.said().is_none_or(|said| said == OFF);
+        if in_time(left(), is_off) { outcome } else { PythonOutcome::LeftOn }
     }
 
-    /// Has the main thread run a line, as soon as it comes to it.
-    fn run(&self, line: &str) -> Result<(), PythonOutcome> {
-        self.process.write(&[0], self.said)?;
-        match &self.way {
-            Way::Page(page) => {
-                self.process.write(&[line.as_bytes(), &[0]].concat(), page.at)?;
-                page.run()
+    /// Does what is left to do, as soon as the process lets it, and looks for that each `pause`:
+    /// switches off, and gives back the page.
+    pub(super) fn clean_up(&self, time: Duration, pause: Duration) {
+        let deadline = Instant::now() + time;
+        while !self.is_clean() {
+            if Instant::now() >= deadline {
+                if let Way::Remote(remote, _) = &self.way {
+                    // Its file goes with this process. A page stays.
+                    remote.cancel();
+                }
+                return;
             }
+            std::thread::sleep(pause);
+        }
+    }
+
+    /// Does what can be done of it now; whether nothing is left.
+    pub(super) fn is_clean(&self) -> bool {
+        if self.is_stuck.get() {
+            return true;
+        }
+        match self.said() {
+            None if self.is_late.get() => match &self.way {
+                Way::Page(page) if !page.is_there() => return self.process.has_ended(self.places),
+                _ => {}
+            },
+            None => return true,
+            Some(ASKED | BEGUN) => return false,
+            Some(ON) => {
+                // What comes of it is seen the next time.
+                let _ = self.run(switching_off(self.said));
+                return false;
+            }
+            Some(_) => {}
+        }
+        let Way::Page(page) = &self.way else { return true };
+        // What is still to be run would read from it.
+        let is_read = || self.words().is_some_and(|words| words[2] != self.asked.get().times);
+        if !self.is_late.get() && is_read() {
+            return false;
+        }
+        let done = page.unmap();
+        self.is_stuck.set(done == Err(PythonOutcome::Unresponsive));
+        matches!(done, Ok(()) | Err(PythonOutcome::Ended))
+    }
+
+    /// Has the main thread run a text, as soon as it comes to it.
+    fn run(&self, text: String) -> Result<(), PythonOutcome> {
+        self.text.replace(text);
+        self.asked.set(Asked { of_this: 0, ..self.asked.get() });
+        self.run_again()
+    }
+
+    fn run_again(&self) -> Result<(), PythonOutcome> {
+        let [before, ..] = self.words().ok_or(PythonOutcome::Ended)?;
+        let text = self.text.borrow();
+        self.process.write(&[ASKED, 0], self.said)?;
+        let asked = match &self.way {
+            Way::Page(page) => self
+                .process
+                .write(&[text.as_bytes(), &[0]].concat(), page.at)
+                .and_then(|()| page.run()),
             Way::Remote(remote, kept) => {
                 // It has the same name.
                 kept.take();
-                let script = Script::write(self.process, &self.owner, line)
-                    .map_err(|_error| PythonOutcome::NoScript)?;
-                remote.run(&script)?;
-                kept.replace(Some(script));
-                Ok(())
+                Script::write(self.process, &self.owner, &text).and_then(|script| {
+                    remote.run(&script)?;
+                    kept.replace(Some(script));
+                    Ok(())
+                })
+            }
+        };
+        let Asked { times, of_this, .. } = self.asked.get();
+        match asked {
+            Ok(()) => self.asked.set(Asked {
+                times: times.wrapping_add(1),
+                of_this: of_this.saturating_add(1),
+                ran: self.process.main_thread_ran(),
+            }),
+            Err(why) => {
+                self.is_stuck.set(why == PythonOutcome::Unresponsive);
+                self.process.write(&[before], self.said)?;
             }
         }
+        asked
     }
 
-    /// Has it run nothing. It may be running this moment.
+    /// Has it run nothing, if it has not begun.
     fn cancel(&self) {
-        match &self.way {
-            Way::Page(page) => {
-                // The line becomes a comment.
-                let _ = self.process.write(b"#", page.at);
+        // It may have ended.
+        let _ = self.process.write(&[1], self.said.wrapping_add(CANCELLED));
+        if let Way::Remote(remote, _) = &self.way {
+            remote.cancel();
+            if !in_time(BEGINS_IN, || self.said() != Some(ASKED)) {
+                let _ = self.process.write(&[NOTHING], self.said);
             }
-            Way::Remote(remote, _) => remote.cancel(),
         }
     }
 
-    /// What the line has said. None: it has ended, or is another program by now.
+    /// What it has said. None: it has ended, or is another program by now. What was cut short, or
+    /// is lost perhaps, is asked once more, if it is still wanted.
     fn said(&self) -> Option<u8> {
-        let owner = self.process.read(self.said.wrapping_add(OWNER));
-        let [said] = self.process.read(self.said)?;
-        (owner == Some(self.owner)).then_some(said)
-    }
-}
-
-/// A line that switches it on. The mark that it leaves is inherited by children, which have the
-/// trampoline on as well: what finds it there is ours. One that stays says that it was on before.
-fn switching_on(said: u64) -> String {
-    line(
-        said,
-        REFUSED,
-        &format!(
-            "  a=sys.is_stack_trampoline_active\\n  s=getattr(sys,'_stackwire',None)\\n  \
-             if a() and not s: o={WAS_ON}\\n  elif s==0: o={SPENT}\\n  elif i<2:\\n   \
-             sys._stackwire=1\\n   a() or sys.activate_stack_trampoline('perf')\\n   o={ON}\\n  \
-             elif s: del sys._stackwire\\n"
-        ),
-    )
-}
-
-/// A line that switches it off, if it has the mark.
-///
-/// From 3.13.12 and 3.14.3 on, each time it is switched on leaves one more watcher of code objects,
-/// all of which give a trampoline back that is used once, so that one in use is freed and the
-/// program crashes (python/cpython issue 146522). There the mark stays, to say so.
-fn switching_off(said: u64) -> String {
-    line(
-        said,
-        OFF,
-        "  if getattr(sys,'_stackwire',0):\\n   sys.deactivate_stack_trampoline()\\n   \
-         v=sys.version_info[:3]\\n   \
-         if v>=(3,14,3) or (3,13,12)<=v<(3,14): sys._stackwire=0\\n   \
-         else: del sys._stackwire\\n",
-    )
-}
-
-/// One line of Python that does something and writes `o` to memory. It leaves no name behind but
-/// the mark.
-///
-/// Not caught: what a handler of a signal raises while the line is compiled, before its `try`. The
-/// program then sees `SystemError`, as CPython has it of a pending call that failed.
-///
-/// What it does may be done again: handlers of signals run between any two instructions, and one
-/// that raises an exception cuts it short. That signal is sent again, so that its handler runs once
-/// more when the line is over. What cannot write to its memory does nothing.
-fn line(said: u64, outcome: u8, does: &str) -> String {
-    format!(
-        "__import__('builtins').exec(\"import sys\\no={outcome}\\nfor i in 0,1,2:\\n try:\\n  \
-         m=open('/proc/self/mem','r+b',0)\\n{does}  m.seek({said})\\n  m.write(bytes([o]))\\n  \
-         m.close()\\n  break\\n except BaseException as e:\\n  try:\\n   t=e.__traceback__.tb_next\\n   \
-         n=t and t.tb_frame.f_locals.get(t.tb_frame.f_code.co_varnames[0])\\n   \
-         if type(n) is int or isinstance(e,KeyboardInterrupt): \
-         __import__('_thread').interrupt_main(n or 2)\\n  except BaseException: pass\",{{}})"
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lines_are_one_line_and_fit_in_a_page() {
-        for line in [switching_on(u64::MAX), switching_off(u64::MAX)] {
-            assert!(!line.contains('\n') && line.matches('"').count() == 2, "{line}");
-            assert!(line.len() < ROOM as usize);
+        match self.words()? {
+            [CUT_SHORT, (1..), _] => Some(NOTHING),
+            [said @ (CUT_SHORT | ASKED), 0, _] => {
+                if said == CUT_SHORT || self.is_lost() {
+                    // If it cannot be asked now, it is the next time.
+                    let _ = self.run_again();
+                }
+                Some(ASKED)
+            }
+            [said, ..] => Some(said),
         }
+    }
+
+    fn is_lost(&self) -> bool {
+        let Asked { of_this, ran, .. } = self.asked.get();
+        let is_forgotten = match &self.way {
+            Way::Page(_) => true,
+            Way::Remote(remote, _) => !remote.is_pending(),
+        };
+        (1..ASKS).contains(&of_this)
+            && is_forgotten
+            && self.process.main_thread_ran() > ran + COMES_IN * (1 << (of_this - 1))
+    }
+
+    /// What it has said, whether it is cancelled, and how often it has begun.
+    fn words(&self) -> Option<[u8; 3]> {
+        let owner = self.process.read(self.said.wrapping_add(OWNER));
+        self.process.read(self.said).filter(|_| owner == Some(self.owner))
     }
 }

@@ -13,8 +13,9 @@ use libc::iovec;
 use crate::arch::call::{Call, Registers, Thread, Unfit};
 use crate::arch::frame;
 
-/// How long a thread may take to stop. In an uninterruptible sleep it does not.
-const STOPS_IN: Duration = Duration::from_millis(200);
+/// How long a thread may take to stop. In an uninterruptible sleep it does not; else it takes until
+/// it has a CPU.
+const STOPS_IN: Duration = Duration::from_secs(1);
 /// Longest XSAVE area there is, AMX included, is 11 KiB.
 const MAX_VECTORS: usize = 32 << 10;
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
@@ -40,18 +41,17 @@ pub(super) enum ThreadError {
 }
 
 /// A thread that is stopped. Dropped, it goes on as if nothing had been.
-pub(super) struct Stopped<'m> {
+pub(super) struct Stopped {
     tid: i32,
-    memory: &'m File,
     registers: Registers,
 }
 
-impl<'m> Stopped<'m> {
-    /// Stops a thread. `memory`: that of its process.
+impl Stopped {
+    /// Stops a thread.
     ///
     /// # Errors
     /// See [`ThreadError`].
-    pub(super) fn stop(tid: i32, memory: &'m File) -> Result<Self, ThreadError> {
+    pub(super) fn stop(tid: i32) -> Result<Self, ThreadError> {
         ask(libc::PTRACE_SEIZE, tid, 0, 0)?;
         let interrupted = ask(libc::PTRACE_INTERRUPT, tid, 0, 0);
         let is_interrupted = interrupted.and_then(|()| stops(tid));
@@ -64,7 +64,7 @@ impl<'m> Stopped<'m> {
         }
         // SAFETY: plain numbers, of which zeros are some.
         let registers: Registers = unsafe { std::mem::zeroed() };
-        let mut stopped = Self { tid, memory, registers };
+        let mut stopped = Self { tid, registers };
         let mut bytes = [0; size_of::<Registers>()];
         let read = stopped.read_set(libc::NT_PRSTATUS as usize, &mut bytes)?;
         if read != bytes.len() {
@@ -80,13 +80,15 @@ impl<'m> Stopped<'m> {
         &self.registers
     }
 
-    /// Lets it go on with a call. What it was at it takes up when that has returned. `has_room`:
-    /// whether its stack may be written between two addresses, and used below.
+    /// Lets it go on with a call. What it was at it takes up when that has returned. `memory`: that
+    /// of its process. `has_room`: whether its stack may be written between two addresses, and used
+    /// below.
     ///
     /// # Errors
     /// See [`ThreadError`]. The thread goes on without the call then.
     pub(super) fn call(
         self,
+        memory: &File,
         call: Call,
         restorer: u64,
         has_room: impl Fn(u64, u64) -> bool,
@@ -97,7 +99,7 @@ impl<'m> Stopped<'m> {
         if has_shadow_stack {
             return Err(ThreadError::Unfit);
         }
-        if self.is_in_restartable_sequence() {
+        if self.is_in_restartable_sequence(memory) {
             return Err(ThreadError::Unsafe);
         }
         let mut vectors = vec![0; MAX_VECTORS];
@@ -113,7 +115,7 @@ impl<'m> Stopped<'m> {
         if !has_room(prepared.at, end) {
             return Err(ThreadError::Unsafe);
         }
-        self.memory
+        memory
             .write_all_at(&prepared.frame, prepared.at)
             .map_err(|_cause: io::Error| ThreadError::Unsafe)?;
         let mut registers = prepared.registers;
@@ -127,7 +129,7 @@ impl<'m> Stopped<'m> {
     }
 
     /// Whether it is in a restartable sequence, rseq(2), which the kernel would no longer know of.
-    fn is_in_restartable_sequence(&self) -> bool {
+    fn is_in_restartable_sequence(&self, memory: &File) -> bool {
         let mut configuration = [0u64; 3];
         let size = size_of_val(&configuration);
         let at = (&raw mut configuration) as usize;
@@ -137,7 +139,7 @@ impl<'m> Stopped<'m> {
             return false;
         }
         let mut sequence = [0; 8];
-        let read = self.memory.read_exact_at(&mut sequence, configuration[0].wrapping_add(8));
+        let read = memory.read_exact_at(&mut sequence, configuration[0].wrapping_add(8));
         read.is_ok() && sequence != [0; 8]
     }
 
@@ -149,7 +151,7 @@ impl<'m> Stopped<'m> {
     }
 }
 
-impl Drop for Stopped<'_> {
+impl Drop for Stopped {
     fn drop(&mut self) {
         let_go(self.tid);
     }
