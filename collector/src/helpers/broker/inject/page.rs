@@ -190,7 +190,8 @@ impl Mapped {
         self.libraries.iter().any(|&(start, end)| (start..end).contains(&at))
     }
 
-    /// Whether that is in the stack of a thread, with room below for what the called function needs.
+    /// Whether that is in the stack of a thread, with room below for what the called function takes
+    /// of it.
     ///
     /// Stacks that a program makes for fibers and goroutines have no such room. What tells them
     /// from a thread's is that the thread's own data is above its stack, in the same mapping
