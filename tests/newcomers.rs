@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::newborn;
 use crate::support::nginx::Nginx;
 use crate::support::postgres::Postgres;
+use crate::support::pprof::Sample;
 use crate::support::whole;
 use crate::support::{
     Pprof, Ran, Running, binary, build, can, of_debian, privileged, record, recorded, run,
@@ -328,6 +329,38 @@ fn a_function_without_a_name_is_one_row() {
     report.args(["report", "x.stackwire", "--symbol-cache-dir=cache"]).current_dir(&directory);
     let report = Ran::of(&mut report).succeeded().stdout;
     assert!(report.contains("100.0 % missing: no symbol covers it"), "{report}");
+}
+
+/// Its innermost function is named, what called it is not there, and all who are asked say why.
+#[test]
+fn of_a_32_bit_program_frame_pointers_alone_are_followed() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let running = Running(Command::new(build::narrow()).spawn().unwrap());
+    let pid = format!("--pid={}", running.pid());
+    let recorded = |how: &[&str]| {
+        let arguments = ["--profile-output=x.pb.gz", "--duration=1s", &pid];
+        let said = recorded(directory.path(), &[&arguments[..], how].concat()).succeeded().stderr;
+        (said, Pprof::read(&directory.path().join("x.pb.gz")))
+    };
+    let share = |profile: &Pprof, function: &str| {
+        let is_in = |sample: &&Sample| profile.functions(sample).contains(&function);
+        let inside = profile.samples.iter().filter(is_in).map(|sample| sample.count).sum::<u64>();
+        inside as f64 / profile.count() as f64
+    };
+    let sentence = "32-bit process; stacks of 32-bit processes are not walked by tables";
+    for source in ["--source=bpf", "--source=perf"] {
+        let (said, profile) = recorded(&[source]);
+        assert!(said.contains(sentence) && said.contains("--unwind fp"), "{said}");
+        assert!(share(&profile, "spins") > 0.9 && share(&profile, "_start") == 0.0, "{source}");
+    }
+    let (said, profile) = recorded(&["--source=perf", "--unwind=fp"]);
+    // `spins` calls nothing and has no frame: who called it is missing.
+    assert!(share(&profile, "_start") > 0.9, "{said}");
+    let doctor = stackwire(["doctor", &pid]).succeeded().stdout;
+    assert!(doctor.contains("as of every 32-bit program"), "{doctor}");
 }
 
 #[test]

@@ -65,6 +65,10 @@ while True:
             assert_eq!(ran.code, Some(0), "{name}: {}", ran.stderr);
         }
         raising.await_active(false);
+        let started = Instant::now();
+        while raising.ask().rounds <= 100 && started.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
         let said = raising.ask();
         let (seen, lost, wrong) = (said.rounds, said.bad, said.ticks);
         eprintln!("{name}: {seen} seen, {lost} lost, {wrong} became SystemError");

@@ -81,6 +81,8 @@ pub struct Pipeline {
     pythons: Option<Pythons>,
     batch: Batch,
     epoch: Epoch,
+    /// Up to when events of processes have been applied.
+    known_ns: u64,
     epoch_start: u64,
     epoch_number: u64,
     epoch_length: Duration,
@@ -172,6 +174,7 @@ impl Pipeline {
             pythons,
             batch: Batch::default(),
             epoch: Epoch::default(),
+            known_ns: epoch_start,
             epoch_start,
             epoch_number: 0,
             epoch_length,
@@ -249,7 +252,7 @@ impl Pipeline {
         if let Some(off_cpu) = &mut self.off_cpu {
             off_cpu.add_going_on(sampler, processes, &self.layout, &mut self.epoch, end_ns);
         }
-        self.scheduling.add_up(sampler, processes, &mut self.epoch);
+        self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
         self.scheduling.add_running(sampler, processes, &mut self.epoch, end_ns);
         self.whose.ask_last(images(&self.epoch, &self.processes));
         self.finish()
@@ -286,6 +289,9 @@ impl Pipeline {
         {
             self.apply(events);
             events += 1;
+        }
+        if !waits_for_table {
+            self.known_ns = until;
         }
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
@@ -404,7 +410,8 @@ impl Pipeline {
         self.before = totals.into_iter().collect();
         // A dropped epoch also drops its record of what was lost: record it again in this epoch.
         lost.extend(self.outbox.take_dropped_losses());
-        self.scheduling.add_up(&mut *self.sampler, &mut self.processes, &mut self.epoch);
+        let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
+        self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
         let samples = self.epoch.samples();
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
         let mut kernel_symbols = self.name_kernel();

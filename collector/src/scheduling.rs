@@ -23,13 +23,19 @@ impl Scheduling {
     }
 
     /// Adds what came since the last look, and lets the kernel side forget who has ended.
+    /// `known_ns`: up to when events are known. Who became another program after that has a name of
+    /// before: its sums wait for the next look.
     pub fn add_up(
         &mut self,
         sampler: &mut dyn Sampler,
         processes: &mut Processes,
         epoch: &mut Epoch,
+        known_ns: u64,
     ) {
         for (key, sums) in sampler.sched_sums() {
+            if sums.since_ns > known_ns && key != THE_REST {
+                continue;
+            }
             let done = self.totals.look(key, &sums);
             // To a program that is another by now, nothing is added any more.
             let is_over = processes.before(sums.pid, sums.since_ns).is_some();

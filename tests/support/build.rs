@@ -346,6 +346,21 @@ pub(crate) fn tracer() -> &'static Path {
     })
 }
 
+/// A 32-bit program.
+pub(crate) fn narrow() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("narrow");
+        run(Command::new("gcc")
+            .args(["-m32", "-O1", "-fno-omit-frame-pointer", "-nostdlib", "-static", "-no-pie"])
+            .args(["-fno-pic", "-fno-stack-protector", "-fno-ipa-pure-const"])
+            .arg(source("narrow.c"))
+            .arg("-o")
+            .arg(&out));
+        out
+    })
+}
+
 /// A program of `fixtures/attacks`.
 pub(crate) fn attack(name: &str) -> PathBuf {
     static BUILT: std::sync::Mutex<()> = std::sync::Mutex::new(());

@@ -110,7 +110,9 @@ fn cut(profile: Named<'_>) -> Option<String> {
             "copy more of it with --stack-bytes 64512, or build with -fno-omit-frame-pointer"
         }
         (EndReason::DepthLimit, _) => "1,024 frames are kept of a stack",
-        (EndReason::Compat, _) => "stacks of 32-bit processes are not walked by tables",
+        (EndReason::Compat, _) => {
+            "stacks of 32-bit processes are not walked by tables; frame pointers are followed with --source perf --unwind fp"
+        }
         _ => "`stackwire report` of the capture lists them all",
     };
     let place = if name.is_empty() { String::new() } else { format!(" in {name}") };

@@ -126,6 +126,10 @@ impl Seen {
                 works("names: with lines and inlined functions, from Go's own table"),
                 works("stacks: whole, of Go 1.19 and later"),
             ],
+            None if headers.as_ref().is_some_and(|it| !it.is_64) => vec![limits(
+                "stacks: end in their first function, as of every 32-bit program",
+                "follow frame pointers with --source perf --unwind fp",
+            )],
             None => vec![works("stacks: whole, where code has unwind tables")],
         });
         if !is_go && let Some(headers) = headers {

@@ -131,7 +131,7 @@ impl<'p> Page<'p> {
                     Err(ThreadError::Unresponsive) => return Err(PythonOutcome::Unresponsive),
                     Err(ThreadError::Refused) => match self.process.why_refused(tid) {
                         // It may be another capture, which lets it go at once.
-                        Some(PythonOutcome::Traced) => last = PythonOutcome::Traced,
+                        Some(why @ (PythonOutcome::Traced | PythonOutcome::Denied)) => last = why,
                         Some(why) => return Err(why),
                         None => {}
                     },

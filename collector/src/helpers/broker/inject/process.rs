@@ -71,9 +71,7 @@ impl Process {
     /// Whether Python can write names: there may be something else at the place of its perf map,
     /// and to open a FIFO takes until somebody reads from it.
     fn may_write_map(&self) -> bool {
-        let numbers = self.field("NSpid:").unwrap_or_default();
-        let own = numbers.split_whitespace().next_back().unwrap_or_default().to_owned();
-        let path = format!("tmp/perf-{own}.map");
+        let path = format!("tmp/perf-{}.map", self.own_pid());
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let there = self.root().and_then(|root| {
             let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -90,6 +88,13 @@ impl Process {
     pub(super) fn root(&self) -> io::Result<OwnedFd> {
         let flags = OFlags::PATH | OFlags::CLOEXEC;
         Ok(openat(CWD, format!("/proc/{}/root", self.pid), flags, Mode::empty())?)
+    }
+
+    /// Its number as it has it itself.
+    pub(super) fn own_pid(&self) -> i32 {
+        let numbers = self.field("NSpid:").unwrap_or_default();
+        let own = numbers.split_whitespace().next_back().and_then(|own| own.parse().ok());
+        own.unwrap_or(self.pid)
     }
 
     /// State of a thread, as ps(1) has it.

@@ -102,7 +102,7 @@ impl<'p> Target<'p> {
         }
         self.process.write(&self.owner, self.said.wrapping_add(OWNER))?;
         self.process.write(&[NOTHING, 0, 0], self.said)?;
-        self.run(switching_on(self.said))
+        self.run(switching_on(self.said, self.process.own_pid()))
     }
 
     /// What came of it so far. None: the main thread has not come to it.
@@ -213,7 +213,11 @@ impl<'p> Target<'p> {
     fn run_again(&self) -> Result<(), PythonOutcome> {
         let [before, ..] = self.words().ok_or(PythonOutcome::Ended)?;
         let text = self.text.borrow();
-        self.process.write(&[ASKED, 0], self.said)?;
+        // One that was asked already may say what came of it at any moment.
+        let is_asked = before == ASKED;
+        if !is_asked {
+            self.process.write(&[ASKED, 0], self.said)?;
+        }
         let asked = match &self.way {
             Way::Page(page) => self
                 .process
@@ -238,7 +242,9 @@ impl<'p> Target<'p> {
             }),
             Err(why) => {
                 self.is_stuck.set(why == PythonOutcome::Unresponsive);
-                self.process.write(&[before], self.said)?;
+                if !is_asked {
+                    self.process.write(&[before], self.said)?;
+                }
             }
         }
         asked

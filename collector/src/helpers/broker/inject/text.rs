@@ -9,8 +9,8 @@
 //!
 //! Not caught: what a handler raises for a signal that comes while the outermost text is compiled,
 //! a third of a millisecond. The program then sees `SystemError`, as CPython has it of a pending
-//! call that failed, and nothing is run. A text that is shorter has to be read from somewhere,
-//! which takes longer.
+//! call that failed, or ends at once if that was `SystemExit`, and nothing is run. A text that is
+//! shorter has to be read from somewhere, which takes longer.
 
 /// What it says. Nothing is to run, or what was to run has seen that it was cancelled.
 pub(super) const NOTHING: u8 = 7;
@@ -33,39 +33,46 @@ pub(super) const SPENT: u8 = 5;
 /// Bytes that a text may have, with its end.
 pub(super) const ROOM: usize = 3072;
 
-/// Sends the signal again whose handler has raised `e`: its number is among the first two arguments
-/// of the handler, behind what a method has first. Frames of ours are told by their module.
+/// Sends the signal again whose handler has raised `e`: its number is the first that is one among
+/// the arguments of the handler, the first two or those behind a star. One that has forgotten its
+/// number is not found. Frames of ours are told by their module.
 ///
 /// By another thread and later, so that it does not come here once more. `interrupt_main()` would
 /// not end a system call that the main thread has begun meanwhile; a signal whose handler is gone
-/// by then would end the program.
+/// by then would end the program. Not by `pthread_kill()`: what gevent says is the main thread is
+/// an object of Python.
 const AGAIN: &str = "\
-import _signal,_thread,time
+import _signal,_thread,posix,time
 def again(e):
  t=e.__traceback__.tb_next
  while t and t.tb_frame.f_globals.get('__name__')=='_stackwire':t=t.tb_next
  n=2 if isinstance(e,KeyboardInterrupt) else 0
  if t:
-  f=t.tb_frame
-  n=next((v for v in map(f.f_locals.get,f.f_code.co_varnames[:2]) if type(v) is int),n)
- def send(main):
+  l,c=t.tb_frame.f_locals,t.tb_frame.f_code
+  k=c.co_argcount
+  v=[l.get(i) for i in c.co_varnames[:min(k,2)]]
+  if c.co_flags&4:v+=l.get(c.co_varnames[k+c.co_kwonlyargcount])or()
+  n=next((i for i in v if isinstance(i,int) and i is not True and 0<i<65),n)
+ def send():
   time.sleep(.001)
-  if callable(_signal.getsignal(n)):_signal.pthread_kill(main,n)
- n and _thread.start_new_thread(send,(_thread.get_ident(),))
+  if callable(_signal.getsignal(n)):posix.kill(posix.getpid(),n)
+ try:n and _thread.start_new_thread(send,())
+ except RuntimeError:pass
 ";
 
-/// A text that switches it on. Writes what came of it to `said`; cancelled, if the byte behind that
+/// A text that switches it on, in the process with that number as it has it: a child may be forked
+/// while it is still to run. Writes what came of it to `said`; cancelled, if the byte behind that
 /// is not zero when it begins. In the byte behind that it counts how often it began.
 ///
 /// It leaves a mark: the process, and which captures want it on. Children that are forked have
 /// inherited mark and trampoline: there none of them counts. Without a mark, it was on before.
-pub(super) fn switching_on(said: u64) -> String {
+pub(super) fn switching_on(said: u64, pid: i32) -> String {
     let does = format!(
         "   a=sys.is_stack_trampoline_active
    p=getpid()
    s=getattr(sys,'_stackwire',None)
    w=s[1] if s and s[0]==p and a() else ()
-   if c and {said} not in w:o={NOTHING}
+   if p!={pid} or c and {said} not in w:o={NOTHING}
    elif a() and not s:o={WAS_ON}
    elif s==0:o={SPENT}
    elif i<8 or a():
@@ -146,10 +153,12 @@ mod tests {
 
     #[test]
     fn texts_are_literals_of_python_and_fit() {
-        for text in [switching_on(u64::MAX), switching_off(u64::MAX)] {
+        for text in [switching_on(u64::MAX, i32::MAX), switching_off(u64::MAX)] {
             assert!(text.matches('"').count() == 4 && text.lines().count() == 4, "{text}");
             assert!(text.matches('\\').count() == text.matches("\\n").count(), "{text}");
             assert!(text.len() < ROOM, "{}", text.len());
+            // The one may still be read when the other is written over it.
+            assert!(text.len() <= switching_on(u64::MAX, i32::MAX).len());
         }
     }
 }
