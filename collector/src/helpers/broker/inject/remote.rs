@@ -14,6 +14,8 @@ use crate::helpers::interpreter::RemoteOffsets;
 
 /// `_PY_EVAL_PLEASE_STOP_BIT` of Include/internal/pycore_ceval.h.
 const PLEASE_STOP: u8 = 1 << 5;
+/// Bytes of a place for what is said; its second half names who has it.
+const ROOM: u64 = 32;
 /// Directories of a process where its user finds a file of ours.
 const DIRECTORIES: [&str; 3] = ["tmp", "var/tmp", "dev/shm"];
 
@@ -58,9 +60,13 @@ impl<'p> Remote<'p> {
     }
 
     /// Where in its memory is room for what is said, which lives as long as the thread: behind the
-    /// path.
-    pub(super) fn room(&self) -> u64 {
-        self.path().wrapping_add(self.offsets.path_size / 2)
+    /// path. None: other captures have all places.
+    pub(super) fn room(&self) -> Option<u64> {
+        let half = self.offsets.path_size / 2;
+        let places = (0..half / ROOM).map(|place| half + place * ROOM);
+        places
+            .map(|offset| self.path().wrapping_add(offset))
+            .find(|at| self.process.read(at.wrapping_add(ROOM / 2)) == Some([0; 16]))
     }
 
     /// Has it run a file.

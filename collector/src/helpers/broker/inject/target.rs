@@ -69,7 +69,7 @@ impl<'p> Target<'p> {
             .map_err(|_error| PythonOutcome::Lost)?;
         let (way, said) = if places.remote.is_known() {
             let remote = Remote::find(process, places)?;
-            let room = remote.room();
+            let room = remote.room().ok_or(PythonOutcome::TooMany)?;
             (Way::Remote(remote, RefCell::default()), room)
         } else {
             let page = Page::choose(process, places, &owner)?;
@@ -192,7 +192,11 @@ impl<'p> Target<'p> {
             }
             Some(_) => {}
         }
-        let Way::Page(page) = &self.way else { return true };
+        let Way::Page(page) = &self.way else {
+            // Another capture may have the place.
+            let _ = self.process.write(&[0; 16], self.said.wrapping_add(OWNER));
+            return true;
+        };
         // What is still to be run would read from it.
         let is_read = || self.words().is_some_and(|words| words[2] != self.asked.get().times);
         if !self.is_late.get() && is_read() {
