@@ -22,6 +22,10 @@ const BEGINS_IN: Duration = Duration::from_millis(50);
 /// most. It may run C code instead, and has room for 32 that wait.
 const COMES_IN: Duration = Duration::from_millis(50);
 const ASKS: u8 = 10;
+/// For so long on a CPU, and so long in all, its threads are looked at until one may be
+/// interrupted. On a busy host a thread stops when it has its turn: that is seldom.
+const FOUND_IN: Duration = Duration::from_millis(300);
+const WAITS: Duration = Duration::from_secs(3);
 /// Behind what is said: whether it is cancelled, and who has made the room for it.
 const CANCELLED: u64 = 1;
 const OWNER: u64 = 16;
@@ -95,14 +99,27 @@ impl<'p> Target<'p> {
     /// Why it could not be asked. What it does then, [`Target::outcome`] says.
     pub(super) fn switch_on(&self) -> Result<(), PythonOutcome> {
         if let Way::Page(page) = &self.way {
-            let mapped = page.map();
+            let mapped = self.find(|| page.map());
             self.is_late.set(mapped == Err(PythonOutcome::NoMemory));
             self.is_stuck.set(mapped == Err(PythonOutcome::Unresponsive));
             mapped?;
         }
         self.process.write(&self.owner, self.said.wrapping_add(OWNER))?;
         self.process.write(&[NOTHING, 0, 0], self.said)?;
-        self.run(switching_on(self.said, self.process.own_pid()))
+        let text = switching_on(self.said, self.process.own_pid());
+        self.find(|| self.run(text.clone()))
+    }
+
+    /// Does that again while no thread was found that may be interrupted.
+    fn find(&self, act: impl Fn() -> Result<(), PythonOutcome>) -> Result<(), PythonOutcome> {
+        let (begun, ran) = (Instant::now(), self.process.main_thread_ran());
+        loop {
+            let done = act();
+            let has_run = self.process.main_thread_ran() >= ran + FOUND_IN;
+            if done != Err(PythonOutcome::NoSafePoint) || has_run || begun.elapsed() >= WAITS {
+                return done;
+            }
+        }
     }
 
     /// What came of it so far. None: the main thread has not come to it.
