@@ -2,7 +2,7 @@
 # Loads the eBPF object on Debian's kernels 6.1 and 6.12 and unwinds programs there, one that runs on and one that lives
 # some milliseconds; counts the page faults of a third, times the waits of a fourth and the slices of a fifth. In QEMU,
 # without KVM, from an initial RAM disk. Captures come out over serial lines. A user without capabilities is told what to
-# do where the kernel lets nobody sample.
+# do where the kernel lets nobody sample. Where lockdown=confidentiality refuses eBPF, perf events are taken.
 # usage: tests/kernels.sh DIR    DIR: where the binaries are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -96,7 +96,15 @@ for level in 2 3 4; do
   echo \$level >/proc/sys/kernel/perf_event_paranoid
   echo "paranoid \$level: \$(/bin/busybox su nobody 2>&1 | /bin/busybox tr '\n' ' ')"
 done
-for port in S1:x S2:wakers S3:sched; do
+/bin/busybox mount -t securityfs security /sys/kernel/security
+echo confidentiality >/sys/kernel/security/lockdown
+# Without its signal handler, which has a stack of its own: that is not copied.
+/bin/unwind sort >/dev/null & program=\$!
+/bin/stackwire-collector --profile --pid \$program --sample-rate 199 --duration 5s --unwind-cache-dir /tmp/tables \\
+  --output /tmp/locked.stackwire
+echo "exit code \$?"
+/bin/busybox tar -c -C /tmp sched.stackwire locked.stackwire >/tmp/others.stackwire
+for port in S1:x S2:wakers S3:others; do
   /bin/busybox stty -F /dev/tty\${port%:*} raw
   /bin/busybox cat /tmp/\${port#*:}.stackwire >/dev/tty\${port%:*}
 done
@@ -122,7 +130,7 @@ judge() { # SERIES PROGRAM
   local text=$work/$1-$2.txt lasted release whole
   lasted=$("$out/stackwire" report "$work/$1.stackwire" | sed -n '1s/.* over \([0-9]*\)[.0-9]* s.*/\1/p')
   # The last sixteen seconds, when the tables were there.
-  "$out/stackwire" report --event cpu-clock --where "comm=$2" "--time=$((lasted - 16)).." "$work/$1.stackwire" >"$text"
+  "$out/stackwire" report --event cpu-clock --where "comm=$2" "--time=$((lasted > 16 ? lasted - 16 : 0)).." "$work/$1.stackwire" >"$text"
   release=$(sed -n '1s/.* on [^ ]* (\([^ ]*\) .*/\1/p' "$text")
   whole=$(awk '/^  stacks   share/ { on = 1; next } /^$/ { on = 0 }
     on && /%/ { all += $1; if (/thread.s root$/) whole = $1 }
@@ -199,18 +207,29 @@ nobody() { # SERIES LOG
   done
 }
 
+# With lockdown=confidentiality.
+locked() { # SERIES
+  local said
+  said=$("$out/stackwire" resolve "$work/$1-locked.stackwire" -o "$work/$1-locked.pb.gz" 2>&1)
+  grep "not with eBPF: this kernel does not let eBPF read its memory (lockdown)" <<<"$said" ||
+    { echo "kernel $1: locked down, and not said: $said" >&2; exit 1; }
+  judge "$1-locked" unwind
+}
+
 for series in 6.1 6.12; do
   image=$(kernel "$series") || skip "no Debian kernel $series to be had"
   log=$work/$series.log
   # Both CPUs on one thread: on two, QEMU runs into instructions the kernel is just replacing ("Oops: int3").
   timeout 600 qemu-system-x86_64 -accel tcg,thread=single -m 768 -smp 2 -display none -monitor none -no-reboot -nic none \
-    -serial "file:$log" -serial "file:$work/$series.stackwire" -serial "file:$work/$series-wakers.stackwire" -serial "file:$work/$series-sched.stackwire" -kernel "$image" -initrd "$work/initrd.gz" \
+    -serial "file:$log" -serial "file:$work/$series.stackwire" -serial "file:$work/$series-wakers.stackwire" -serial "file:$work/$series-others.tar" -kernel "$image" -initrd "$work/initrd.gz" \
     -append "console=ttyS0 quiet panic=-1" </dev/null || true
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
+  tar -x -C "$work" --transform "s/^/$series-/" -f "$work/$series-others.tar"
   for program in unwind brief; do judge "$series" "$program"; done
   faults "$series" "$log"
   waits "$series" "$log"
   wakers "$series"
   scheduled "$series" "$log"
   nobody "$series" "$log"
+  locked "$series"
 done

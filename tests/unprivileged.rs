@@ -11,6 +11,7 @@ use crate::support::build::{
     attack, inlined_cc_release, inlined_rs_release, spread, unwind_corpus,
 };
 use crate::support::pprof::Sample;
+use crate::support::whole::ended;
 use crate::support::{Pprof, Ran, Running, binary, can, privileged, recorded, report};
 
 /// A user without capabilities, and a directory of theirs with the binaries in it.
@@ -256,6 +257,29 @@ fn deep_stacks_are_copied_whole_and_cut_ones_say_so() {
     assert!(deepest(&nobody.profile()) < 150);
     let text = report(&nobody.directory.path().join("x.stackwire"));
     assert!(text.contains("deeper than the copy of the stack"), "{text}");
+}
+
+/// A signal handler has a stack of its own: what it interrupted is not in the copy.
+#[test]
+fn stacks_that_are_not_copied_say_so() {
+    if !privileged() {
+        return;
+    }
+    let nobody = Nobody::new();
+    let program = nobody.copy(&unwind_corpus()[0].1);
+    let running = Running::start(&mut nobody.command(&program));
+    let pid = format!("--pid={}", running.pid());
+    let options = [&pid, "--duration=6s", "--sample-rate=499", "--capture=x.stackwire"];
+    nobody.record(&options).succeeded();
+    let profile = nobody.profile();
+    let handled = |sample: &&Sample| stack(&profile, sample).contains(&"handler");
+    let count: u64 = profile.samples.iter().filter(handled).map(|sample| sample.count).sum();
+    let share = 100.0 * count as f64 / profile.count() as f64;
+    assert!(share > 2.0, "{share}");
+    let report = report(&nobody.directory.path().join("x.stackwire"));
+    let says = ended(&report, "next frame on a stack that was not copied");
+    assert!((says - share).abs() < 0.5, "{share} % interrupted\n{report}");
+    assert!(!report.contains("next frame not readable"), "{report}");
 }
 
 /// With the rights to do so, the kernel's part is there, and all processes can be sampled.

@@ -124,6 +124,8 @@ pub enum UserEnd {
     CopyEnded = 16,
     /// The kernel's own walk by frame pointers found no more. Never from here.
     NotSaid = 17,
+    /// The stack was walked from a copy, and goes on in memory that is elsewhere. Never from here.
+    NotCopied = 18,
 }
 
 /// Why a kernel stack ended where it did.

@@ -138,7 +138,7 @@ pub fn kernel(
 }
 
 fn user_end(end: u8) -> EndReason {
-    const ENDS: [(UserEnd, EndReason); 16] = [
+    const ENDS: [(UserEnd, EndReason); 17] = [
         (UserEnd::Unreadable, EndReason::Unreadable),
         (UserEnd::DepthLimit, EndReason::DepthLimit),
         (UserEnd::NoFramePointer, EndReason::NoFramePointer),
@@ -154,6 +154,7 @@ fn user_end(end: u8) -> EndReason {
         (UserEnd::UnknownSwitch, EndReason::UnknownSwitch),
         (UserEnd::OverShare, EndReason::OverShare),
         (UserEnd::CopyEnded, EndReason::CopyEnded),
+        (UserEnd::NotCopied, EndReason::NotCopied),
         (UserEnd::NotSaid, EndReason::NotSaid),
     ];
     let found = ENDS.iter().find(|(number, _)| *number as u8 == end);

@@ -40,6 +40,8 @@ pub enum EndReason {
     OverShare,
     /// It was walked from a copy of its top, and goes on behind that.
     CopyEnded,
+    /// It was walked from a copy of its top, and goes on elsewhere: on another stack, mostly.
+    NotCopied,
     /// A reason a newer collector knows.
     Other,
     /// Who took it did not say.
@@ -69,6 +71,7 @@ impl EndReason {
             Self::UnknownSwitch => "code that changes stacks in an unknown way",
             Self::OverShare => "no unwind table: limit of its user or process",
             Self::CopyEnded => "deeper than the copy of the stack",
+            Self::NotCopied => "next frame on a stack that was not copied",
             Self::Other => "for a reason this version does not know",
             Self::NotSaid => "not said by who took it",
         }

@@ -141,6 +141,7 @@ impl From<EndReason> for v1::EndReason {
             EndReason::UnknownSwitch => Self::UnknownSwitch,
             EndReason::OverShare => Self::OverShare,
             EndReason::CopyEnded => Self::CopyEnded,
+            EndReason::NotCopied => Self::NotCopied,
             EndReason::NotSaid => Self::NotSaid,
             EndReason::Other => Self::Unspecified,
         }
@@ -169,6 +170,7 @@ impl From<v1::EndReason> for EndReason {
             v1::EndReason::UnknownSwitch => Self::UnknownSwitch,
             v1::EndReason::OverShare => Self::OverShare,
             v1::EndReason::CopyEnded => Self::CopyEnded,
+            v1::EndReason::NotCopied => Self::NotCopied,
             v1::EndReason::NotSaid => Self::NotSaid,
             v1::EndReason::Unspecified => Self::Other,
         }

@@ -218,7 +218,8 @@ fn user_end(end: u64) -> UserEnd {
         UserEnd::UnknownSwitch,
         UserEnd::OverShare,
     ];
-    all.into_iter().find(|&it| it as u64 == end).unwrap_or(UserEnd::Unreadable)
+    // What cannot be read, and does not lie behind the copy.
+    all.into_iter().find(|&it| it as u64 == end).unwrap_or(UserEnd::NotCopied)
 }
 
 /// The copy, and the code of the process.

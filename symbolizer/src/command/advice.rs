@@ -109,6 +109,9 @@ fn cut(profile: Named<'_>) -> Option<String> {
         (EndReason::CopyEnded, _) => {
             "copy more of it with --stack-bytes 64512, or build with -fno-omit-frame-pointer"
         }
+        (EndReason::NotCopied, _) => {
+            "perf events copy the stack that a thread runs on; with eBPF the others are read as well"
+        }
         (EndReason::DepthLimit, _) => "1,024 frames are kept of a stack",
         (EndReason::Compat, _) => {
             "stacks of 32-bit processes are not walked by tables; frame pointers are followed with --source perf --unwind fp"

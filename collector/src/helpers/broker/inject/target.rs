@@ -38,19 +38,27 @@ pub(super) struct Target<'p> {
     /// Where in its memory it says what came of it.
     said: u64,
     owner: [u8; 16],
-    /// What it was last asked to run, when, and how often it was asked to run anything.
+    /// What it was last asked to run, and when.
     text: RefCell<String>,
     asked: Cell<Asked>,
+    state: Cell<State>,
+}
+
+/// Whether it can be asked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Ready,
     /// The page did not come in time.
-    is_late: Cell<bool>,
+    Late,
     /// A thread of it did not stop: the end of this process alone lets it go.
-    is_stuck: Cell<bool>,
+    Stuck,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Asked {
+    /// How often it was asked to run anything.
     times: u8,
-    /// Of these, of the last text.
+    /// How often that was tried of the last text.
     of_this: u8,
     /// Time on a CPU that the main thread had had by then.
     ran: Duration,
@@ -88,8 +96,7 @@ impl<'p> Target<'p> {
             owner,
             text: RefCell::default(),
             asked: Cell::default(),
-            is_late: Cell::default(),
-            is_stuck: Cell::default(),
+            state: Cell::new(State::Ready),
         })
     }
 
@@ -100,9 +107,10 @@ impl<'p> Target<'p> {
     pub(super) fn switch_on(&self) -> Result<(), PythonOutcome> {
         if let Way::Page(page) = &self.way {
             let mapped = self.find(|| page.map());
-            self.is_late.set(mapped == Err(PythonOutcome::NoMemory));
-            self.is_stuck.set(mapped == Err(PythonOutcome::Unresponsive));
-            mapped?;
+            if mapped == Err(PythonOutcome::NoMemory) {
+                self.state.set(State::Late);
+            }
+            self.note(mapped)?;
         }
         self.process.write(&self.owner, self.said.wrapping_add(OWNER))?;
         self.process.write(&[NOTHING, 0, 0], self.said)?;
@@ -165,7 +173,7 @@ impl<'p> Target<'p> {
             if why == PythonOutcome::Ended {
                 return outcome;
             }
-            if self.is_stuck.get() || left().is_zero() {
+            if self.state.get() == State::Stuck || left().is_zero() {
                 return PythonOutcome::LeftOn;
             }
             std::thread::sleep(PAUSE);
@@ -192,11 +200,12 @@ impl<'p> Target<'p> {
 
     /// Does what can be done of it now; whether nothing is left.
     pub(super) fn is_clean(&self) -> bool {
-        if self.is_stuck.get() {
+        let state = self.state.get();
+        if state == State::Stuck {
             return true;
         }
         match self.said() {
-            None if self.is_late.get() => match &self.way {
+            None if state == State::Late => match &self.way {
                 Way::Page(page) if !page.is_there() => return self.process.has_ended(self.places),
                 _ => {}
             },
@@ -216,11 +225,10 @@ impl<'p> Target<'p> {
         };
         // What is still to be run would read from it.
         let is_read = || self.words().is_some_and(|words| words[2] != self.asked.get().times);
-        if !self.is_late.get() && is_read() {
+        if state == State::Ready && is_read() {
             return false;
         }
-        let done = page.unmap();
-        self.is_stuck.set(done == Err(PythonOutcome::Unresponsive));
+        let done = self.note(page.unmap());
         matches!(done, Ok(()) | Err(PythonOutcome::Ended))
     }
 
@@ -255,20 +263,24 @@ impl<'p> Target<'p> {
             }
         };
         let Asked { times, of_this, .. } = self.asked.get();
-        match asked {
-            Ok(()) => self.asked.set(Asked {
-                times: times.wrapping_add(1),
-                of_this: of_this.saturating_add(1),
-                ran: self.process.main_thread_ran(),
-            }),
-            Err(why) => {
-                self.is_stuck.set(why == PythonOutcome::Unresponsive);
-                if !is_asked {
-                    self.process.write(&[before], self.said)?;
-                }
-            }
+        self.asked.set(Asked {
+            times: times.wrapping_add(asked.is_ok().into()),
+            // One that cannot be asked now is not looked at without a pause.
+            of_this: of_this.saturating_add(1),
+            ran: self.process.main_thread_ran(),
+        });
+        if asked.is_err() && !is_asked {
+            self.process.write(&[before], self.said)?;
         }
-        asked
+        self.note(asked)
+    }
+
+    /// Notes when a thread did not stop.
+    fn note(&self, done: Result<(), PythonOutcome>) -> Result<(), PythonOutcome> {
+        if done == Err(PythonOutcome::Unresponsive) {
+            self.state.set(State::Stuck);
+        }
+        done
     }
 
     /// Has it run nothing, if it has not begun.
