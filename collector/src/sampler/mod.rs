@@ -232,6 +232,12 @@ fn open_hint(code: i32, paranoid: i32) -> &'static str {
     }
 }
 
+/// Whether events can be opened once capabilities are given up: not above the level at which
+/// Debian's and Ubuntu's kernels ask for CAP_SYS_ADMIN.
+pub fn opens_events_later() -> bool {
+    paranoid() <= 2
+}
+
 fn paranoid() -> i32 {
     let text = std::fs::read_to_string("/proc/sys/kernel/perf_event_paranoid");
     text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(2)

@@ -9,13 +9,17 @@ use stackwire_model::{NoBpf, Source, Unwind as Walk};
 use super::{SessionError, as_user};
 use crate::config::{Config, ConfigError, Scope};
 use crate::helpers::broker::Broker;
-use crate::sampler::{EbpfSampler, Filter, PerfSampler, Sampler, SamplerError, Tasks};
+use crate::sampler::{
+    EbpfSampler, Filter, PerfSampler, Sampler, SamplerError, Tasks, opens_events_later,
+};
 use crate::sources::perf_event::{Contents, Kernel, Sampled};
 use crate::sources::tracepoint;
 use crate::unwind::{CopiedStacks, Descriptors};
 
 /// Bytes of user stacks that are copied at first: of programs of a few dozen frames nearly all.
 const STACK_BYTES: u32 = 8 << 10;
+/// Where copies cannot grow. A ring has room for 15.
+const FIXED_STACK_BYTES: u32 = 32 << 10;
 
 /// The kernel side that was started.
 #[derive(Debug)]
@@ -105,7 +109,11 @@ fn perf(config: &Config) -> Result<PerfSampler, SessionError> {
     };
     let stack_bytes = match config.unwind {
         Walk::FramePointers => 0,
-        _ => config.stack_bytes.unwrap_or(STACK_BYTES),
+        _ => config.stack_bytes.unwrap_or(if opens_events_later() {
+            STACK_BYTES
+        } else {
+            FIXED_STACK_BYTES
+        }),
     };
     let kernel = if config.kernel_stacks { Kernel::WithStacks } else { Kernel::WithoutStacks };
     let (sampled, filter) = (config.sampled(), config.filter.clone());
