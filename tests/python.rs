@@ -157,6 +157,7 @@ fn children_that_are_forked_meanwhile_go_off_as_well() {
     if !privileged() {
         return;
     }
+    let _alone = alone();
     // On a busy host threads seldom run, so they are seldom seen where they may be interrupted.
     let spins =
         || Running::start(Command::new("sh").args(["-c", "echo ready; while :; do :; done"]));

@@ -145,7 +145,7 @@ pub struct Args {
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Source::ALL.map(Source::name)).try_map(|name| name.parse::<Source>()))]
     source: Source,
     /// Bytes of user stacks that perf events copy, 1024 to 64512. Unless told, 8192, and more where
-    /// stacks are deeper.
+    /// stacks are deeper; 32768 to begin with where kernel.perf_event_paranoid is above 2.
     #[arg(long, value_name = "BYTES")]
     stack_bytes: Option<u32>,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers

@@ -107,7 +107,7 @@ impl Pythons {
                 (Some(Found::NoPython), _) => Some(None),
                 (Some(Found::Not(why)), _) => Some(Some(*why)),
                 (_, Some(outcome)) => Some(Some(*outcome)),
-                _ => is_late.then_some(Some(PythonOutcome::Unresponsive)),
+                _ => is_late.then_some(Some(PythonOutcome::NoSafePoint)),
             };
             let all = pids.iter().map(|pid| Some((*pid, outcome(pid)?)));
             if let Some(all) = all.collect() {

@@ -71,7 +71,7 @@ impl EndReason {
             Self::UnknownSwitch => "code that changes stacks in an unknown way",
             Self::OverShare => "no unwind table: limit of its user or process",
             Self::CopyEnded => "deeper than the copy of the stack",
-            Self::NotCopied => "next frame on a stack that was not copied",
+            Self::NotCopied => "next frame in memory that was not copied",
             Self::Other => "for a reason this version does not know",
             Self::NotSaid => "not said by who took it",
         }

@@ -128,7 +128,7 @@ pub struct Record {
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Source::ALL.map(Source::name)).try_map(|name| name.parse::<Source>()))]
     pub source: Source,
     /// Bytes of user stacks that perf events copy, 1024 to 64512. Unless told, 8192, and more where
-    /// stacks are deeper.
+    /// stacks are deeper; 32768 to begin with where kernel.perf_event_paranoid is above 2.
     #[arg(long, value_name = "BYTES")]
     pub stack_bytes: Option<u32>,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers

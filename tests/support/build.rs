@@ -144,6 +144,17 @@ pub(crate) fn spread() -> &'static Path {
     })
 }
 
+/// `handlers`, without frame pointers.
+pub(crate) fn handlers() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let (out, source) = (output("handlers"), source("handlers.c"));
+        let mut gcc = Command::new("gcc");
+        run(gcc.args(["-O2", "-g"]).arg(source).arg("-o").arg(&out).arg("-lpthread"));
+        out
+    })
+}
+
 /// `crowd`.
 pub(crate) fn crowd() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

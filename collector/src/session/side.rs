@@ -18,8 +18,8 @@ use crate::unwind::{CopiedStacks, Descriptors};
 
 /// Bytes of user stacks that are copied at first: of programs of a few dozen frames nearly all.
 const STACK_BYTES: u32 = 8 << 10;
-/// Where copies cannot grow. A ring has room for 15.
-const FIXED_STACK_BYTES: u32 = 32 << 10;
+/// Where the kernel may refuse what copies grow by: to open an event later.
+const LARGER_STACK_BYTES: u32 = 32 << 10;
 
 /// The kernel side that was started.
 #[derive(Debug)]
@@ -112,7 +112,7 @@ fn perf(config: &Config) -> Result<PerfSampler, SessionError> {
         _ => config.stack_bytes.unwrap_or(if opens_events_later() {
             STACK_BYTES
         } else {
-            FIXED_STACK_BYTES
+            LARGER_STACK_BYTES
         }),
     };
     let kernel = if config.kernel_stacks { Kernel::WithStacks } else { Kernel::WithoutStacks };

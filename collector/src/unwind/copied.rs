@@ -30,6 +30,9 @@ const AT_MOST: Duration = Duration::from_millis(50);
 const TRIES: usize = 3;
 /// Stacks that say whether copies are large enough.
 const LEAST_WALKED: u64 = 20;
+/// Most bytes between the stack pointer of a signal handler's caller and that of what it
+/// interrupted, on one stack: the registers, of which AMX has 11 KiB, and the red zone.
+const SIGNAL_BYTES: u64 = 16 << 10;
 /// Frames of ours that must be the kernel's, too, for its to be those of the same stack.
 const OVERLAP: usize = 2;
 
@@ -128,15 +131,20 @@ impl CopiedStacks {
         };
         let stack = CopiedStack::new(copied.stack, cursor.registers[RSP as usize]);
         let mut memory = Copy { stack, code: &mut self.code, process };
+        let mut is_elsewhere = false;
         loop {
             if frames.len() == MAX_USER_FRAMES {
                 return (UserEnd::DepthLimit as u64, false);
             }
             memory.stack.leaves(&walk.cursor);
             memory.stack.cut = false;
+            let sp = walk.cursor.registers[RSP as usize];
             match walk.up(&mut self.tables, &mut memory, self.guesses, |_| Elsewhere::Nothing) {
                 GO_ON => {
                     let mark = if walk.cursor.exact != 0 { INTERRUPTED } else { 0 };
+                    let above = walk.cursor.registers[RSP as usize].wrapping_sub(sp);
+                    // The handler has a stack of its own, and the other one may lie behind it.
+                    is_elsewhere |= mark != 0 && above > SIGNAL_BYTES;
                     frames.push(walk.cursor.ip | mark);
                 }
                 AGAIN => {}
@@ -145,7 +153,8 @@ impl CopiedStacks {
                     return (UserEnd::NoFramePointer as u64, false);
                 }
                 end => {
-                    let cut = end == UserEnd::Unreadable as u64 && memory.stack.cut;
+                    let is_behind = memory.stack.cut && !is_elsewhere;
+                    let cut = end == UserEnd::Unreadable as u64 && is_behind;
                     return (end, cut);
                 }
             }

@@ -110,7 +110,7 @@ fn cut(profile: Named<'_>) -> Option<String> {
             "copy more of it with --stack-bytes 64512, or build with -fno-omit-frame-pointer"
         }
         (EndReason::NotCopied, _) => {
-            "perf events copy the stack that a thread runs on; with eBPF the others are read as well"
+            "only the stack that a thread runs on is copied; eBPF, where it is allowed, reads the others"
         }
         (EndReason::DepthLimit, _) => "1,024 frames are kept of a stack",
         (EndReason::Compat, _) => {

@@ -34,6 +34,11 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// For so long after that it is tried again, and so often.
 const LINGERS: Duration = Duration::from_secs(300);
 const TRIES: Duration = Duration::from_millis(500);
+/// Threads are looked at for half a second until one may be interrupted. On a busy host a thread
+/// stops when it has its turn, so few are seen in that time: it is done again after these pauses,
+/// each twice as long as the one before.
+const PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_millis(320);
 /// How long the calls before and after that may take.
 const CALLS: Duration = Duration::from_secs(2);
 /// How long the main thread may take before it counts as one that sleeps. Where many threads want
@@ -161,7 +166,16 @@ fn keep(pid: u32, places: &Places, socket: OwnedFd) {
         Ok(target) => target,
         Err(why) => return say(why),
     };
-    match target.switch_on() {
+    let mut pause = PAUSE;
+    let asked = loop {
+        let asked = target.switch_on();
+        let is_over = asked != Err(PythonOutcome::NoSafePoint) || pause > LAST_PAUSE;
+        if is_over || is_readable(&socket, pause) {
+            break asked;
+        }
+        pause *= 2;
+    };
+    match asked {
         Ok(()) => attend(&target, &socket, say),
         Err(why) => say(why),
     }
@@ -179,6 +193,9 @@ fn attend(target: &Target<'_>, socket: &OwnedFd, say: impl Fn(PythonOutcome)) {
     let mut looks = LOOKS;
     while !is_readable(socket, looks) {
         let now = target.outcome();
+        if target.is_stuck() {
+            return say(PythonOutcome::Unresponsive);
+        }
         if now == Some(PythonOutcome::Ended) {
             return;
         }

@@ -22,10 +22,6 @@ const BEGINS_IN: Duration = Duration::from_millis(50);
 /// most. It may run C code instead, and has room for 32 that wait.
 const COMES_IN: Duration = Duration::from_millis(50);
 const ASKS: u8 = 10;
-/// For so long on a CPU, and so long in all, its threads are looked at until one may be
-/// interrupted. On a busy host a thread stops when it has its turn: that is seldom.
-const FOUND_IN: Duration = Duration::from_millis(300);
-const WAITS: Duration = Duration::from_secs(3);
 /// Behind what is said: whether it is cancelled, and who has made the room for it.
 const CANCELLED: u64 = 1;
 const OWNER: u64 = 16;
@@ -50,7 +46,7 @@ enum State {
     Ready,
     /// The page did not come in time.
     Late,
-    /// A thread of it did not stop: the end of this process alone lets it go.
+    /// See [`Target::is_stuck`].
     Stuck,
 }
 
@@ -58,9 +54,9 @@ enum State {
 struct Asked {
     /// How often it was asked to run anything.
     times: u8,
-    /// How often that was tried of the last text.
+    /// Of these, of the last text.
     of_this: u8,
-    /// Time on a CPU that the main thread had had by then.
+    /// Time on a CPU that the main thread had had when that was tried last.
     ran: Duration,
 }
 
@@ -100,13 +96,15 @@ impl<'p> Target<'p> {
         })
     }
 
-    /// Asks it to switch its trampoline on.
+    /// Asks it to switch its trampoline on. What is done of it already is not done again.
     ///
     /// # Errors
     /// Why it could not be asked. What it does then, [`Target::outcome`] says.
     pub(super) fn switch_on(&self) -> Result<(), PythonOutcome> {
-        if let Way::Page(page) = &self.way {
-            let mapped = self.find(|| page.map());
+        if let Way::Page(page) = &self.way
+            && !page.is_there()
+        {
+            let mapped = page.map();
             if mapped == Err(PythonOutcome::NoMemory) {
                 self.state.set(State::Late);
             }
@@ -114,20 +112,12 @@ impl<'p> Target<'p> {
         }
         self.process.write(&self.owner, self.said.wrapping_add(OWNER))?;
         self.process.write(&[NOTHING, 0, 0], self.said)?;
-        let text = switching_on(self.said, self.process.own_pid());
-        self.find(|| self.run(text.clone()))
+        self.run(switching_on(self.said, self.process.own_pid()))
     }
 
-    /// Does that again while no thread was found that may be interrupted.
-    fn find(&self, act: impl Fn() -> Result<(), PythonOutcome>) -> Result<(), PythonOutcome> {
-        let (begun, ran) = (Instant::now(), self.process.main_thread_ran());
-        loop {
-            let done = act();
-            let has_run = self.process.main_thread_ran() >= ran + FOUND_IN;
-            if done != Err(PythonOutcome::NoSafePoint) || has_run || begun.elapsed() >= WAITS {
-                return done;
-            }
-        }
+    /// Whether a thread of it did not stop, which only the end of this process lets go.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.state.get() == State::Stuck
     }
 
     /// What came of it so far. None: the main thread has not come to it.
@@ -173,7 +163,7 @@ impl<'p> Target<'p> {
             if why == PythonOutcome::Ended {
                 return outcome;
             }
-            if self.state.get() == State::Stuck || left().is_zero() {
+            if self.is_stuck() || left().is_zero() {
                 return PythonOutcome::LeftOn;
             }
             std::thread::sleep(PAUSE);
@@ -200,12 +190,12 @@ impl<'p> Target<'p> {
 
     /// Does what can be done of it now; whether nothing is left.
     pub(super) fn is_clean(&self) -> bool {
-        let state = self.state.get();
-        if state == State::Stuck {
+        if self.is_stuck() {
             return true;
         }
+        let is_late = self.state.get() == State::Late;
         match self.said() {
-            None if state == State::Late => match &self.way {
+            None if is_late => match &self.way {
                 Way::Page(page) if !page.is_there() => return self.process.has_ended(self.places),
                 _ => {}
             },
@@ -225,7 +215,7 @@ impl<'p> Target<'p> {
         };
         // What is still to be run would read from it.
         let is_read = || self.words().is_some_and(|words| words[2] != self.asked.get().times);
-        if state == State::Ready && is_read() {
+        if !is_late && is_read() {
             return false;
         }
         let done = self.note(page.unmap());
@@ -265,8 +255,8 @@ impl<'p> Target<'p> {
         let Asked { times, of_this, .. } = self.asked.get();
         self.asked.set(Asked {
             times: times.wrapping_add(asked.is_ok().into()),
-            // One that cannot be asked now is not looked at without a pause.
-            of_this: of_this.saturating_add(1),
+            of_this: of_this.saturating_add(asked.is_ok().into()),
+            // Where it failed, too: its threads are to run on before they are looked at again.
             ran: self.process.main_thread_ran(),
         });
         if asked.is_err() && !is_asked {
