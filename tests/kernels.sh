@@ -225,7 +225,8 @@ for series in 6.1 6.12; do
     -serial "file:$log" -serial "file:$work/$series.stackwire" -serial "file:$work/$series-wakers.stackwire" -serial "file:$work/$series-others.tar" -kernel "$image" -initrd "$work/initrd.gz" \
     -append "console=ttyS0 quiet panic=-1" </dev/null || true
   [ -s "$work/$series.stackwire" ] || { cat "$log" >&2; echo "kernel $series: no capture" >&2; exit 1; }
-  tar -x -C "$work" --overwrite --transform "s/^/$series-/" -f "$work/$series-others.tar"
+  tar -x -C "$work" --overwrite --transform "s/^/$series-/" -f "$work/$series-others.tar" ||
+    { cat "$log" >&2; echo "kernel $series: not all captures" >&2; exit 1; }
   for program in unwind brief; do judge "$series" "$program"; done
   faults "$series" "$log"
   waits "$series" "$log"

@@ -3,7 +3,7 @@
 
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
@@ -126,12 +126,14 @@ fn whoever_dies_leaves_it_running() {
         adding.await_active(true);
         let [broker] = children(collector.id(), "sw-broker")[..] else { panic!() };
         // Others open a file each, and end.
+        let started = Instant::now();
         let keeper = loop {
-            match children(broker, "sw-broker")[..] {
-                [] => panic!("{name}: no keeper"),
-                [keeper] => break keeper,
-                _ => std::thread::sleep(Duration::from_millis(20)),
+            let found = children(broker, "sw-broker");
+            if let [keeper] = found[..] {
+                break keeper;
             }
+            assert!(started.elapsed() < Duration::from_secs(10), "{name}: {found:?}");
+            std::thread::sleep(Duration::from_millis(20));
         };
         kill(keeper, Signal::KILL);
         kill(collector.id(), Signal::INT);

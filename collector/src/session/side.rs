@@ -109,11 +109,9 @@ fn perf(config: &Config) -> Result<PerfSampler, SessionError> {
     };
     let stack_bytes = match config.unwind {
         Walk::FramePointers => 0,
-        _ => config.stack_bytes.unwrap_or(if opens_events_later() {
-            STACK_BYTES
-        } else {
-            LARGER_STACK_BYTES
-        }),
+        _ => config
+            .stack_bytes
+            .unwrap_or_else(|| if opens_events_later() { STACK_BYTES } else { LARGER_STACK_BYTES }),
     };
     let kernel = if config.kernel_stacks { Kernel::WithStacks } else { Kernel::WithoutStacks };
     let (sampled, filter) = (config.sampled(), config.filter.clone());
