@@ -158,6 +158,11 @@ fn assert_counts_are_perfs(program: &Path, pids: &[u32]) {
             // Of 500 calls deep, and of signal handlers on stacks of their own, perf copies too
             // little.
             assert!(share >= 99.5 || name == "unwind_o2", "{said}");
+            if name == "unwind_o2" {
+                assert!(said.contains("deeper than the copy of the stack"), "{said}");
+                assert!(said.contains("next frame in memory that was not copied"), "{said}");
+                assert!(!said.contains("next frame not readable"), "{said}");
+            }
         }
     }
 }

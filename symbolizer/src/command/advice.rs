@@ -107,7 +107,7 @@ fn cut(profile: Named<'_>) -> Option<String> {
             "build it with -fasynchronous-unwind-tables, or with -fno-omit-frame-pointer for --unwind fp"
         }
         (EndReason::CopyEnded, _) => {
-            "copy more of it with --stack-bytes 64512, or build with -fno-omit-frame-pointer"
+            "copy more of it (here --stack-bytes 64512, with perf --call-graph dwarf,65528), or build with -fno-omit-frame-pointer"
         }
         (EndReason::NotCopied, _) => {
             "only the stack that a thread runs on is copied; eBPF, where it is allowed, reads the others"

@@ -23,6 +23,8 @@ const MAX_MODULES: usize = 512;
 /// Bytes of tables kept; libLLVM's has 4.5 MB.
 const MAX_TABLES: usize = 256 << 20;
 
+const UNREADABLE: u64 = UserEnd::Unreadable as u64;
+
 /// What a sample has of its thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Copied<'a> {
@@ -129,11 +131,14 @@ impl Walker {
                 memory.stack.leaves(&cursor);
             }
             let end = unwind::step(&mut memory, &mut signal, &mut cursor, &rule);
+            let cut = memory.stack.cut;
             if map.private {
                 cursor.guessed <<= 1;
             }
             match end {
                 GO_ON => {}
+                UNREADABLE if cut => return EndReason::CopyEnded,
+                UNREADABLE => return EndReason::NotCopied,
                 end => return end_reason(end),
             }
         }
@@ -167,15 +172,24 @@ struct Copy<'a> {
     modules: &'a FxHashMap<ExecutableId, Option<Module>>,
 }
 
+impl Copy<'_> {
+    /// Eight bytes of a file that is mapped there.
+    fn code(&self, address: u64) -> Option<u64> {
+        let map = self.tasks.find(self.pid, UserAddr(address)).filter(|map| !map.private)?;
+        let module = self.modules.get(&map.executable)?.as_ref()?;
+        let mut bytes = [0; 8];
+        module.file.read_exact_at(&mut bytes, map.offset(UserAddr(address)).0).ok()?;
+        Some(u64::from_le_bytes(bytes))
+    }
+}
+
 impl Memory for Copy<'_> {
     fn word(&mut self, address: u64) -> Option<u64> {
-        self.stack.word(address).or_else(|| {
-            let map = self.tasks.find(self.pid, UserAddr(address)).filter(|map| !map.private)?;
-            let module = self.modules.get(&map.executable)?.as_ref()?;
-            let mut bytes = [0; 8];
-            module.file.read_exact_at(&mut bytes, map.offset(UserAddr(address)).0).ok()?;
-            Some(u64::from_le_bytes(bytes))
-        })
+        let word = self.stack.word(address).or_else(|| self.code(address));
+        if word.is_none() {
+            self.stack.missed(address);
+        }
+        word
     }
 
     fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
@@ -185,7 +199,6 @@ impl Memory for Copy<'_> {
 
 fn end_reason(end: u64) -> EndReason {
     const ROOT: u64 = UserEnd::Root as u64;
-    const UNREADABLE: u64 = UserEnd::Unreadable as u64;
     const NO_FRAME_POINTER: u64 = UserEnd::NoFramePointer as u64;
     const NO_RULE: u64 = UserEnd::NoRule as u64;
     const REGISTER_LOST: u64 = UserEnd::RegisterLost as u64;
@@ -193,7 +206,6 @@ fn end_reason(end: u64) -> EndReason {
     const UNKNOWN_SWITCH: u64 = UserEnd::UnknownSwitch as u64;
     match end {
         ROOT => EndReason::Root,
-        UNREADABLE => EndReason::Unreadable,
         NO_FRAME_POINTER => EndReason::NoFramePointer,
         NO_RULE => EndReason::NoUnwindRule,
         REGISTER_LOST => EndReason::RegisterLost,
