@@ -215,26 +215,26 @@ fn two_servers_do_not_share_a_directory() {
 }
 
 #[test]
-fn a_server_whose_directory_is_removed_says_so_and_its_collector_fails() {
+fn directories_that_are_removed_are_made_again() {
     if !privileged() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=1s"]);
+    let output = directory.path().join("profiles");
+    let server = Server::start(&output, "127.0.0.1:0", &["--window=1s"]);
     let program = Running::start(Command::new(work()).args(["plain", "40"]));
-    let collector = collector(program.pid(), &server.address, 4);
+    let collector = collector(program.pid(), &server.address, 5);
     std::thread::sleep(Duration::from_millis(1700));
-    std::fs::remove_dir_all(directory.path()).unwrap();
-    let output = collector.wait_with_output().unwrap();
-    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains("cannot write the capture log"), "{stderr}");
-    assert!(!stderr.contains("panicked"), "{stderr}");
-    server.kill();
+    std::fs::remove_dir_all(&output).unwrap();
+    let total = taken(collector);
+    server.terminate();
+    // What was written by then is gone; the rest is there.
+    let found: u64 = profiles(&output).iter().map(|path| Pprof::read(path).count()).sum();
+    assert!(found * 2 > total && found < total, "{found} of {total} samples");
 }
 
 #[test]
-fn epochs_longer_than_a_window_are_refused() {
+fn epochs_longer_than_a_window_are_windows_of_their_own() {
     if !privileged() {
         return;
     }
@@ -243,14 +243,13 @@ fn epochs_longer_than_a_window_are_refused() {
     let program = Running::start(Command::new(work()).args(["plain", "20"]));
     let mut collector = Command::new(binary("stackwire-collector"));
     collector.args([format!("--pid={}", program.pid()), format!("--to=http://{}", server.address)]);
-    let refused = Ran::of(collector.args(["--epoch=3s", "--duration=5s"]));
-    refused.failed(1, "epochs of 3s do not fit into windows of 1s");
+    Ran::of(collector.args(["--epoch=2s", "--duration=5s"])).succeeded();
     server.terminate();
-    assert_eq!(profiles(directory.path()).len(), 0);
+    assert_eq!(profiles(directory.path()).len(), 3);
 }
 
 #[test]
-fn a_window_that_ended_its_server_twice_ends_no_third() {
+fn windows_whose_index_is_lost_or_damaged_are_written_again() {
     if !privileged() {
         return;
     }
@@ -264,19 +263,24 @@ fn a_window_that_ended_its_server_twice_ends_no_third() {
         .args(["--duration=1s", "--sample-rate=199"])
         .status();
     assert!(status.unwrap().success());
-    // As two servers left them that were killed: one while it received, one while it resolved
-    // again.
-    for (id, extension) in [("a", "open"), ("b", "tried")] {
-        let name = format!("{}-000000.{extension}", id.repeat(32));
+    for id in ["a", "b"] {
+        let name = format!("{}-000000.stackwire", id.repeat(32));
         std::fs::copy(&capture, captures.join(name)).unwrap();
     }
-    let server = Server::start(directory.path(), "127.0.0.1:0", &[]);
-    server.terminate();
+    Server::start(directory.path(), "127.0.0.1:0", &[]).terminate();
     let written = profiles(directory.path());
-    assert_eq!(written.len(), 1, "{written:?}");
-    assert!(written[0].display().to_string().contains("-aaaaaaaa-"), "{written:?}");
-    for id in ["a", "b"] {
-        let kept = captures.join(format!("{}-000000.stackwire", id.repeat(32)));
-        assert!(kept.exists(), "{}", kept.display());
-    }
+    assert_eq!(written.len(), 2, "{written:?}");
+    let before: Vec<_> = written.iter().map(|path| std::fs::read(path).unwrap()).collect();
+    // Nothing is done twice while the index is there.
+    std::fs::remove_file(&written[0]).unwrap();
+    Server::start(directory.path(), "127.0.0.1:0", &[]).terminate();
+    assert_eq!(profiles(directory.path()), written[1..]);
+    std::fs::write(captures.join("windows.db"), "no index").unwrap();
+    // With its write-ahead log SQLite would repair it.
+    assert!(!captures.join("windows.db-wal").exists(), "the server has closed its index");
+    Server::start(directory.path(), "127.0.0.1:0", &[]).terminate();
+    assert_eq!(profiles(directory.path()), written);
+    let after: Vec<_> = written.iter().map(|path| std::fs::read(path).unwrap()).collect();
+    assert!(before == after, "the same profiles under the same names");
+    assert!(captures.join("windows.db.damaged").exists());
 }

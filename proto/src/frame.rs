@@ -89,11 +89,23 @@ impl<W: Write> FrameWriter<W> {
         write_frame(&mut self.out, message)?;
         self.out.flush()
     }
+}
 
-    /// The writer, to sync.
-    pub fn get_ref(&self) -> &W {
-        &self.out
-    }
+/// Places looked at that may be a frame: each costs a checksum, and content can have any number.
+const MAX_BEGINNINGS: usize = 1000;
+
+/// Where the first whole frame begins, wherever that is: for files whose frames are damaged.
+#[must_use]
+pub fn find_frame(bytes: &[u8]) -> Option<usize> {
+    let is_whole = |from: &[u8]| {
+        let (header, rest) = from.split_first_chunk::<HEADER_BYTES>()?;
+        let length = u32::from_le_bytes([header[4], header[5], header[6], header[7]]);
+        let crc = u32::from_le_bytes([header[8], header[9], header[10], header[11]]);
+        let body = rest.get(..length as usize)?;
+        (u32::from(header[3]) <= FORMAT && crc32fast::hash(body) == crc).then_some(())
+    };
+    let begins = bytes.windows(MAGIC.len()).enumerate().filter(|(_, window)| *window == MAGIC);
+    begins.map(|(at, _)| at).take(MAX_BEGINNINGS).find(|&at| is_whole(&bytes[at..]).is_some())
 }
 
 /// Reads frames until the end, a cut, or damage it cannot step over.
@@ -101,6 +113,8 @@ impl<W: Write> FrameWriter<W> {
 pub struct FrameReader<R: Read> {
     input: R,
     offset: u64,
+    /// Up to here there were frames, damaged ones too.
+    whole: u64,
     tail: Tail,
     done: bool,
 }
@@ -108,7 +122,7 @@ pub struct FrameReader<R: Read> {
 impl<R: Read> FrameReader<R> {
     /// Wraps a reader, best a buffered one.
     pub fn new(input: R) -> Self {
-        Self { input, offset: 0, tail: Tail::default(), done: false }
+        Self { input, offset: 0, whole: 0, tail: Tail::default(), done: false }
     }
 
     /// The next message; `None` at the end, whose nature [`FrameReader::tail`] tells.
@@ -131,6 +145,7 @@ impl<R: Read> FrameReader<R> {
                 self.stop(format!("cut inside the frame at byte {start}"));
                 break;
             }
+            self.whole = self.offset;
             let message = (crc32fast::hash(&body) == crc)
                 .then(|| CollectorMessage::decode(body.as_slice()).ok())
                 .flatten();
@@ -144,6 +159,12 @@ impl<R: Read> FrameReader<R> {
         }
         self.done = true;
         Ok(None)
+    }
+
+    /// Where the reader has stopped, or where what is cut begins.
+    #[must_use]
+    pub fn offset_of_the_end(&self) -> u64 {
+        self.whole
     }
 
     /// How the capture ended; complete once [`FrameReader::next_message`] has returned `None`.

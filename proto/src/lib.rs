@@ -11,7 +11,9 @@ pub mod kallsyms;
 mod seal;
 
 pub use convert::build_id_to_wire;
-pub use frame::{FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, write_frame};
+pub use frame::{
+    FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, find_frame, write_frame,
+};
 pub use seal::{
     ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, MAX_EPOCH_ENTRIES, MAX_FILE_BYTES,
     SealError, open_epoch, open_piece, seal_epoch, seal_piece,

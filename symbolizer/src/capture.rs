@@ -239,7 +239,7 @@ impl Assembler {
             Some(Body::End(end)) => {
                 let current = self.current.as_mut().ok_or(CaptureError::NoHello)?;
                 // Totals of epochs that were counted before count no second time.
-                if current.epochs + current.left_out > 0 || end.taken == 0 {
+                if current.epochs + current.left_out > 0 || end.taken == 0 || end.epochs == 0 {
                     ingest::end(end, &current.lost_said, &mut self.builder);
                 }
                 current.ended = true;

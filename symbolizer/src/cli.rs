@@ -374,11 +374,24 @@ pub struct Serve {
     /// Where the captures are kept; without it, `captures` in the output directory.
     #[arg(long, value_name = "DIRECTORY")]
     pub log_dir: Option<PathBuf>,
-    /// Most MiB of captures kept; the oldest go first.
+    /// Most MiB of captures kept; the oldest go first. Captures whose profiles are not written yet
+    /// are never removed: when they are more, collectors have to wait.
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     pub log_max: u64,
-    /// Length of the window a profile covers, in whole epochs of its collector; one with longer
-    /// epochs is refused.
+    /// Remove captures this long after their profiles were written.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub log_max_age: Option<Duration>,
+    /// Most MiB of profiles kept; the oldest go first.
+    #[arg(long, value_name = "MIB", default_value_t = 4096)]
+    pub output_max: u64,
+    /// Remove profiles this long after they were written.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub output_max_age: Option<Duration>,
+    /// How long profiles may take that are written when the server stops. The next start writes
+    /// what is left.
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "25s")]
+    pub drain_timeout: Duration,
+    /// Length of the window a profile covers, in whole epochs of its collector, one at least.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "5m")]
     pub window: Duration,
     /// Put a comment into every pprof (repeatable).

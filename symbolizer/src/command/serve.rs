@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Context;
-use stackwire::{ServeConfig, serve};
+use stackwire::{Keep, ServeConfig, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
@@ -22,13 +22,16 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         listen: arguments.listen,
         log_dir: arguments.log_dir.unwrap_or_else(|| arguments.output_dir.join("captures")),
         output_dir: arguments.output_dir,
-        log_max: arguments.log_max.saturating_mul(1 << 20),
+        keep_logs: Keep { bytes: mib(arguments.log_max), age: arguments.log_max_age },
+        keep_profiles: Keep { bytes: mib(arguments.output_max), age: arguments.output_max_age },
+        drain_timeout: arguments.drain_timeout,
         window: arguments.window,
         tags: arguments.tags,
         sources: Arc::new(sources),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS)
         .build()
         .context("cannot start the runtime")?;
     runtime.block_on(async {
@@ -46,4 +49,12 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
             .await?;
         Ok(())
     })
+}
+
+/// They open epochs and sync logs: as many as a disk can use together, and no more, because each
+/// may hold an epoch.
+const BLOCKING_THREADS: usize = 32;
+
+fn mib(mib: u64) -> u64 {
+    mib.saturating_mul(1 << 20)
 }

@@ -1,34 +1,73 @@
-//! The gRPC service, thin: greet, hand messages to a [`Keeper`], pass on what it answers.
+//! The gRPC service, thin: greet, hand messages to a [`Keep`], pass on what it answers.
 //!
 //! Decides nothing about files or profiles: `record` keeps one log and `serve` many, each with a
 //! keeper.
 
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_message::Body as Reply;
 use stackwire_proto::v1::symbolizer_server::{Symbolizer, SymbolizerServer};
-use stackwire_proto::{FORMAT, MAX_FRAME_BYTES, v1};
+use stackwire_proto::{FORMAT, MAX_FRAME_BYTES, SealError, v1};
 use tokio::sync::{mpsc, watch};
+use tokio_stream::Stream as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::receive::log::{Answer, LogError};
+use crate::capture::CaptureError;
+use crate::receive::log::LogError;
+use crate::receive::wants::Wanted;
 
 /// Keeps one stream. Its methods block: they write and sync files.
 pub trait Keep: Send + 'static {
     /// Number of the first epoch that is not durable.
     fn next_epoch(&self) -> u64;
-    /// Takes a message.
-    ///
-    /// # Errors
-    /// Ends the stream with the error as its status.
-    fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError>;
-    /// How long the collector should wait before it sends more.
-    fn pause(&self) -> Option<Duration>;
+    /// Takes messages, in order, as many as it can.
+    fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken;
     /// The stream is over, with or without an end.
     fn finish(self: Box<Self>);
+}
+
+/// What became of messages.
+#[derive(Debug, Default)]
+pub struct Taken {
+    /// How many of them were taken.
+    pub messages: usize,
+    /// What to ask for, before the acknowledgement.
+    pub wanted: Wanted,
+    /// Durable up to this epoch.
+    pub ack: Option<u64>,
+    /// Why the next one was not taken.
+    pub stopped: Option<Stopped>,
+}
+
+/// Why a message is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum Stopped {
+    /// It may be taken later: the disk is full, or more is to be done than can be.
+    #[error("{0}")]
+    Later(String),
+    /// It cannot be written, and nobody will wait until it can be.
+    #[error(transparent)]
+    Write(#[from] LogError),
+    /// An epoch that does not open.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// An epoch that does not hold together.
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
+}
+
+/// A stream that is accepted.
+pub struct Accepted {
+    /// Who keeps it.
+    pub keeper: Box<dyn Keep>,
+    /// Turns true, or loses its sender, when the stream is to make room for another of its capture.
+    pub replaced: watch::Receiver<bool>,
 }
 
 /// Makes keepers.
@@ -39,18 +78,17 @@ pub trait Accept: Send + Sync + 'static {
     /// See [`NotKept`].
     fn accept(
         &self,
-        hello: &v1::Hello,
-        message: &v1::CollectorMessage,
-    ) -> Result<Box<dyn Keep>, NotKept>;
+        hello: v1::Hello,
+    ) -> impl Future<Output = Result<Accepted, NotKept>> + Send + '_;
 }
 
 /// Why a stream is not kept, in words for the collector.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum NotKept {
-    /// Nor will it be when the collector tries again.
+    /// The greeting is none.
     #[error("{0}")]
-    Refused(String),
-    /// Something went wrong here.
+    Malformed(&'static str),
+    /// Something went wrong here, or is in the way; the collector may try again.
     #[error("{0}")]
     Failed(String),
 }
@@ -74,6 +112,12 @@ pub fn service<A: Accept>(
 
 /// How long a collector may take to greet.
 const GREETING: Duration = Duration::from_secs(10);
+/// How long to wait before a message is tried again that cannot be taken now. The collector is
+/// asked to pause for as long.
+const LATER: Duration = Duration::from_secs(1);
+/// Bytes and number of messages that are taken together, with one sync for all.
+const GROUP_BYTES: usize = 1 << 20;
+const GROUP_MESSAGES: usize = 64;
 
 #[tonic::async_trait]
 impl<A: Accept> Symbolizer for Service<A> {
@@ -87,99 +131,151 @@ impl<A: Accept> Symbolizer for Service<A> {
         let first = tokio::time::timeout(GREETING, incoming.message())
             .await
             .map_err(|_elapsed| Status::deadline_exceeded("no greeting"))??;
-        let Some(v1::CollectorMessage { body: Some(Body::Hello(hello)) }) = &first else {
+        let Some(v1::CollectorMessage { body: Some(Body::Hello(hello)) }) = first else {
             return Err(Status::invalid_argument("a capture starts with a greeting"));
         };
-        if hello.format > FORMAT {
-            return Err(Status::failed_precondition(format!(
-                "the collector writes format {}, this symbolizer reads up to {FORMAT}; use a newer stackwire",
-                hello.format
-            )));
-        }
-        let hello = hello.clone();
-        let greeting = first.unwrap_or_default();
-        let acceptor = Arc::clone(&self.acceptor);
-        let keeper =
-            blocking(move || acceptor.accept(&hello, &greeting)).await?.map_err(|why| {
-                tracing::warn!("cannot keep a capture: {why}");
-                match why {
-                    NotKept::Refused(text) => Status::failed_precondition(text),
-                    NotKept::Failed(text) => Status::internal(text),
-                }
-            })?;
         // Unbounded, but answers are few and small: one a message taken.
         let (replies, outgoing) = mpsc::unbounded_channel();
-        let welcome = v1::Welcome {
-            format: FORMAT,
-            symbolizer_version: crate::VERSION.to_owned(),
-            next_epoch: keeper.next_epoch(),
-        };
-        let _ = replies.send(Ok(reply(Reply::Welcome(welcome))));
-        tokio::spawn(keep(keeper, incoming, replies, self.closing.clone()));
+        if hello.format > FORMAT {
+            // By the format in the welcome a collector knows that there is no use in coming back:
+            // a status may be of whatever lies between.
+            let _ = replies.send(Ok(welcome(0)));
+            let _ = replies.send(Err(Status::failed_precondition(format!(
+                "the collector writes format {}, this symbolizer reads up to {FORMAT}; use a newer stackwire",
+                hello.format
+            ))));
+            return Ok(Response::new(UnboundedReceiverStream::new(outgoing)));
+        }
+        let Accepted { keeper, replaced } = self.acceptor.accept(hello).await.map_err(|why| {
+            tracing::warn!("cannot keep a capture: {why}");
+            match why {
+                NotKept::Malformed(text) => Status::invalid_argument(text),
+                NotKept::Failed(text) => Status::unavailable(text),
+            }
+        })?;
+        let _ = replies.send(Ok(welcome(keeper.next_epoch())));
+        let stream = Stream { incoming, replies, replaced, closing: self.closing.clone() };
+        tokio::spawn(stream.keep(keeper));
         Ok(Response::new(UnboundedReceiverStream::new(outgoing)))
     }
 }
 
-type Replies = mpsc::UnboundedSender<Result<v1::SymbolizerMessage, Status>>;
+struct Stream {
+    incoming: Streaming<v1::CollectorMessage>,
+    replies: mpsc::UnboundedSender<Result<v1::SymbolizerMessage, Status>>,
+    replaced: watch::Receiver<bool>,
+    closing: watch::Receiver<bool>,
+}
 
-async fn keep(
-    mut keeper: Box<dyn Keep>,
-    mut incoming: Streaming<v1::CollectorMessage>,
-    replies: Replies,
-    mut closing: watch::Receiver<bool>,
-) {
-    loop {
-        let next = tokio::select! {
-            next = incoming.message() => next,
-            _ = closing.wait_for(|closing| *closing) => break,
-        };
-        // A broken connection ends the stream like a closed one: what came is kept.
-        let Ok(Some(message)) = next else { break };
-        let taken = blocking(move || {
-            let answer = keeper.add(&message);
-            (keeper, answer)
-        });
-        let Ok((back, answer)) = taken.await else { return };
-        keeper = back;
-        match answer {
-            Ok(answer) => {
-                for hash in answer.want {
-                    let want = v1::Want { hash: hash.to_vec(), ..v1::Want::default() };
-                    let _ = replies.send(Ok(reply(Reply::Want(want))));
-                }
-                for (key, offset) in answer.want_files {
-                    let file = Some(key.into());
-                    let want = v1::Want { file, offset, ..v1::Want::default() };
-                    let _ = replies.send(Ok(reply(Reply::Want(want))));
-                }
-                if let Some(epoch) = answer.ack {
-                    let _ = replies.send(Ok(reply(Reply::Ack(v1::Ack { epoch }))));
-                }
-                if let Some(pause) = keeper.pause() {
-                    let milliseconds = pause.as_millis() as u32;
-                    let _ = replies.send(Ok(reply(Reply::Slow(v1::Slow { milliseconds }))));
+impl Stream {
+    async fn keep(mut self, mut keeper: Box<dyn Keep>) {
+        loop {
+            let mut messages = tokio::select! {
+                messages = group(&mut self.incoming) => messages,
+                () = over(&mut self.replaced, &mut self.closing) => break,
+            };
+            if messages.is_empty() {
+                // A broken connection ends the stream like a closed one: what came is kept.
+                break;
+            }
+            let mut failed = None;
+            while !messages.is_empty() {
+                let work = blocking(move || {
+                    let taken = keeper.add(&messages);
+                    (keeper, messages, taken)
+                });
+                let Ok((back, rest, taken)) = work.await else { return };
+                (keeper, messages) = (back, rest);
+                messages.drain(..taken.messages);
+                self.answer(&taken);
+                match taken.stopped {
+                    None => {}
+                    Some(Stopped::Later(why)) => {
+                        tracing::debug!("a collector has to wait: {why}");
+                        self.reply(Reply::Slow(v1::Slow {
+                            milliseconds: LATER.as_millis() as u32,
+                        }));
+                        tokio::select! {
+                            () = tokio::time::sleep(LATER) => {}
+                            () = over(&mut self.replaced, &mut self.closing) => break,
+                        }
+                    }
+                    Some(error) => {
+                        failed = Some(error);
+                        break;
+                    }
                 }
             }
-            Err(error) => {
+            if let Some(error) = failed {
                 tracing::warn!("cannot keep a capture: {error}");
                 let status = match &error {
-                    LogError::Write { .. } => Status::unavailable(error.to_string()),
-                    LogError::Seal(_) | LogError::Capture(_) => {
-                        Status::invalid_argument(error.to_string())
-                    }
+                    Stopped::Later(_) | Stopped::Write(_) => Status::unavailable,
+                    Stopped::Seal(_) | Stopped::Capture(_) => Status::invalid_argument,
                 };
-                let _ = replies.send(Err(status));
+                let _ = self.replies.send(Err(status(error.to_string())));
+                break;
+            }
+            if *self.replaced.borrow() || *self.closing.borrow() {
                 break;
             }
         }
+        // Before the replies close: who waits for the end of the stream finds everything finished.
+        let _ = blocking(move || keeper.finish()).await;
     }
-    // Before the replies close: who waits for the end of the stream finds everything finished.
-    let _ = blocking(move || keeper.finish()).await;
-    drop(replies);
+
+    fn answer(&self, taken: &Taken) {
+        for hash in &taken.wanted.artifacts {
+            self.reply(Reply::Want(v1::Want { hash: hash.to_vec(), ..v1::Want::default() }));
+        }
+        for &(key, offset) in &taken.wanted.files {
+            let file = Some(key.into());
+            self.reply(Reply::Want(v1::Want { file, offset, ..v1::Want::default() }));
+        }
+        if let Some(epoch) = taken.ack {
+            self.reply(Reply::Ack(v1::Ack { epoch }));
+        }
+    }
+
+    /// The collector may be gone, and then needs no answer.
+    fn reply(&self, body: Reply) {
+        let _ = self.replies.send(Ok(v1::SymbolizerMessage { body: Some(body) }));
+    }
 }
 
-fn reply(body: Reply) -> v1::SymbolizerMessage {
-    v1::SymbolizerMessage { body: Some(body) }
+/// Messages that have come, waiting for the first alone; none at the end of the stream.
+async fn group(incoming: &mut Streaming<v1::CollectorMessage>) -> Vec<v1::CollectorMessage> {
+    let mut messages = Vec::new();
+    let mut bytes = 0;
+    let Ok(Some(first)) = incoming.message().await else { return messages };
+    messages.push(first);
+    while messages.len() < GROUP_MESSAGES {
+        bytes += messages.last().map_or(0, prost::Message::encoded_len);
+        if bytes >= GROUP_BYTES {
+            break;
+        }
+        let next = poll_fn(|context| match Pin::new(&mut *incoming).poll_next(context) {
+            Poll::Ready(Some(Ok(message))) => Poll::Ready(Some(message)),
+            // An error comes again, when the stream is asked next.
+            _ => Poll::Ready(None),
+        });
+        let Some(next) = next.await else { break };
+        messages.push(next);
+    }
+    messages
+}
+
+/// Waits until the stream is to end from this side.
+async fn over(replaced: &mut watch::Receiver<bool>, closing: &mut watch::Receiver<bool>) {
+    tokio::select! {
+        _ = replaced.wait_for(|replaced| *replaced) => {}
+        _ = closing.wait_for(|closing| *closing) => {}
+    }
+}
+
+fn welcome(next_epoch: u64) -> v1::SymbolizerMessage {
+    let symbolizer_version = crate::VERSION.to_owned();
+    let welcome = v1::Welcome { format: FORMAT, symbolizer_version, next_epoch };
+    v1::SymbolizerMessage { body: Some(Reply::Welcome(welcome)) }
 }
 
 async fn blocking<T: Send + 'static>(

@@ -1,132 +1,162 @@
-//! The capture log: a stream as it came, on disk before it is acknowledged.
+//! The log of a window: a file in the format of captures, durable before its epochs are
+//! acknowledged.
 //!
-//! Each window has one file, in the format of captures. What is added to the file is also put
-//! together at once, so that a window is resolved without reading its file. The log knows which
-//! artifacts its epochs refer to, and which of them it has. `serve/` and `session/` use it;
-//! `capture.rs` reads it back.
+//! Knows bytes and counts, not what they mean. What is added to it together is there whole or not
+//! at all: when a disk is full, the same may be added again later. `serve/` keeps one log for each
+//! window, `session/` one for all; `capture.rs` reads it back.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use prost::Message;
-use stackwire_cache::{Cache, Key, Kind};
-use stackwire_model::{BuildId, ExecutableKey};
 use stackwire_proto::v1::collector_message::Body;
-use stackwire_proto::{FrameReader, FrameWriter, SealError, open_epoch, v1};
-use stackwire_symbols::table;
+use stackwire_proto::{FrameReader, find_frame, open_epoch, v1, write_frame};
 
-use crate::capture::{Assembler, CaptureError};
-use crate::profile::{ArtifactHash, Executable, Profile};
-use crate::receive::handed::{Taken, key};
-use crate::resolve::Pinned;
-
-/// A log that cannot go on.
+/// A file that cannot be written now.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LogError {
-    /// Writing.
-    #[error("cannot write the capture log {path}: {error}")]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        error: io::Error,
-    },
-    /// An epoch that does not open.
-    #[error(transparent)]
-    Seal(#[from] SealError),
-    /// An epoch that does not hold together.
-    #[error(transparent)]
-    Capture(#[from] CaptureError),
-}
-
-/// What to answer to a message.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Answer {
-    /// Artifacts to ask for, before the acknowledgement.
-    pub want: Vec<ArtifactHash>,
-    /// Files to ask for, with what is here of each.
-    pub want_files: Vec<(ExecutableKey, u64)>,
-    /// Durable up to this epoch.
-    pub ack: Option<u64>,
-}
-
-/// Artifacts and files to ask for.
-type Wants = (Vec<ArtifactHash>, Vec<(ExecutableKey, u64)>);
-
-/// What is here of the files a capture is of.
-#[derive(Debug, Default)]
-pub struct Files {
-    /// The collector is on this host, so files of its processes are worth opening while they live.
-    pub local: bool,
-    /// Held open while their processes live.
-    pub pinned: Pinned,
-    /// Files fetched and tables made before.
-    pub cache: Option<Arc<Cache>>,
-}
-
-/// What a log leaves when it is closed.
-#[derive(Debug, Default)]
-pub struct Closed {
+#[error("cannot write the capture log {path}: {error}")]
+pub struct LogError {
     /// The file.
     pub path: PathBuf,
-    /// What its processes ran.
-    pub pinned: Pinned,
-    /// What was added to it.
-    pub assembler: Assembler,
+    /// What the system said.
+    pub error: io::Error,
+}
+
+/// What epochs hold, added up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Epochs.
+    pub epochs: u64,
+    /// Samples in them.
+    pub samples: u64,
+    /// They say how somebody was scheduled.
+    pub scheduled: bool,
+    /// What they say was lost, by reason.
+    pub lost: BTreeMap<i32, v1::Lost>,
+    /// Start of the first, end of the last; monotonic nanoseconds.
+    pub span: Option<(u64, u64)>,
+    /// Number of the epoch expected next, if there is one.
+    pub next_epoch: u64,
+}
+
+impl Tally {
+    /// That of one epoch.
+    #[must_use]
+    pub fn of(epoch: &v1::Epoch, number: u64) -> Self {
+        let events =
+            |samples: &v1::Samples| (0..samples.thread.len()).map(|at| samples.events(at)).sum();
+        let mut tally = Self {
+            epochs: 1,
+            samples: epoch.samples.iter().map(events).fold(0, u64::saturating_add),
+            scheduled: !epoch.sched.is_empty(),
+            span: Some((epoch.start_ns, epoch.end_ns)),
+            next_epoch: number.saturating_add(1),
+            lost: BTreeMap::new(),
+        };
+        lose(&mut tally.lost, &epoch.lost);
+        tally
+    }
+
+    /// Adds what came after it.
+    pub fn add(&mut self, other: &Self) {
+        self.epochs += other.epochs;
+        self.samples = self.samples.saturating_add(other.samples);
+        self.scheduled |= other.scheduled;
+        lose(&mut self.lost, other.lost.values());
+        self.span = match (self.span, other.span) {
+            (Some((start, _)), Some((_, end))) => Some((start, end)),
+            (own, others) => own.or(others),
+        };
+        self.next_epoch = self.next_epoch.max(other.next_epoch);
+    }
+
+    /// Nothing happened that anyone could miss.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.samples == 0 && self.lost.is_empty() && !self.scheduled
+    }
+}
+
+/// Adds losses to others, by reason.
+pub fn lose<'a>(into: &mut BTreeMap<i32, v1::Lost>, lost: impl IntoIterator<Item = &'a v1::Lost>) {
+    for lost in lost {
+        let entry = into.entry(lost.reason).or_insert(v1::Lost { count: 0, ..*lost });
+        entry.count = entry.count.saturating_add(lost.count);
+    }
 }
 
 /// A log being written.
 #[derive(Debug)]
 pub struct Log {
     path: PathBuf,
-    out: FrameWriter<File>,
-    assembler: Assembler,
-    asked: HashSet<ArtifactHash>,
-    files: Files,
-    /// Every file is asked for.
-    share_all: bool,
-    /// Looked for already.
-    met: HashSet<Executable>,
-    /// Number of the epoch expected next.
-    pub next_epoch: u64,
-    epochs: u64,
-    samples: u64,
-    /// Said by the epochs of this file, by reason.
-    lost: HashMap<i32, v1::Lost>,
-    /// Start of the first epoch, end of the last; monotonic nanoseconds.
-    pub span: Option<(u64, u64)>,
-    /// Bytes of messages written.
-    pub bytes: u64,
+    file: File,
+    /// Up to here the file has whole messages; what is behind is written again.
+    bytes: u64,
+    tally: Tally,
     ended: bool,
 }
 
-impl Log {
-    /// Makes a file, or empties the one that is there, and starts it with a greeting.
+/// Messages that are added to a log together.
+#[derive(Debug, Default)]
+pub struct Batch {
+    frames: Vec<u8>,
+    tally: Tally,
+    ended: bool,
+}
+
+impl Batch {
+    /// Adds an epoch, opened already.
     ///
     /// # Errors
-    /// See [`LogError`].
-    pub fn create(
-        path: PathBuf,
-        hello: &v1::CollectorMessage,
-        next_epoch: u64,
-        files: Files,
-        assembler: Assembler,
-    ) -> Result<Self, LogError> {
+    /// When it is larger than a frame may be.
+    pub fn epoch(&mut self, message: &v1::CollectorMessage, tally: &Tally) -> io::Result<()> {
+        write_frame(&mut self.frames, message)?;
+        self.tally.add(tally);
+        Ok(())
+    }
+
+    /// Adds anything else.
+    ///
+    /// # Errors
+    /// When it is larger than a frame may be.
+    pub fn other(&mut self, message: &v1::CollectorMessage) -> io::Result<()> {
+        self.ended |= matches!(message.body, Some(Body::End(_)));
+        write_frame(&mut self.frames, message)
+    }
+
+    /// Bytes in it.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.frames.len() as u64
+    }
+
+    /// What its epochs hold.
+    #[must_use]
+    pub fn tally(&self) -> &Tally {
+        &self.tally
+    }
+}
+
+impl Log {
+    /// Makes a file, which must not be there, and starts it with a greeting.
+    ///
+    /// # Errors
+    /// See [`LogError`]. Then there is no file.
+    pub fn create(path: PathBuf, hello: &v1::CollectorMessage) -> Result<Self, LogError> {
         let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true).mode(0o600);
+        options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(&path) {
-            Ok(file) => Self::start(path, file, hello, next_epoch, files, assembler),
-            Err(error) => Err(LogError::Write { path, error }),
+            Ok(file) => Self::start(path.clone(), file, hello).inspect_err(|_| {
+                // It holds nothing.
+                let _ = std::fs::remove_file(path);
+            }),
+            Err(error) => Err(LogError { path, error }),
         }
     }
 
-    /// Starts an empty file with a greeting; `path` is for messages. What comes is put together by
-    /// `assembler`.
+    /// Starts an empty file with a greeting; `path` is for messages.
     ///
     /// # Errors
     /// See [`LogError`].
@@ -134,240 +164,237 @@ impl Log {
         path: PathBuf,
         file: File,
         hello: &v1::CollectorMessage,
-        next_epoch: u64,
-        files: Files,
-        mut assembler: Assembler,
     ) -> Result<Self, LogError> {
-        let mut out = FrameWriter::new(file);
-        if let Err(error) = out.write(hello) {
-            return Err(LogError::Write { path, error });
-        }
-        assembler.add(hello)?;
-        Ok(Self {
-            path,
-            out,
-            assembler,
-            asked: HashSet::new(),
-            files,
-            share_all: matches!(&hello.body, Some(Body::Hello(hello)) if hello.share_all),
-            met: HashSet::new(),
-            next_epoch,
-            epochs: 0,
-            samples: 0,
-            lost: HashMap::new(),
-            span: None,
-            bytes: 0,
-            ended: false,
-        })
+        let mut log = Self { path, file, bytes: 0, tally: Tally::default(), ended: false };
+        log.append_one(hello)?;
+        Ok(log)
     }
 
-    /// What was added so far.
-    #[must_use]
-    pub fn profile(&self) -> &Profile {
-        self.assembler.profile()
-    }
-
-    /// Adds a message; when this returns, an epoch is on disk.
+    /// Adds messages; when this returns, their epochs are on disk.
     ///
     /// # Errors
-    /// See [`LogError`]. A malformed epoch is refused before it is written.
-    pub fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError> {
-        match &message.body {
-            Some(Body::Epoch(sealed)) if sealed.number < self.next_epoch => {
-                // Sent again: durable since before.
-                Ok(Answer { ack: Some(self.next_epoch - 1), ..Answer::default() })
-            }
-            Some(Body::Epoch(sealed)) => {
-                let epoch = open_epoch(sealed)?;
-                let (want, want_files) = self.take_epoch(&epoch)?;
-                self.write(message)?;
-                self.sync()?;
-                self.next_epoch = sealed.number + 1;
-                self.epochs += 1;
-                for samples in &epoch.samples {
-                    self.samples +=
-                        (0..samples.thread.len()).map(|at| samples.events(at)).sum::<u64>();
-                }
-                let start = self.span.map_or(epoch.start_ns, |(start, _)| start);
-                self.span = Some((start, epoch.end_ns));
-                for lost in epoch.lost {
-                    let entry =
-                        self.lost.entry(lost.reason).or_insert(v1::Lost { count: 0, ..lost });
-                    entry.count += lost.count;
-                }
-                Ok(Answer { want, want_files, ack: Some(sealed.number) })
-            }
-            Some(Body::Artifact(chunk)) if chunk.kind() == v1::ArtifactKind::File => {
-                self.take_file(chunk)
-            }
-            Some(Body::Artifact(chunk)) => {
-                let hash = ArtifactHash::try_from(chunk.hash.as_slice()).unwrap_or_default();
-                // Unasked for, it would only fill the disk.
-                if self.asked.contains(&hash) && self.assembler.artifact(&hash).is_none() {
-                    self.write(message)?;
-                    self.assembler.add(message)?;
-                }
-                Ok(Answer::default())
-            }
-            Some(Body::End(_)) => {
-                self.write(message)?;
-                self.sync()?;
-                self.assembler.add(message)?;
-                self.ended = true;
-                Ok(Answer::default())
-            }
-            Some(Body::Hello(_)) | None => Ok(Answer::default()),
+    /// See [`LogError`]. Then none of them is in the log, and all may be added again.
+    pub fn append(&mut self, batch: &Batch) -> Result<(), LogError> {
+        let written = self.file.write_all_at(&batch.frames, self.bytes).and_then(|()| {
+            // What is not acknowledged need not be durable.
+            if batch.tally.epochs > 0 || batch.ended { self.file.sync_data() } else { Ok(()) }
+        });
+        if let Err(error) = written {
+            // Whoever reads it after a crash is not to find what was not acknowledged. If this
+            // fails as well, the next attempt writes over it.
+            let _ = self.file.set_len(self.bytes);
+            return Err(self.error(error));
         }
+        self.bytes += batch.bytes();
+        self.tally.add(&batch.tally);
+        self.ended |= batch.ended;
+        Ok(())
     }
 
-    /// Everything asked for has come.
+    /// Adds a message that is no epoch.
+    ///
+    /// # Errors
+    /// See [`LogError`].
+    pub fn append_one(&mut self, message: &v1::CollectorMessage) -> Result<(), LogError> {
+        let mut batch = Batch::default();
+        batch.other(message).map_err(|error| self.error(error))?;
+        self.append(&batch)
+    }
+
+    /// Ends a window: with an end that speaks of its epochs only, `more` having been lost beside
+    /// what they said.
+    ///
+    /// # Errors
+    /// See [`LogError`]. It may be called again.
+    pub fn end_window(&mut self, more: &[v1::Lost]) -> Result<(), LogError> {
+        if self.ended {
+            return Ok(());
+        }
+        let mut all = self.tally.clone();
+        lose(&mut all.lost, more);
+        let lost_samples = all
+            .lost
+            .values()
+            .filter(|l| l.samples)
+            .fold(0u64, |sum, l| sum.saturating_add(l.count));
+        let end = v1::End {
+            clock_monotonic_ns: all.span.map_or(0, |(_, end)| end),
+            epochs: all.epochs,
+            taken: all.samples.saturating_add(lost_samples),
+            lost: all.lost.into_values().collect(),
+            // Known when the capture ends.
+            python: Vec::new(),
+        };
+        self.append_one(&v1::CollectorMessage { body: Some(Body::End(end)) })
+    }
+
+    /// What its epochs hold.
     #[must_use]
-    pub fn has_its_artifacts(&self) -> bool {
-        self.asked.iter().all(|hash| self.assembler.artifact(hash).is_some())
-            && self.assembler.handed().is_complete()
+    pub fn tally(&self) -> &Tally {
+        &self.tally
     }
 
-    /// The stream has ended as it should.
+    /// Bytes of the file.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// It has an end.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// Samples of this file and what its epochs said was lost.
+    /// Somebody has removed the file.
     #[must_use]
-    pub fn totals(&self) -> (u64, Vec<v1::Lost>) {
-        (self.samples, self.lost.values().copied().collect())
+    pub fn is_removed(&self) -> bool {
+        self.file.metadata().is_ok_and(|found| found.nlink() == 0)
     }
 
-    /// Closes the file as a window of its own: with an end that speaks of its epochs only, `more`
-    /// having been lost beside what they said.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn end_window(&mut self, more: &[v1::Lost]) -> Result<(), LogError> {
-        let mut lost = self.lost.clone();
-        for extra in more {
-            let entry = lost.entry(extra.reason).or_insert(v1::Lost { count: 0, ..*extra });
-            entry.count += extra.count;
-        }
-        let lost_samples: u64 = lost.values().filter(|l| l.samples).map(|l| l.count).sum();
-        let mut lost: Vec<_> = lost.into_values().collect();
-        lost.sort_by_key(|lost| lost.reason);
-        let end = v1::End {
-            clock_monotonic_ns: self.span.map_or(0, |(_, end)| end),
-            epochs: self.epochs,
-            taken: self.samples + lost_samples,
-            lost,
-            // Known when the capture ends.
-            python: Vec::new(),
-        };
-        self.add(&v1::CollectorMessage { body: Some(Body::End(end)) }).map(|_| ())
-    }
-
-    /// What it holds open, a second time.
+    /// The file.
     #[must_use]
-    pub fn pinned(&self) -> Pinned {
-        self.files.pinned.try_clone()
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
-    /// Closes the file.
-    #[must_use]
-    pub fn close(self) -> Closed {
-        Closed { path: self.path, pinned: self.files.pinned, assembler: self.assembler }
-    }
-
-    /// Takes a piece of a file. It is kept outside of this log until the file is whole, so that a
-    /// transfer may go on in another log. Then it is kept here, for whoever resolves this log
-    /// again.
-    fn take_file(&mut self, chunk: &v1::ArtifactChunk) -> Result<Answer, LogError> {
-        let handed = Arc::clone(self.assembler.handed());
-        match handed.take(chunk) {
-            Taken::Nothing => Ok(Answer::default()),
-            Taken::Refused(message) => self.write(&message).map(|()| Answer::default()),
-            Taken::Again => {
-                let want_files = key(chunk).into_iter().map(|key| (key, 0)).collect();
-                Ok(Answer { want_files, ..Answer::default() })
-            }
-            Taken::Whole => {
-                handed.messages(chunk).try_for_each(|message| self.write(&message))?;
-                Ok(Answer::default())
-            }
-        }
-    }
-
-    /// Adds an epoch to the profile, pins its files, and tells which artifacts and files to ask
-    /// for.
-    fn take_epoch(&mut self, epoch: &v1::Epoch) -> Result<Wants, LogError> {
-        let met = self.assembler.take(epoch)?;
-        let mut want = self.assembler.wanted();
-        want.retain(|hash| !self.asked.contains(hash));
-        self.asked.extend(&want);
-        let mut want_files = Vec::new();
-        for id in met.executables {
-            let executable = self.assembler.executable(id);
-            let Executable::File { key, .. } = executable else { continue };
-            let pids: Vec<u32> = met
-                .mapped
-                .iter()
-                .filter(|(mapped, _)| self.files.local && *mapped == id)
-                .map(|(_, pid)| *pid)
-                .collect();
-            // The inodes of another host mean nothing here.
-            let here = (self.files.local || executable.build_id().is_some())
-                && self.files.pinned.pin(executable, &pids);
-            let new = self.met.insert(executable.clone());
-            if !new || (!self.share_all && (here || self.is_cached(executable.build_id()))) {
-                continue;
-            }
-            want_files.extend(key.and_then(|key| {
-                let offset = self.assembler.handed().ask(key)?;
-                Some((key, offset))
-            }));
-        }
-        Ok((want, want_files))
-    }
-
-    /// Whether the cache has the file or what was made of it.
-    fn is_cached(&self, build_id: Option<BuildId>) -> bool {
-        let (Some(cache), Some(id)) = (&self.files.cache, build_id) else { return false };
-        let kinds = [Kind::Executable, Kind::Table(table::VERSION)];
-        let has = |kind| cache.get(&Key::new(id.into(), kind)).is_ok_and(|blob| blob.is_some());
-        kinds.into_iter().any(has)
-    }
-
-    fn write(&mut self, message: &v1::CollectorMessage) -> Result<(), LogError> {
-        self.bytes += message.encoded_len() as u64;
-        self.out.write(message).map_err(|error| LogError::Write { path: self.path.clone(), error })
-    }
-
-    fn sync(&self) -> Result<(), LogError> {
-        self.out
-            .get_ref()
-            .sync_data()
-            .map_err(|error| LogError::Write { path: self.path.clone(), error })
+    fn error(&self, error: io::Error) -> LogError {
+        LogError { path: self.path.clone(), error }
     }
 }
 
-/// What a log on disk holds of a capture.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Held {
-    /// Number of the first epoch it does not hold.
-    pub next_epoch: u64,
-    /// What its epochs said was lost, by reason.
-    pub lost: Vec<v1::Lost>,
-}
-
-/// Looks into a log from before; one that cannot be read holds nothing.
-#[must_use]
-pub fn inspect(path: &Path) -> Held {
-    let mut held = Held::default();
-    let Ok(file) = File::open(path) else { return held };
-    let mut reader = FrameReader::new(io::BufReader::new(file));
-    while let Ok(Some(message)) = reader.next_message() {
-        if let Some(Body::Epoch(sealed)) = &message.body {
-            held.next_epoch = held.next_epoch.max(sealed.number + 1);
-            held.lost.extend(open_epoch(sealed).map(|epoch| epoch.lost).unwrap_or_default());
+/// Opens a log that was not closed: what is behind its last whole message is cut off, as it was
+/// never acknowledged. Where whole messages follow damage, nothing is cut, and the log cannot be
+/// ended any more.
+///
+/// # Errors
+/// See [`LogError`]. A file that holds nothing is an error of kind `InvalidData`.
+pub fn recover(path: &Path) -> Result<Log, LogError> {
+    let failed = |error| LogError { path: path.to_owned(), error };
+    let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
+    let mut reader = FrameReader::new(BufReader::new(&file));
+    let (mut tally, mut ended) = (Tally::default(), false);
+    loop {
+        let message = reader
+            .next_message()
+            .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+        match message.and_then(|message| message.body) {
+            Some(Body::Epoch(sealed)) => {
+                // One that does not open was checked before it was written: its samples are lost
+                // with the disk that lost them. Its number must not be given out again.
+                let epoch = open_epoch(&sealed).unwrap_or_default();
+                tally.add(&Tally::of(&epoch, sealed.number));
+            }
+            Some(Body::End(_)) => ended = true,
+            Some(Body::Hello(_) | Body::Artifact(_)) => {}
+            None => break,
         }
     }
-    held
+    let bytes = reader.offset_of_the_end();
+    let length = file.metadata().map_err(failed)?.len();
+    if bytes < length {
+        if is_whole_behind(&file, bytes).map_err(failed)? {
+            tracing::warn!(
+                "{}: damaged at byte {bytes}; what follows is left out of its profile",
+                path.display()
+            );
+            ended = true;
+        } else {
+            file.set_len(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+        }
+    }
+    Ok(Log { path: path.to_owned(), file, bytes, tally, ended })
+}
+
+/// Whether a whole message lies behind a place where none begins.
+fn is_whole_behind(mut file: &File, from: u64) -> io::Result<bool> {
+    file.seek(SeekFrom::Start(from.saturating_add(1)))?;
+    let mut rest = Vec::new();
+    BufReader::new(file).read_to_end(&mut rest)?;
+    Ok(find_frame(&rest).is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use stackwire_proto::seal_epoch;
+
+    use super::*;
+
+    fn hello() -> v1::CollectorMessage {
+        v1::CollectorMessage { body: Some(Body::Hello(v1::Hello::default())) }
+    }
+
+    fn batch(numbers: std::ops::Range<u64>) -> Batch {
+        let mut batch = Batch::default();
+        for number in numbers {
+            let epoch = v1::Epoch { number, end_ns: number, ..v1::Epoch::default() };
+            let body = Some(Body::Epoch(seal_epoch(&epoch)));
+            let tally = Tally::of(&epoch, number);
+            batch.epoch(&v1::CollectorMessage { body }, &tally).unwrap();
+        }
+        batch
+    }
+
+    #[test]
+    fn a_log_cut_anywhere_is_recovered_up_to_its_last_whole_epoch() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let mut log = Log::create(path.clone(), &hello()).unwrap();
+        let mut ends = vec![log.bytes()];
+        for number in 0..3 {
+            log.append(&batch(number..number + 1)).unwrap();
+            ends.push(log.bytes());
+        }
+        let whole = std::fs::read(&path).unwrap();
+        for cut in ends[0]..=ends[3] {
+            std::fs::write(&path, &whole[..cut as usize]).unwrap();
+            let epochs = ends.iter().filter(|&&end| end <= cut).count() as u64 - 1;
+            let mut log = recover(&path).unwrap();
+            assert_eq!((log.tally().epochs, log.tally().next_epoch), (epochs, epochs), "{cut}");
+            log.append(&batch(epochs..epochs + 1)).unwrap();
+            log.end_window(&[]).unwrap();
+            let again = recover(&path).unwrap();
+            assert!(again.has_ended());
+            assert_eq!(again.tally().epochs, epochs + 1, "{cut}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_cut_where_whole_epochs_follow_damage() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let mut log = Log::create(path.clone(), &hello()).unwrap();
+        log.append(&batch(0..1)).unwrap();
+        let damaged = log.bytes();
+        log.append(&batch(1..3)).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[damaged as usize] ^= 0x20;
+        std::fs::write(&path, &bytes).unwrap();
+        assert!(recover(&path).unwrap().has_ended());
+        assert_eq!(std::fs::read(&path).unwrap(), bytes);
+    }
+
+    #[test]
+    fn what_could_not_be_written_is_not_there_and_may_come_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let mut log = Log::create(path.clone(), &hello()).unwrap();
+        log.append(&batch(0..2)).unwrap();
+        let writable = std::mem::replace(&mut log.file, File::open(&path).unwrap());
+        let failed = log.append(&batch(2..4)).unwrap_err();
+        assert!(failed.to_string().contains("cannot write the capture log"), "{failed}");
+        log.file = writable;
+        log.append(&batch(2..4)).unwrap();
+        assert_eq!(recover(&path).unwrap().tally(), log.tally());
+        assert_eq!(log.tally().next_epoch, 4);
+    }
+
+    #[test]
+    fn a_file_that_is_there_is_not_written_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        std::fs::write(&path, "acknowledged").unwrap();
+        assert!(Log::create(path.clone(), &hello()).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"acknowledged");
+    }
 }

@@ -6,3 +6,4 @@
 pub mod grpc;
 pub mod handed;
 pub mod log;
+pub mod wants;

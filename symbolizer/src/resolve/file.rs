@@ -6,7 +6,6 @@
 //! file at the path is taken, and the report says so. Files are opened without blocking and read
 //! only when they are regular, because the process chose the path.
 
-use std::collections::HashMap;
 use std::fs::{File, Metadata};
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -20,6 +19,7 @@ use stackwire_cache::Absent;
 use stackwire_elf::{ElfError, Headers};
 use stackwire_model::{BuildId, Device, ExecutableKey};
 
+use super::pinned::Pinned;
 use crate::profile::Executable;
 use crate::receive::handed::{Handed, NotHanded};
 
@@ -100,50 +100,8 @@ pub struct Opened {
     pub handed_over: bool,
 }
 
-/// Files opened while the processes that ran them were alive: they may be deleted or out of reach
-/// when names are looked for.
-#[derive(Debug, Default)]
-pub struct Pinned {
-    files: HashMap<Executable, Opened>,
-    tried: HashMap<Executable, u32>,
-}
-
-/// Files held open at most: below the usual limit of 1,024 descriptors.
-const MAX_PINNED: usize = 512;
-/// A file not to be had is not asked for again and again.
-const MAX_TRIES: u32 = 3;
-
-impl Pinned {
-    /// The same files, held a second time. One that cannot be is left out, and looked for again.
-    #[must_use]
-    pub fn try_clone(&self) -> Self {
-        let files = self.files.iter().filter_map(|(executable, Opened { file, path, .. })| {
-            let opened = Opened::of(file.try_clone().ok()?, path.clone());
-            Some((executable.clone(), opened))
-        });
-        Self { files: files.collect(), tried: HashMap::new() }
-    }
-
-    /// Opens the file of `executable` through one of `pids`, unless it is held already; whether it
-    /// is held then.
-    pub fn pin(&mut self, executable: &Executable, pids: &[u32]) -> bool {
-        if self.files.contains_key(executable) {
-            return true;
-        }
-        let Executable::File { .. } = executable else { return false };
-        let tried = self.tried.entry(executable.clone()).or_insert(0);
-        if *tried >= MAX_TRIES || self.files.len() >= MAX_PINNED {
-            return false;
-        }
-        *tried += 1;
-        let Ok(opened) = find(executable, pids) else { return false };
-        self.files.insert(executable.clone(), opened);
-        true
-    }
-}
-
 impl Opened {
-    fn of(file: File, path: String) -> Self {
+    pub(super) fn of(file: File, path: String) -> Self {
         Self { file, path, handed_over: false }
     }
 }
@@ -159,8 +117,8 @@ pub fn open(
     pinned: &Pinned,
     handed: &Handed,
 ) -> Result<Opened, FileError> {
-    if let Some(Opened { file, path, .. }) = pinned.files.get(executable) {
-        return Ok(Opened::of(file.try_clone()?, path.clone()));
+    if let Some(opened) = pinned.get(executable) {
+        return Ok(opened?);
     }
     let here = match find(executable, pids) {
         Ok(opened) => return Ok(opened),
@@ -202,7 +160,7 @@ pub fn shown(path: &str) -> String {
 
 /// A file system may never answer (FUSE, a dead NFS server), and nothing wakes a thread that waits
 /// for it. So a thread of its own asks, and is left behind when there is no answer.
-fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, FileError> {
+pub(super) fn find(executable: &Executable, pids: &[u32]) -> Result<Opened, FileError> {
     let (sender, receiver) = mpsc::channel();
     let (of, pids) = (executable.clone(), pids.to_vec());
     let started = std::thread::Builder::new().name("open".to_owned()).spawn(move || {
@@ -361,8 +319,9 @@ mod tests {
         std::fs::copy(original, &path).unwrap();
         let path = path.to_str().unwrap().to_owned();
         let executable = Executable::File { path: path.clone(), key: Some(build_id.into()) };
-        let mut pinned = Pinned::default();
-        pinned.pin(&executable, &[]);
+        let pins = super::super::Pins::default();
+        assert!(pins.pin(&executable, &[]));
+        let pinned = pins.of(std::slice::from_ref(&executable));
         std::fs::remove_file(&path).unwrap();
         assert!(open(&executable, &[], &Pinned::default(), &Handed::default()).is_err());
         assert!(open(&executable, &[], &pinned, &Handed::default()).is_ok());

@@ -15,6 +15,7 @@ mod lay_out;
 mod local;
 mod mapped_tables;
 mod one;
+mod pinned;
 mod recent;
 
 use std::collections::{BTreeMap, HashMap};
@@ -30,12 +31,13 @@ use stackwire_symbols::table::{Kind, Table};
 
 pub use self::add::{AddError, add as add_to_cache};
 pub use self::debuginfod::{Debuginfod, DebuginfodError};
+pub use self::file::FileError;
 pub(crate) use self::file::open_regular;
-pub use self::file::{FileError, Pinned};
 use self::ladder::Wanted;
 pub use self::lay_out::lay_out;
 use self::mapped_tables::MappedTables;
 pub use self::one::{Answer, Symbols, SymbolsError, build_ids};
+pub use self::pinned::{Pinned, Pins};
 use self::recent::Recent;
 use crate::capture::Artifacts;
 use crate::metrics::Metrics;

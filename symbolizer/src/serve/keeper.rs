@@ -1,320 +1,386 @@
-//! What a server keeps of each stream: a log for each window, which is ended and resolved in its
-//! time.
+//! What a server keeps of each stream: a log for each window.
 //!
-//! A window is resolved when the artifacts asked for with it have come. By then the next window has
-//! begun. Called by `receive/grpc.rs`, on threads that may block.
+//! A window is closed when the artifacts asked for with it have come. By then the next window has
+//! begun. Called by `receive/grpc.rs`, on threads that may block. Profiles are written elsewhere
+//! (`closing.rs`), from the logs.
 
-use std::collections::{HashMap, HashSet};
 use std::fs;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::io::ErrorKind;
+use std::sync::Arc;
 use std::time::Duration;
 
-use stackwire_elf::Scratch;
+use stackwire_proto::open_epoch;
 use stackwire_proto::v1;
 use stackwire_proto::v1::collector_message::Body;
+use tokio::sync::watch;
 
-use super::{Config, window};
+use super::Config;
+use super::closing::AllHanded;
+use super::id::{CaptureId, WindowId};
+use super::index::Before;
+use super::store::{Store, StoreError};
+use super::turns::{Turn, Turns};
 use crate::capture::Assembler;
-use crate::profile::hex;
-use crate::receive::grpc::{Accept, Keep, NotKept};
+use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
 use crate::receive::handed::Handed;
-use crate::receive::log::{Answer, Files, Held, Log, LogError, inspect};
-use crate::resolve::Pinned;
+use crate::receive::log::{Batch, Log, LogError, Tally, lose};
+use crate::receive::wants::{Place, Wants};
+use crate::resolve::Pins;
 
-/// Windows that may be resolved at once before collectors are asked to pause.
-const MAX_UNRESOLVED: usize = 4;
 /// A window ends early when its log has this many bytes.
-const MAX_WINDOW_BYTES: u64 = 512 << 20;
-/// How long a collector that came back waits for its old stream to be finished.
-const OLD_STREAM: Duration = Duration::from_secs(30);
+const MAX_WINDOW_BYTES: u64 = 128 << 20;
 
 /// Makes a keeper for each stream.
 #[derive(Debug)]
 pub(super) struct Keepers {
-    config: Arc<Config>,
-    shared: Arc<Shared>,
-    /// Held by every keeper, so that the server can wait for the last.
-    alive: tokio::sync::mpsc::Sender<()>,
+    pub config: Arc<Config>,
+    pub shared: Arc<Shared>,
+    /// How many keepers there are, so that the server can wait for the last.
+    pub alive: watch::Sender<usize>,
 }
 
-#[derive(Debug, Default)]
-struct Shared {
-    unresolved: AtomicUsize,
-    /// Captures with a stream: one capture has one at a time.
-    streaming: Mutex<HashSet<String>>,
-    freed: Condvar,
-    /// Files handed over, by capture, until it has ended.
-    handed: Mutex<HashMap<String, Arc<Handed>>>,
-}
-
-/// Most captures whose files are remembered between streams. Beyond that, captures without a stream
-/// lose their files: they may never come back.
-const MAX_REMEMBERED: usize = 256;
-
-impl Shared {
-    fn handed(&self, capture: &str, scratch: &Scratch) -> Arc<Handed> {
-        let mut handed = self.handed.lock().unwrap_or_else(PoisonError::into_inner);
-        if handed.len() >= MAX_REMEMBERED && !handed.contains_key(capture) {
-            let streaming = self.streaming.lock().unwrap_or_else(PoisonError::into_inner);
-            handed.retain(|capture, _| streaming.contains(capture));
-        }
-        let of_capture = handed.entry(capture.to_owned());
-        Arc::clone(of_capture.or_insert_with(|| Arc::new(Handed::new(scratch.clone()))))
-    }
-
-    fn forget(&self, capture: &str) {
-        self.handed.lock().unwrap_or_else(PoisonError::into_inner).remove(capture);
-    }
-}
-
-impl Keepers {
-    pub(super) fn new(config: Arc<Config>, alive: tokio::sync::mpsc::Sender<()>) -> Self {
-        Self { config, shared: Arc::default(), alive }
-    }
-
-    /// Finishes what a server before this one left open.
-    pub(super) fn finish_old(&self) {
-        // One that ended a server while it was resolved would end every server after it.
-        for path in window::files(&self.config.log_dir, window::TRIED) {
-            window::give_up(&path);
-        }
-        for path in window::files(&self.config.log_dir, "open") {
-            let tried = path.with_extension(window::TRIED);
-            match fs::rename(&path, &tried) {
-                Ok(()) => window::finish_old(&self.config, &tried),
-                Err(_) => window::finish_old(&self.config, &path),
-            }
-        }
-    }
+/// What the keepers share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub store: Arc<Store>,
+    pub pins: Arc<Pins>,
+    pub handed: Arc<AllHanded>,
+    pub turns: Arc<Turns>,
 }
 
 impl Accept for Keepers {
-    fn accept(
-        &self,
-        hello: &v1::Hello,
-        message: &v1::CollectorMessage,
-    ) -> Result<Box<dyn Keep>, NotKept> {
-        if hello.capture_id.len() != 16 {
-            return Err(NotKept::Refused("a capture id has 16 bytes".to_owned()));
-        }
-        let epoch = Duration::from_nanos(hello.epoch_ns);
-        if epoch > self.config.window {
-            let [epoch, window] = [epoch, self.config.window].map(humantime::format_duration);
-            return Err(NotKept::Refused(format!(
-                "epochs of {epoch} do not fit into windows of {window}: the collector needs shorter ones, or the \
-                 server longer ones"
-            )));
-        }
-        let id = hex(&hello.capture_id);
-        let turn = Turn::take(Arc::clone(&self.shared), id.clone())?;
-        // What is held of the capture from before: of a broken connection, or a server before this
-        // one.
-        let mut held = Held::default();
-        let mut next_window = 0;
-        for path in window::files(&self.config.log_dir, "stackwire") {
-            let Some((_, number)) = window::parts(&path).filter(|(of, _)| *of == id) else {
-                continue;
-            };
-            next_window = next_window.max(number + 1);
-            let found = inspect(&path);
-            held.next_epoch = held.next_epoch.max(found.next_epoch);
-            held.lost.extend(found.lost);
-        }
-        let local = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
-        // A transfer that broke off goes on in this stream.
-        let handed = self.shared.handed(&id, &self.config.sources.scratch);
-        let mut keeper = Keeper {
-            config: Arc::clone(&self.config),
-            hello: message.clone(),
-            id,
-            epoch,
-            window: next_window,
-            log: None,
-            closing: None,
-            end: None,
-            next_epoch: held.next_epoch,
-            lost_before: held.lost,
-            local,
-            handed,
-            turn,
-            _alive: self.alive.clone(),
-        };
-        let opened = keeper.open(Pinned::default());
-        opened.map_err(|error| NotKept::Failed(error.to_string()))?;
-        Ok(Box::new(keeper))
-    }
-}
-
-/// The right to write the logs of a capture.
-struct Turn {
-    shared: Arc<Shared>,
-    id: String,
-}
-
-impl Turn {
-    /// Waits until no other stream of the capture is there.
-    fn take(shared: Arc<Shared>, id: String) -> Result<Self, NotKept> {
-        let streaming = shared.streaming.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut streaming, waited) = shared
-            .freed
-            .wait_timeout_while(streaming, OLD_STREAM, |streaming| streaming.contains(&id))
-            .unwrap_or_else(PoisonError::into_inner);
-        if waited.timed_out() {
-            return Err(NotKept::Failed("this capture is streamed already".to_owned()));
-        }
-        streaming.insert(id.clone());
-        drop(streaming);
-        Ok(Self { shared, id })
-    }
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        let mut streaming = self.shared.streaming.lock().unwrap_or_else(PoisonError::into_inner);
-        streaming.remove(&self.id);
-        drop(streaming);
-        self.shared.freed.notify_all();
+    async fn accept(&self, hello: v1::Hello) -> Result<Accepted, NotKept> {
+        let capture = CaptureId::of(&hello.capture_id)
+            .ok_or(NotKept::Malformed("a capture id has 16 bytes"))?;
+        let taken = self.shared.turns.take(capture).await;
+        let (turn, replaced) = taken.ok_or_else(|| {
+            NotKept::Failed("another stream of this capture is in the way".to_owned())
+        })?;
+        let (config, shared) = (Arc::clone(&self.config), Arc::clone(&self.shared));
+        let alive = Alive::of(&self.alive);
+        let begin = move || Keeper::begin(config, shared, capture, hello, turn, alive);
+        let keeper = tokio::task::spawn_blocking(begin).await;
+        let keeper = keeper.map_err(|error| NotKept::Failed(error.to_string()))?;
+        let keeper = keeper.map_err(|error| NotKept::Failed(error.to_string()))?;
+        Ok(Accepted { keeper: Box::new(keeper), replaced })
     }
 }
 
 /// Keeps one stream.
 struct Keeper {
     config: Arc<Config>,
+    shared: Arc<Shared>,
+    capture: CaptureId,
     hello: v1::CollectorMessage,
-    id: String,
     /// Length of the collector's epochs, zero if it is not told.
     epoch: Duration,
-    window: u64,
-    log: Option<Log>,
-    /// The window before, while artifacts it asked for are on their way.
-    closing: Option<Log>,
-    /// Came while artifacts were on their way.
-    end: Option<v1::End>,
-    next_epoch: u64,
-    /// Said by windows before this one.
-    lost_before: Vec<v1::Lost>,
-    local: bool,
+    place: Arc<Place>,
     /// Files handed over, in whichever window.
     handed: Arc<Handed>,
-    turn: Turn,
-    _alive: tokio::sync::mpsc::Sender<()>,
+    /// What there was before this stream, and in its closed windows.
+    before: Before,
+    window: Option<Window>,
+    /// The window before, while artifacts it asked for are on their way.
+    closing: Option<Window>,
+    /// Said by the collector to be all.
+    end: Option<v1::End>,
+    _turn: Turn,
+    _alive: Alive,
+}
+
+/// Counts a keeper while it is there.
+struct Alive(watch::Sender<usize>);
+
+impl Alive {
+    fn of(count: &watch::Sender<usize>) -> Self {
+        count.send_modify(|count| *count += 1);
+        Self(count.clone())
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
+
+/// A window that grows.
+struct Window {
+    id: WindowId,
+    log: Log,
+    wants: Wants,
 }
 
 impl Keeper {
-    fn open(&mut self, pinned: Pinned) -> Result<(), LogError> {
-        let cache = self.config.sources.cache.clone();
-        // What was opened while its processes lived serves every window after.
-        let files = Files { local: self.local, pinned, cache };
-        let path = self.config.log_dir.join(format!("{}-{:06}.open", self.id, self.window));
-        let assembler = Assembler::default().beside(Arc::clone(&self.handed));
-        self.log = Some(Log::create(path, &self.hello, self.next_epoch, files, assembler)?);
-        Ok(())
+    fn begin(
+        config: Arc<Config>,
+        shared: Arc<Shared>,
+        capture: CaptureId,
+        hello: v1::Hello,
+        turn: Turn,
+        alive: Alive,
+    ) -> Result<Self, StoreError> {
+        let is_here = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+            .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
+        let place =
+            Place { is_here, share_all: hello.share_all, cache: config.sources.cache.clone() };
+        let scratch = config.sources.scratch.clone();
+        Ok(Self {
+            before: shared.store.before(capture)?,
+            // A transfer that broke off goes on in this stream.
+            handed: shared.handed.of(capture, || Handed::new(scratch)),
+            config,
+            shared,
+            capture,
+            epoch: Duration::from_nanos(hello.epoch_ns),
+            hello: v1::CollectorMessage { body: Some(Body::Hello(hello)) },
+            place: Arc::new(place),
+            window: None,
+            closing: None,
+            end: None,
+            _turn: turn,
+            _alive: alive,
+        })
     }
 
-    /// Begins the next window; the one that ends waits for its artifacts.
-    fn turn_window(&mut self) -> Result<(), LogError> {
-        self.finish_closing()?;
-        let Some(log) = self.log.take() else { return Ok(()) };
-        self.next_epoch = log.next_epoch;
-        self.window += 1;
-        let pinned = log.pinned();
-        self.lost_before.extend(log.totals().1);
-        self.closing = Some(log);
-        self.open(pinned)
-    }
-
-    fn finish_closing(&mut self) -> Result<(), LogError> {
-        let Some(mut log) = self.closing.take() else { return Ok(()) };
-        log.end_window(&[])?;
-        self.resolve(log);
-        Ok(())
-    }
-
-    fn resolve(&self, log: Log) {
-        let (samples, lost) = log.totals();
-        let scheduled = !log.profile().sched.is_empty();
-        let closed = log.close();
-        if samples == 0 && lost.is_empty() && !scheduled {
-            // Nothing happened in it that anyone could miss.
-            let _ = fs::remove_file(&closed.path);
-            return;
+    /// The window that grows; begun if there is none, or if its log was removed.
+    fn window(&mut self) -> Result<&mut Window, StoreError> {
+        if self.window.as_ref().is_some_and(|window| window.log.is_removed()) {
+            self.turn_window()?;
+            self.close_before()?;
         }
-        self.turn.shared.unresolved.fetch_add(1, Ordering::Relaxed);
-        window::finish(&self.config, closed);
-        self.turn.shared.unresolved.fetch_sub(1, Ordering::Relaxed);
+        let window = match self.window.take() {
+            Some(window) => window,
+            None => self.begin_window()?,
+        };
+        Ok(self.window.insert(window))
+    }
+
+    fn begin_window(&mut self) -> Result<Window, StoreError> {
+        let id = WindowId { capture: self.capture, number: self.before.next_window };
+        let begun = self.shared.store.begin(id, &self.hello).inspect_err(|error| {
+            if matches!(error, StoreError::Log(failed) if failed.error.kind() == ErrorKind::AlreadyExists)
+            {
+                self.before.next_window += 1;
+            }
+        });
+        let log = begun?;
+        self.before.next_window += 1;
+        let wants = Wants::new(Arc::clone(&self.place), Arc::clone(&self.handed));
+        Ok(Window { id, log, wants })
+    }
+
+    /// Whether an epoch that begins and ends then is of the next window. Epochs are not split: where
+    /// they do not fill a window exactly, it ends with the one that comes nearest.
+    fn is_full(&self, added: &Tally, bytes: u64) -> bool {
+        let Some(window) = &self.window else { return false };
+        let mut tally = window.log.tally().clone();
+        tally.add(added);
+        let (length, half) = (self.config.window.as_nanos(), self.epoch.as_nanos() / 2);
+        let span = tally.span.map_or(0, |(start, end)| end.saturating_sub(start));
+        u128::from(span) + half >= length || window.log.bytes() + bytes > MAX_WINDOW_BYTES
+    }
+
+    /// The window that grows waits for its artifacts, and the one that did so is closed.
+    fn turn_window(&mut self) -> Result<(), StoreError> {
+        self.close_before()?;
+        if let Some(window) = &self.window {
+            self.before.next_epoch = self.before.next_epoch.max(window.log.tally().next_epoch);
+            lose(&mut self.before.lost, window.log.tally().lost.values());
+        }
+        self.closing = self.window.take();
+        Ok(())
+    }
+
+    fn close_before(&mut self) -> Result<(), StoreError> {
+        if let Some(window) = &mut self.closing {
+            self.shared.handed.keep_for(window.id, &self.handed);
+            self.shared.store.close(window.id, &mut window.log, &[])?;
+        }
+        self.closing = None;
+        Ok(())
+    }
+
+    fn next_epoch(&self) -> u64 {
+        let grown = self.window.as_ref().map_or(0, |window| window.log.tally().next_epoch);
+        self.before.next_epoch.max(grown)
+    }
+
+    /// Adds epochs from the front of `messages`, as many as fit into the window, with one sync.
+    fn add_epochs(
+        &mut self,
+        messages: &[v1::CollectorMessage],
+        taken: &mut Taken,
+    ) -> Result<(), Stop> {
+        self.shared.store.room()?;
+        let mut batch = Batch::default();
+        let (mut count, mut last) = (0, None);
+        let mut stop = Ok(());
+        for message in messages {
+            let Some(Body::Epoch(sealed)) = &message.body else { break };
+            if sealed.number < self.next_epoch().max(batch.tally().next_epoch) {
+                // Sent again: durable since before, or with this batch.
+                (count, last) = (count + 1, last.max(Some(sealed.number)));
+                continue;
+            }
+            if self.is_full(batch.tally(), batch.bytes()) {
+                if batch.tally().epochs > 0 {
+                    break;
+                }
+                self.turn_window()?;
+            }
+            match self.check(sealed, taken) {
+                Ok(tally) => {
+                    let path = || self.capture.to_string().into();
+                    batch
+                        .epoch(message, &tally)
+                        .map_err(|error| LogError { path: path(), error })?;
+                    (count, last) = (count + 1, last.max(Some(sealed.number)));
+                }
+                Err(error) => {
+                    // What came before it is kept.
+                    stop = Err(error);
+                    break;
+                }
+            }
+        }
+        if batch.tally().epochs > 0 {
+            self.window()?.log.append(&batch)?;
+        }
+        taken.messages += count;
+        taken.ack = taken.ack.max(last);
+        stop
+    }
+
+    /// Opens an epoch, and asks for what it needs. One that does not hold together is refused before
+    /// it is written: what is acknowledged can be resolved.
+    fn check(&mut self, sealed: &v1::SealedEpoch, taken: &mut Taken) -> Result<Tally, Stop> {
+        if sealed.number >= i64::MAX as u64 {
+            return Err(Stop::Refused(Stopped::Seal(stackwire_proto::SealError::TooLarge {
+                what: "the number of an epoch",
+                length: sealed.number,
+                limit: i64::MAX as u64,
+            })));
+        }
+        let epoch = open_epoch(sealed).map_err(|error| Stop::Refused(error.into()))?;
+        let mut assembler = Assembler::default();
+        let added = assembler.add(&self.hello).and_then(|()| assembler.take(&epoch));
+        let met = added.map_err(|error| Stop::Refused(error.into()))?;
+        let pins = Arc::clone(&self.shared.pins);
+        let wanted = self.window()?.wants.look(&assembler, &met, &pins);
+        taken.wanted.extend(wanted);
+        Ok(Tally::of(&epoch, sealed.number))
+    }
+
+    fn add_artifact(
+        &mut self,
+        message: &v1::CollectorMessage,
+        taken: &mut Taken,
+    ) -> Result<(), Stop> {
+        let Some(Body::Artifact(chunk)) = &message.body else { return Ok(()) };
+        if chunk.kind() == v1::ArtifactKind::File {
+            let window = self.window()?;
+            taken.wanted.extend(window.wants.file(chunk, &mut window.log)?);
+        }
+        for window in [&mut self.closing, &mut self.window].into_iter().flatten() {
+            if chunk.kind() != v1::ArtifactKind::File && window.wants.artifact(chunk) {
+                window.log.append_one(message)?;
+            }
+        }
+        if self.closing.as_ref().is_some_and(|window| window.wants.are_fulfilled()) {
+            self.close_before()?;
+        }
+        Ok(())
+    }
+
+    fn add_front(
+        &mut self,
+        messages: &[v1::CollectorMessage],
+        taken: &mut Taken,
+    ) -> Result<(), Stop> {
+        let Some(first) = messages.first() else { return Ok(()) };
+        match &first.body {
+            Some(Body::Epoch(_)) => return self.add_epochs(messages, taken),
+            Some(Body::Artifact(_)) => self.add_artifact(first, taken)?,
+            // Of the whole capture; its last window gets an end of its own, in `finish`, when the
+            // artifacts have come as well.
+            Some(Body::End(end)) => self.end = Some(end.clone()),
+            Some(Body::Hello(_)) | None => {}
+        }
+        taken.messages += 1;
+        Ok(())
     }
 
     /// What the capture lost beyond what its windows said.
     fn lost_beyond(&self, total: &[v1::Lost]) -> Vec<v1::Lost> {
-        let said = self.log.as_ref().map(|log| log.totals().1).unwrap_or_default();
+        let said = self.window.as_ref().map(|window| &window.log.tally().lost);
+        let count = |lost: Option<&v1::Lost>| lost.map_or(0, |lost| lost.count);
         let beyond = total.iter().filter_map(|lost| {
-            let known =
-                said.iter().chain(&self.lost_before).filter(|known| known.reason == lost.reason);
-            let known: u64 = known.map(|known| known.count).sum();
+            let known = count(said.and_then(|said| said.get(&lost.reason)))
+                .saturating_add(count(self.before.lost.get(&lost.reason)));
             (lost.count > known).then(|| v1::Lost { count: lost.count - known, ..*lost })
         });
         beyond.collect()
     }
 }
 
+/// Why messages are not taken.
+enum Stop {
+    Store(StoreError),
+    Refused(Stopped),
+}
+
+impl From<StoreError> for Stop {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
+impl From<LogError> for Stop {
+    fn from(error: LogError) -> Self {
+        Self::Store(error.into())
+    }
+}
+
 impl Keep for Keeper {
     fn next_epoch(&self) -> u64 {
-        self.next_epoch
+        self.next_epoch()
     }
 
-    fn add(&mut self, message: &v1::CollectorMessage) -> Result<Answer, LogError> {
-        let length = self.config.window.as_nanos() as u64;
-        match &message.body {
-            Some(Body::Epoch(_)) => {
-                // Epochs are not split: where they do not fill a window exactly, it ends with the
-                // one that comes nearest.
-                let half = self.epoch.as_nanos() as u64 / 2;
-                let full = self.log.as_ref().is_some_and(|log| {
-                    log.span.is_some_and(|(start, end)| end.saturating_sub(start) + half >= length)
-                        || log.bytes > MAX_WINDOW_BYTES
-                });
-                if full {
-                    self.turn_window()?;
+    fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken {
+        let mut taken = Taken::default();
+        while taken.messages < messages.len() {
+            match self.add_front(&messages[taken.messages..], &mut taken) {
+                Ok(()) => {}
+                Err(Stop::Store(error)) => {
+                    // Whatever is wrong with the disk, it may be right in a second.
+                    self.shared.store.warn("collectors have to wait", &error);
+                    taken.stopped = Some(Stopped::Later(error.to_string()));
+                    break;
+                }
+                Err(Stop::Refused(stopped)) => {
+                    taken.stopped = Some(stopped);
+                    break;
                 }
             }
-            Some(Body::Artifact(_)) => {
-                if let Some(closing) = &mut self.closing {
-                    closing.add(message)?;
-                    if closing.has_its_artifacts() {
-                        self.finish_closing()?;
-                    }
-                }
-            }
-            // Of the whole capture; a window among several gets an end of its own, in `finish`,
-            // when the artifacts have come as well.
-            Some(Body::End(end)) if self.window > 0 => {
-                self.end = Some(end.clone());
-                return Ok(Answer::default());
-            }
-            _ => {}
         }
-        self.log.as_mut().map_or(Ok(Answer::default()), |log| log.add(message))
-    }
-
-    fn pause(&self) -> Option<Duration> {
-        let unresolved = self.turn.shared.unresolved.load(Ordering::Relaxed);
-        (unresolved > MAX_UNRESOLVED).then_some(Duration::from_secs(1))
+        taken
     }
 
     fn finish(mut self: Box<Self>) {
-        // A log that cannot be ended is resolved as what it is: one without an end.
-        let _ = self.finish_closing();
-        let end = self.end.take();
-        let beyond = end.map(|end| self.lost_beyond(&end.lost));
-        let Some(mut log) = self.log.take() else { return };
-        if beyond.is_some() || log.has_ended() {
-            self.turn.shared.forget(&self.id);
+        if self.end.is_some() {
+            self.shared.handed.forget(self.capture);
         }
-        if let Some(beyond) = beyond {
-            let _ = log.end_window(&beyond);
+        let mut beyond = self.end.take().map(|end| self.lost_beyond(&end.lost)).unwrap_or_default();
+        // Said by the last window, whichever that is.
+        for window in [self.window.take(), self.closing.take()].into_iter().flatten() {
+            self.shared.handed.keep_for(window.id, &self.handed);
+            self.shared.store.close_later(window.id, window.log, std::mem::take(&mut beyond));
         }
-        self.resolve(log);
+        if !beyond.is_empty()
+            && let Ok(window) = self.begin_window()
+        {
+            self.shared.store.close_later(window.id, window.log, beyond);
+        }
     }
 }

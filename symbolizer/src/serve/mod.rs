@@ -1,22 +1,30 @@
-//! `stackwire serve`: many collectors at once, each with a durable log, a profile for every window.
+//! `stackwire serve`: many collectors at once, each with durable logs, a profile for every window.
 //!
-//! A stream's log is a file a window, `CAPTURE-WINDOW.open` while it grows and `.stackwire` once
-//! its profile is written. A server that was killed finds its `.open` files at the next start and
-//! finishes them; a collector that comes back is told which epochs are held already.
+//! A window of a capture has a log, `CAPTURE-NUMBER.stackwire`, and a row in the index that says
+//! how far it has come: open, closed, written. A server that was killed goes on from there at the
+//! next start; a collector that comes back is told which epochs are held already.
 
+mod closing;
+mod id;
+mod index;
 mod keeper;
-mod window;
+mod profiles;
+mod store;
+mod turns;
 
 use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 
-use self::keeper::Keepers;
+use self::closing::Closing;
+use self::keeper::{Keepers, Shared};
+pub use self::store::Keep;
+use self::store::{Places, Store};
 use crate::receive::grpc::service;
 use crate::resolve::Sources;
 
@@ -29,8 +37,13 @@ pub struct Config {
     pub output_dir: PathBuf,
     /// Where logs go.
     pub log_dir: PathBuf,
-    /// Most bytes of finished logs kept; the oldest go first.
-    pub log_max: u64,
+    /// How many logs are kept once their profiles are written.
+    pub keep_logs: Keep,
+    /// How many profiles are kept.
+    pub keep_profiles: Keep,
+    /// How long profiles may take that are written when the server stops. What is left is written
+    /// by the next one.
+    pub drain_timeout: Duration,
     /// Length of a window by the stream's clock.
     pub window: Duration,
     /// `key=value` comments for every profile.
@@ -59,6 +72,12 @@ pub enum ServeError {
         /// The directory.
         path: PathBuf,
     },
+    /// What is to be done with logs is not known.
+    #[error("{0}")]
+    Index(String),
+    /// No thread for profiles.
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
     /// The address.
     #[error("cannot listen on {address}: {error}")]
     Listen {
@@ -82,22 +101,33 @@ pub async fn run(
     ready: impl FnOnce(&str),
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    for path in [&config.output_dir, &config.log_dir] {
-        fs::create_dir_all(path)
-            .map_err(|error| ServeError::Directory { path: path.clone(), error })?;
-    }
-    // Two servers on one directory would finish each other's logs.
-    let lock = fs::File::create(config.log_dir.join("lock"))
-        .map_err(|error| ServeError::Directory { path: config.log_dir.clone(), error })?;
-    rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
-        .map_err(|_held| ServeError::Taken { path: config.log_dir.clone() })?;
     let listen = config.listen.clone();
     let failed = |error| ServeError::Listen { address: listen.clone(), error };
-    let (alive, mut all_gone) = tokio::sync::mpsc::channel(1);
     let (close, closing) = tokio::sync::watch::channel(false);
+    let store = Arc::new(Store::open(Places {
+        logs: config.log_dir.clone(),
+        profiles: config.output_dir.clone(),
+        keep_logs: config.keep_logs,
+        keep_profiles: config.keep_profiles,
+    })?);
+    profiles::remove_unfinished(&config);
     let config = Arc::new(config);
-    let keepers = Arc::new(Keepers::new(config, alive));
-    keepers.finish_old();
+    let shared = Arc::new(Shared {
+        store: Arc::clone(&store),
+        pins: Arc::default(),
+        handed: Arc::default(),
+        turns: Arc::default(),
+    });
+    let (alive, mut all_gone) = tokio::sync::watch::channel(0);
+    let threads = Closing {
+        config: Arc::clone(&config),
+        store: Arc::clone(&store),
+        pins: Arc::clone(&shared.pins),
+        handed: Arc::clone(&shared.handed),
+    }
+    .start()
+    .map_err(ServeError::Thread)?;
+    let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, alive });
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
         .add_service(service(keepers, closing));
@@ -126,14 +156,24 @@ pub async fn run(
             }
         }
     }
-    // Each stream ends here and writes the profile of what it has; collectors keep the rest.
+    // Each stream ends here and closes its window; collectors keep the rest.
     let _ = close.send(true);
-    let _ = tokio::time::timeout(LAST_PROFILES, all_gone.recv()).await;
+    let deadline = Instant::now() + config.drain_timeout;
+    let _ =
+        tokio::time::timeout(config.drain_timeout, all_gone.wait_for(|count| *count == 0)).await;
+    let draining = tokio::task::spawn_blocking(move || {
+        let left = store.drain(deadline.saturating_duration_since(Instant::now()));
+        if left == 0 {
+            // They are idle. With the last of them the index is closed.
+            threads.into_iter().for_each(|thread| drop(thread.join()));
+        }
+        left
+    });
+    if let Ok(left @ 1..) = draining.await {
+        tracing::warn!("{left} windows have no profile yet: the next start writes them");
+    }
     Ok(())
 }
-
-/// How long profiles may take that are written when the server stops.
-const LAST_PROFILES: Duration = Duration::from_secs(60);
 
 fn is_socket(found: &fs::Metadata) -> bool {
     use std::os::unix::fs::FileTypeExt;

@@ -22,10 +22,9 @@ use tokio_stream::wrappers::UnixListenerStream;
 
 pub use self::builder::Builder;
 pub use self::exporter::{MetricsExporter, WriteExporter};
-use self::stream::OneStream;
+use self::stream::{Finished, OneStream};
 use crate::profile::{Names, Profile, unite};
 use crate::receive::grpc::{NotKept, service};
-use crate::receive::log::Closed;
 use crate::resolve::{Sources, lay_out, resolve};
 
 /// A capture that could not start or finish.
@@ -222,7 +221,7 @@ pub struct Session {
     child: Child,
     stdin: Option<ChildStdin>,
     stderr: Option<JoinHandle<String>>,
-    finish: Receiver<(Closed, bool)>,
+    finish: Receiver<Finished>,
     buildid_dir: Option<PathBuf>,
     /// The stream ends when it is dropped.
     _open: tokio::sync::watch::Sender<bool>,
@@ -269,7 +268,7 @@ impl Session {
         // The stream may have been cut by a collector that died: what came is there all the same.
         let finished = finished.or_else(|_| self.finish.recv_timeout(STOP));
         let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        let (Closed { pinned, assembler, .. }, ended) = finished.map_err(|_waited| {
+        let Finished { assembler, pins, ended } = finished.map_err(|_waited| {
             SessionError::Collector(format!(
                 "its stream did not end ({status}): {}",
                 message(&said)
@@ -279,7 +278,7 @@ impl Session {
         if !ended {
             profile.notes.push(format!("the collector ended early ({status}): {}", message(&said)));
         }
-        let sources = sources.with_pinned(pinned);
+        let sources = sources.with_pinned(pins.of(&profile.executables));
         let names = resolve(&profile, &artifacts, &sources);
         unite(&mut profile, &names);
         if let Some(directory) = &self.buildid_dir {

@@ -1,0 +1,96 @@
+//! Files opened while the processes that ran them were alive: they may be deleted or out of reach
+//! when names are looked for.
+
+use std::collections::HashMap;
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use lru::LruCache;
+
+use super::file::{Opened, find};
+use crate::profile::Executable;
+
+/// Files held open at most, below the usual limit of 1,024 descriptors. Those used least recently
+/// are closed first.
+const MAX_PINNED: NonZeroUsize = NonZeroUsize::new(512).unwrap();
+/// Executables remembered as not to be had.
+const MAX_TRIED: NonZeroUsize = NonZeroUsize::new(8192).unwrap();
+/// A file not to be had is not asked for again and again.
+const MAX_TRIES: u32 = 3;
+
+/// Files held open, of all streams of a server.
+#[derive(Debug)]
+pub struct Pins(Mutex<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    files: LruCache<Executable, Opened>,
+    tried: LruCache<Executable, u32>,
+}
+
+impl Default for Pins {
+    fn default() -> Self {
+        let (files, tried) = (LruCache::new(MAX_PINNED), LruCache::new(MAX_TRIED));
+        Self(Mutex::new(Inner { files, tried }))
+    }
+}
+
+impl Pins {
+    /// Opens the file of `executable` through one of `pids`, unless it is held already; whether it
+    /// is held then.
+    pub fn pin(&self, executable: &Executable, pids: &[u32]) -> bool {
+        let Executable::File { .. } = executable else { return false };
+        {
+            let mut inner = self.lock();
+            if inner.files.get(executable).is_some() {
+                return true;
+            }
+            let tried = inner.tried.get_or_insert_mut(executable.clone(), || 0);
+            if *tried >= MAX_TRIES {
+                return false;
+            }
+            *tried += 1;
+        }
+        // Without the lock: a file system may take its time.
+        let Ok(opened) = find(executable, pids) else { return false };
+        let mut inner = self.lock();
+        inner.tried.pop(executable);
+        inner.files.put(executable.clone(), opened);
+        true
+    }
+
+    /// What is held of these, a second time. What cannot be is left out, and looked for again.
+    #[must_use]
+    pub fn of(&self, executables: &[Executable]) -> Pinned {
+        let inner = self.lock();
+        let held = executables.iter().filter_map(|executable| {
+            let opened = again(inner.files.peek(executable)?).ok()?;
+            Some((executable.clone(), opened))
+        });
+        Pinned(held.collect())
+    }
+
+    /// A panic elsewhere leaves it whole.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Files held open, of one profile.
+#[derive(Debug, Default)]
+pub struct Pinned(HashMap<Executable, Opened>);
+
+impl Pinned {
+    /// One of them, if it is held.
+    ///
+    /// # Errors
+    /// When there is no descriptor for it.
+    pub(super) fn get(&self, executable: &Executable) -> Option<io::Result<Opened>> {
+        self.0.get(executable).map(again)
+    }
+}
+
+fn again(opened: &Opened) -> io::Result<Opened> {
+    Ok(Opened::of(opened.file.try_clone()?, opened.path.clone()))
+}

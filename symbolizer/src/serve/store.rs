@@ -1,0 +1,553 @@
+//! What a server keeps on disk: logs of windows, the index of them, profiles. Decides when there is
+//! room, what is to be done next, and what is removed.
+//!
+//! A window is in the index before its log is made, and its log is whole before the index says so.
+//! A restart at any point finds either, and goes on from there. Nothing here reads what a log is
+//! about.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::{self, File};
+use std::io;
+use std::mem::Discriminant;
+use std::path::{Path, PathBuf};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use stackwire_proto::v1;
+
+use super::ServeError;
+use super::id::{CaptureId, EXTENSION, WindowId};
+use super::index::{Before, Due, Index, State, now_ms};
+use crate::receive::log::{Log, recover};
+
+/// How much is kept, and for how long.
+#[derive(Clone, Copy, Debug)]
+pub struct Keep {
+    /// Bytes; the oldest go first.
+    pub bytes: u64,
+    /// Time since it was written, if that matters.
+    pub age: Option<Duration>,
+}
+
+/// Where things are kept, and how much of them.
+#[derive(Clone, Debug)]
+pub(super) struct Places {
+    pub logs: PathBuf,
+    pub profiles: PathBuf,
+    pub keep_logs: Keep,
+    pub keep_profiles: Keep,
+}
+
+/// Something cannot be done now.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum StoreError {
+    #[error(
+        "the disk of {path} is full: {free} MiB are free of the {least} MiB that are kept free"
+    )]
+    Full { path: PathBuf, free: u64, least: u64 },
+    #[error("{bytes} MiB of windows wait to be resolved, and no more than --log-max may")]
+    Behind { bytes: u64 },
+    #[error("cannot use the index of windows: {0}")]
+    Index(#[from] rusqlite::Error),
+    #[error("cannot use the directory {path}: {error}")]
+    Directory { path: PathBuf, error: io::Error },
+    #[error(transparent)]
+    Log(#[from] crate::receive::log::LogError),
+    #[error(transparent)]
+    Unusable(#[from] ServeError),
+}
+
+/// See the top of this file.
+#[derive(Debug)]
+pub(super) struct Store {
+    places: Places,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+    /// Held while windows without a stream are closed: what is known of a capture is known after.
+    closing: Mutex<()>,
+    /// What was wrong when it was said last.
+    said: Mutex<Option<(Discriminant<StoreError>, Instant)>>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    index: Index,
+    /// Two servers in one directory would finish each other's windows.
+    _lock: File,
+    /// Windows a server before this one left open, by capture.
+    orphans: HashMap<CaptureId, Vec<WindowId>>,
+    /// Windows whose streams are over, and which could not be closed.
+    unclosed: Vec<Unclosed>,
+    working: HashSet<WindowId>,
+    /// Bytes of logs of windows that are done with, and of those that are closed and are not.
+    done: u64,
+    waiting: u64,
+    profiles: u64,
+    /// No window is taken any more.
+    stopping: bool,
+    swept: Instant,
+}
+
+#[derive(Debug)]
+struct Unclosed {
+    id: WindowId,
+    log: Log,
+    more: Vec<v1::Lost>,
+}
+
+/// Free space that logs leave to the index and to profiles: a twentieth of a small disk.
+const LEAST_FREE: u64 = 64 << 20;
+/// How often a window may end the server before it is given up.
+const MAX_INTERRUPTED: u32 = 8;
+/// How long a window that failed waits: a second, then twice as long each time, up to this.
+const LONGEST_WAIT: Duration = Duration::from_secs(600);
+/// How often what is old is looked for.
+const SWEEP: Duration = Duration::from_secs(60);
+/// How often the same trouble is told.
+const SAY_AGAIN: Duration = Duration::from_secs(60);
+/// A collector that is silent for so long starts a new capture if it comes back at all.
+const FORGET_CAPTURES: Duration = Duration::from_secs(30 * 24 * 3600);
+
+impl Store {
+    /// Opens what is there.
+    ///
+    /// # Errors
+    /// When a directory, the lock or the index cannot be had.
+    pub(super) fn open(places: Places) -> Result<Self, ServeError> {
+        let inner = Inner::open(&places)?;
+        Ok(Self {
+            places,
+            inner: Mutex::new(inner),
+            changed: Condvar::new(),
+            closing: Mutex::default(),
+            said: Mutex::default(),
+        })
+    }
+
+    /// Whether a window may grow.
+    ///
+    /// # Errors
+    /// Why it may not now.
+    pub(super) fn room(&self) -> Result<(), StoreError> {
+        let bytes = self.lock().waiting;
+        if bytes > self.places.keep_logs.bytes {
+            return Err(StoreError::Behind { bytes: bytes >> 20 });
+        }
+        let path = &self.places.logs;
+        // A directory that is gone is made again when a window begins.
+        let Ok(found) = rustix::fs::statvfs(path) else { return Ok(()) };
+        let least = LEAST_FREE.min(found.f_blocks.saturating_mul(found.f_frsize) / 20);
+        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        if free < least {
+            let path = path.clone();
+            return Err(StoreError::Full { path, free: free >> 20, least: least >> 20 });
+        }
+        Ok(())
+    }
+
+    /// What is known of a capture. Windows of it that have no stream any more are closed first.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub(super) fn before(&self, capture: CaptureId) -> Result<Before, StoreError> {
+        self.close_left(capture)?;
+        Ok(self.usable()?.index.before(capture)?)
+    }
+
+    /// Closes windows of a capture that could not be closed, or that a server before this one left
+    /// open.
+    fn close_left(&self, capture: CaptureId) -> Result<(), StoreError> {
+        let _closing = self.closing.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let mut inner = self.lock();
+            let is_meant = |it: &mut Unclosed| it.id.capture == capture;
+            let unclosed = inner.unclosed.extract_if(.., is_meant).next();
+            if let Some(mut it) = unclosed {
+                drop(inner);
+                if let Err(error) = self.close(it.id, &mut it.log, &it.more) {
+                    self.lock().unclosed.push(it);
+                    return Err(error);
+                }
+                continue;
+            }
+            let Some(&id) = inner.orphans.get(&capture).and_then(|of| of.last()) else {
+                inner.orphans.remove(&capture);
+                return Ok(());
+            };
+            drop(inner);
+            self.close_orphan(id)?;
+            if let Some(of_capture) = self.lock().orphans.get_mut(&capture) {
+                of_capture.retain(|orphan| *orphan != id);
+            }
+        }
+    }
+
+    /// The same, of whichever capture. False when there is none, or when it cannot be done now.
+    fn close_one(&self) -> bool {
+        let inner = self.lock();
+        let orphan = inner.orphans.keys().next().copied();
+        let unclosed = inner.unclosed.first().map(|it| it.id.capture);
+        drop(inner);
+        let Some(capture) = orphan.or(unclosed) else { return false };
+        self.close_left(capture)
+            .inspect_err(|error| self.warn("cannot close a window", error))
+            .is_ok()
+    }
+
+    /// Says what is wrong, and not again within a minute: it is tried each second.
+    pub(super) fn warn(&self, what: &str, error: &StoreError) {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let kind = std::mem::discriminant(error);
+        if said.is_none_or(|(before, at)| before != kind || at.elapsed() > SAY_AGAIN) {
+            tracing::warn!("{what}: {error}; it is tried again");
+            *said = Some((kind, Instant::now()));
+        }
+    }
+
+    fn close_orphan(&self, id: WindowId) -> Result<(), StoreError> {
+        let path = id.log(&self.places.logs);
+        match recover(&path) {
+            Ok(mut log) => self.close(id, &mut log, &[]),
+            // Nothing was acknowledged of a window whose log was never made or begun.
+            Err(failed) if failed.error.kind() == io::ErrorKind::NotFound => {
+                Ok(self.usable()?.index.forget(id)?)
+            }
+            Err(failed) if failed.error.kind() == io::ErrorKind::InvalidData => {
+                let is_empty = fs::metadata(&path).is_ok_and(|found| found.len() == 0);
+                if is_empty {
+                    return self.discard(id);
+                }
+                tracing::warn!("{failed}: it is kept, without a profile");
+                Ok(self.usable()?.index.done(id, State::GivenUp, &[])?)
+            }
+            Err(failed) => Err(failed.into()),
+        }
+    }
+
+    /// Begins a window.
+    ///
+    /// # Errors
+    /// See [`StoreError`]. Then there is no such window, and it may be tried again.
+    pub(super) fn begin(
+        &self,
+        id: WindowId,
+        hello: &v1::CollectorMessage,
+    ) -> Result<Log, StoreError> {
+        self.room()?;
+        self.usable()?.index.begin(id)?;
+        match Log::create(id.log(&self.places.logs), hello) {
+            Ok(log) => match sync_directory(&self.places.logs) {
+                Ok(()) => Ok(log),
+                Err(error) => self.discard(id).and(Err(error)),
+            },
+            Err(failed) if failed.error.kind() == io::ErrorKind::AlreadyExists => {
+                // Of an index that is lost. It may hold what was acknowledged.
+                self.lock().orphans.entry(id.capture).or_default().push(id);
+                Err(failed.into())
+            }
+            Err(failed) => {
+                self.usable()?.index.forget(id)?;
+                Err(failed.into())
+            }
+        }
+    }
+
+    /// Closes a window, or does so as soon as it can be done; what was lost beside what its epochs
+    /// say is `more`.
+    pub(super) fn close_later(&self, id: WindowId, mut log: Log, more: Vec<v1::Lost>) {
+        if let Err(error) = self.close(id, &mut log, &more) {
+            self.warn("cannot close a window", &error);
+            self.lock().unclosed.push(Unclosed { id, log, more });
+        }
+    }
+
+    /// Closes a window; what was lost beside what its epochs say is `more`.
+    ///
+    /// # Errors
+    /// See [`StoreError`]. It may be tried again.
+    pub(super) fn close(
+        &self,
+        id: WindowId,
+        log: &mut Log,
+        more: &[v1::Lost],
+    ) -> Result<(), StoreError> {
+        if log.is_removed() {
+            tracing::warn!(
+                "{} was removed: {} samples that were acknowledged are lost",
+                log.path().display(),
+                log.tally().samples
+            );
+            return Ok(self.usable()?.index.forget(id)?);
+        }
+        if log.tally().is_empty() && more.is_empty() {
+            // Nothing happened in it that anyone could miss. Its epochs must not come again.
+            let next_epoch = log.tally().next_epoch;
+            self.usable()?.index.close(id, 0, next_epoch, &BTreeMap::new())?;
+            return self.discard(id);
+        }
+        log.end_window(more)?;
+        let mut inner = self.usable()?;
+        let tally = log.tally();
+        inner.index.close(id, log.bytes(), tally.next_epoch, &tally.lost)?;
+        inner.waiting += log.bytes();
+        drop(inner);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    fn discard(&self, id: WindowId) -> Result<(), StoreError> {
+        let path = id.log(&self.places.logs);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(StoreError::Directory { path, error })
+            }
+            _ => Ok(self.usable()?.index.forget(id)?),
+        }
+    }
+
+    /// Waits for a window whose profile is to be written. `None` when the server stops.
+    pub(super) fn next_due(&self) -> Option<Due> {
+        loop {
+            let mut inner = self.lock();
+            if inner.stopping {
+                return None;
+            }
+            match inner.take_due() {
+                Ok(Some(due)) => return Some(due),
+                Ok(None) => {}
+                Err(error) => tracing::warn!("cannot use the index of windows: {error}"),
+            }
+            if inner.swept.elapsed() >= SWEEP {
+                inner.swept = Instant::now();
+                inner.sweep(&self.places);
+            }
+            drop(inner);
+            if self.close_one() {
+                continue;
+            }
+            let inner = self.lock();
+            // Windows that failed become due without anybody saying so.
+            let _ = self.changed.wait_timeout(inner, Duration::from_millis(500));
+        }
+    }
+
+    /// The profiles of a window are written, or it is not worth trying again.
+    pub(super) fn done(&self, due: Due, state: State, profiles: &[(String, u64)]) {
+        let mut inner = match self.usable() {
+            Ok(inner) => inner,
+            Err(error) => {
+                self.lock().working.remove(&due.id);
+                return tracing::warn!("window {}: {error}; it is written again", due.id);
+            }
+        };
+        inner.working.remove(&due.id);
+        if let Err(error) = inner.index.done(due.id, state, profiles) {
+            return tracing::warn!("window {}: {error}; it is written again", due.id);
+        }
+        inner.waiting = inner.waiting.saturating_sub(due.bytes);
+        inner.done += due.bytes;
+        inner.profiles += profiles.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        inner.sweep(&self.places);
+        drop(inner);
+        self.changed.notify_all();
+    }
+
+    /// The profile of a window could not be written: it is tried again later.
+    pub(super) fn failed(&self, due: Due) -> Duration {
+        let wait = wait_after(due.failures);
+        let mut inner = self.lock();
+        inner.working.remove(&due.id);
+        let failures = due.failures.saturating_add(1);
+        if let Err(error) = inner.index.postpone(due.id, due.interrupted, failures, wait) {
+            tracing::warn!("cannot use the index of windows: {error}");
+        }
+        drop(inner);
+        self.changed.notify_all();
+        wait
+    }
+
+    /// Waits until all that is due is done, but not for longer than `most`. Then no window is begun
+    /// any more. How many are left.
+    pub(super) fn drain(&self, most: Duration) -> u64 {
+        let deadline = Instant::now() + most;
+        let mut inner = self.lock();
+        loop {
+            let due = inner.index.due(1 + inner.working.len() as u32);
+            let idle = inner.working.is_empty()
+                && inner.orphans.is_empty()
+                && inner.unclosed.is_empty()
+                && due.is_ok_and(|due| due.is_empty());
+            let left = deadline.saturating_duration_since(Instant::now());
+            if idle || left.is_zero() {
+                break;
+            }
+            let wait = left.min(Duration::from_millis(100));
+            inner =
+                self.changed.wait_timeout(inner, wait).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        inner.stopping = true;
+        // Those that are worked on are not to blame for the end of this server.
+        let working: Vec<WindowId> = inner.working.iter().copied().collect();
+        for id in working {
+            let _ = inner.index.postpone(id, 0, 0, Duration::ZERO);
+        }
+        let left = inner.index.waiting().unwrap_or(0);
+        drop(inner);
+        self.changed.notify_all();
+        left
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // A panic elsewhere leaves it whole: the index has transactions.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The index, made again if its directory was removed.
+    fn usable(&self) -> Result<MutexGuard<'_, Inner>, StoreError> {
+        let mut inner = self.lock();
+        if !inner.index.is_there() {
+            tracing::warn!(
+                "{} was removed: what was in it is lost, and it is made again",
+                self.places.logs.display()
+            );
+            *inner = Inner::open(&self.places)?;
+        }
+        Ok(inner)
+    }
+}
+
+impl Inner {
+    fn open(places: &Places) -> Result<Self, ServeError> {
+        for path in [&places.profiles, &places.logs] {
+            make_directory(path)?;
+        }
+        let path = places.logs.clone();
+        let lock = File::create(path.join("lock"))
+            .map_err(|error| ServeError::Directory { path: path.clone(), error })?;
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_held| ServeError::Taken { path: path.clone() })?;
+        let (mut index, is_new) =
+            Index::open(&path).map_err(|error| ServeError::Index(error.to_string()))?;
+        let index_error = |error: rusqlite::Error| ServeError::Index(error.to_string());
+        if is_new {
+            // Logs of an index that is lost.
+            for id in logs(&path) {
+                index.begin(id).map_err(index_error)?;
+            }
+        }
+        let mut orphans: HashMap<CaptureId, Vec<WindowId>> = HashMap::new();
+        for id in index.open_windows().map_err(index_error)? {
+            orphans.entry(id.capture).or_default().push(id);
+        }
+        let (done, waiting) = index.log_bytes().map_err(index_error)?;
+        let profiles = index.profile_bytes().map_err(index_error)?;
+        Ok(Self {
+            index,
+            _lock: lock,
+            orphans,
+            unclosed: Vec::new(),
+            working: HashSet::new(),
+            done,
+            waiting,
+            profiles,
+            stopping: false,
+            swept: Instant::now(),
+        })
+    }
+
+    /// A window to work on. The index is told before: if it ends the server, the next one knows.
+    fn take_due(&mut self) -> rusqlite::Result<Option<Due>> {
+        let due = self.index.due(1 + self.working.len() as u32)?;
+        let Some(due) = due.into_iter().find(|due| !self.working.contains(&due.id)) else {
+            return Ok(None);
+        };
+        if due.interrupted >= MAX_INTERRUPTED {
+            tracing::warn!(
+                "window {} ended the server {} times while it was resolved: it is kept without a profile",
+                due.id,
+                due.interrupted
+            );
+            self.index.done(due.id, State::GivenUp, &[])?;
+            return Ok(None);
+        }
+        let wait = if due.interrupted > 0 { wait_after(due.interrupted) } else { Duration::ZERO };
+        self.index.postpone(due.id, due.interrupted + 1, due.failures, wait)?;
+        self.working.insert(due.id);
+        Ok(Some(due))
+    }
+
+    /// Removes what is more than is kept, and what is older.
+    fn sweep(&mut self, places: &Places) {
+        if let Err(error) = self.sweep_logs(places).and_then(|()| self.sweep_profiles(places)) {
+            tracing::warn!("cannot use the index of windows: {error}");
+        }
+        if let Err(error) = self.index.forget_captures(FORGET_CAPTURES) {
+            tracing::warn!("cannot use the index of windows: {error}");
+        }
+    }
+
+    fn sweep_logs(&mut self, places: &Places) -> rusqlite::Result<()> {
+        while let Some(old) = self.index.oldest_log()? {
+            if !is_over(&places.keep_logs, self.done, old.since_ms)
+                || !is_removed(&old.what.log(&places.logs))
+            {
+                break;
+            }
+            self.index.forget(old.what)?;
+            self.done = self.done.saturating_sub(old.bytes);
+        }
+        Ok(())
+    }
+
+    fn sweep_profiles(&mut self, places: &Places) -> rusqlite::Result<()> {
+        while let Some(old) = self.index.oldest_profile()? {
+            if !is_over(&places.keep_profiles, self.profiles, old.since_ms)
+                || !is_removed(&places.profiles.join(&old.what))
+            {
+                break;
+            }
+            self.index.forget_profile(&old.what)?;
+            self.profiles = self.profiles.saturating_sub(old.bytes);
+        }
+        Ok(())
+    }
+}
+
+fn is_over(keep: &Keep, bytes: u64, since_ms: u64) -> bool {
+    let age = u64::try_from(now_ms()).unwrap_or(0).saturating_sub(since_ms);
+    bytes > keep.bytes || keep.age.is_some_and(|most| u128::from(age) > most.as_millis())
+}
+
+/// Whether a file is gone, now or before.
+fn is_removed(path: &Path) -> bool {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!("cannot remove {}: {error}", path.display());
+            false
+        }
+        _ => true,
+    }
+}
+
+fn wait_after(times: u32) -> Duration {
+    LONGEST_WAIT.min(Duration::from_secs(1u64 << times.min(20)))
+}
+
+pub(super) fn make_directory(path: &Path) -> Result<(), ServeError> {
+    fs::create_dir_all(path).map_err(|error| ServeError::Directory { path: path.to_owned(), error })
+}
+
+/// New names in a directory are there after a power cut.
+pub(super) fn sync_directory(path: &Path) -> Result<(), StoreError> {
+    File::open(path)
+        .and_then(|directory| directory.sync_all())
+        .map_err(|error| StoreError::Directory { path: path.to_owned(), error })
+}
+
+/// Windows whose logs are in a directory; nothing else that may lie there.
+fn logs(directory: &Path) -> Vec<WindowId> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    let logs = paths.filter(|path| path.extension().is_some_and(|found| found == EXTENSION));
+    logs.filter_map(|path| WindowId::of_file(&path)).collect()
+}
