@@ -19,7 +19,6 @@ use stackwire_cache::Absent;
 use stackwire_elf::{ElfError, Headers};
 use stackwire_model::{BuildId, Device, ExecutableKey};
 
-use super::pinned::Pinned;
 use crate::profile::Executable;
 use crate::receive::handed::{Handed, NotHanded};
 
@@ -106,20 +105,12 @@ impl Opened {
     }
 }
 
-/// Opens the file of an executable: pinned, through a process's root, at its path, or as the
-/// collector handed it over.
+/// Opens the file of an executable: through a process's root, at its path, or as the collector
+/// handed it over.
 ///
 /// # Errors
 /// See [`FileError`].
-pub fn open(
-    executable: &Executable,
-    pids: &[u32],
-    pinned: &Pinned,
-    handed: &Handed,
-) -> Result<Opened, FileError> {
-    if let Some(opened) = pinned.get(executable) {
-        return Ok(opened?);
-    }
+pub fn open(executable: &Executable, pids: &[u32], handed: &Handed) -> Result<Opened, FileError> {
     let here = match find(executable, pids) {
         Ok(opened) => return Ok(opened),
         Err(reason) => reason,
@@ -273,11 +264,11 @@ mod tests {
     fn a_path_is_trusted_only_with_the_right_build_id() {
         let (path, build_id) = this_program();
         let mut executable = Executable::File { path, key: Some(build_id.into()) };
-        assert!(open(&executable, &[], &Pinned::default(), &Handed::default()).is_ok());
+        assert!(open(&executable, &[], &Handed::default()).is_ok());
         if let Executable::File { key, .. } = &mut executable {
             *key = BuildId::new(&[1; 20]).map(Into::into);
         }
-        let reason = open(&executable, &[], &Pinned::default(), &Handed::default()).unwrap_err();
+        let reason = open(&executable, &[], &Handed::default()).unwrap_err();
         let reason = reason.to_string();
         assert!(reason.contains("does not have build-id"), "{reason}");
     }
@@ -293,10 +284,8 @@ mod tests {
             let key = FileId::new(inode, device(&metadata)).map(Into::into);
             Executable::File { path: path.clone(), key }
         };
-        assert!(open(&file(metadata.ino()), &[], &Pinned::default(), &Handed::default()).is_ok());
-        assert!(
-            open(&file(metadata.ino() + 1), &[], &Pinned::default(), &Handed::default()).is_err()
-        );
+        assert!(open(&file(metadata.ino()), &[], &Handed::default()).is_ok());
+        assert!(open(&file(metadata.ino() + 1), &[], &Handed::default()).is_err());
     }
 
     #[test]
@@ -306,24 +295,8 @@ mod tests {
         rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let key = BuildId::new(&[1; 20]).map(Into::into);
         let executable = Executable::File { path, key };
-        let reason = open(&executable, &[], &Pinned::default(), &Handed::default()).unwrap_err();
+        let reason = open(&executable, &[], &Handed::default()).unwrap_err();
         let reason = reason.to_string();
         assert!(reason.contains("not a regular file"), "{reason}");
-    }
-
-    #[test]
-    fn a_pinned_file_outlives_its_path() {
-        let directory = tempfile::tempdir().unwrap();
-        let (original, build_id) = this_program();
-        let path = directory.path().join("copy");
-        std::fs::copy(original, &path).unwrap();
-        let path = path.to_str().unwrap().to_owned();
-        let executable = Executable::File { path: path.clone(), key: Some(build_id.into()) };
-        let pins = super::super::Pins::default();
-        assert!(pins.pin(&executable, &[]));
-        let pinned = pins.of(std::slice::from_ref(&executable));
-        std::fs::remove_file(&path).unwrap();
-        assert!(open(&executable, &[], &Pinned::default(), &Handed::default()).is_err());
-        assert!(open(&executable, &[], &pinned, &Handed::default()).is_ok());
     }
 }

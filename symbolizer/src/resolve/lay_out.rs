@@ -54,7 +54,7 @@ pub fn lay_out(
                         .flatten()
                         .map(|blob| blob.file)
                 };
-                let opened = file::open(executable, &pids, &sources.pinned, artifacts.handed());
+                let opened = sources.pinned.open(executable, &pids, artifacts.handed());
                 let elf = opened.ok().map(|opened| opened.file);
                 let elf = elf.or_else(|| cached(Kind::Executable));
                 let local = id.and_then(|id| Local(sources).by_build_id(id));

@@ -243,10 +243,9 @@ fn elf_job(
         }
         _ => Wanted {
             build_id: executable.build_id(),
-            executable: Some(file::open(
+            executable: Some(sources.pinned.open(
                 executable,
                 &running_in(profile, id),
-                &sources.pinned,
                 artifacts.handed(),
             )),
             code: code(profile, id),
@@ -366,7 +365,7 @@ pub(crate) fn open_executable(
         let image = image.and_then(|hash| artifacts.get(&hash)).ok_or(FileError::NoImage)?;
         return file::of_image(image).map(|opened| opened.file);
     }
-    let here = match file::open(executable, &[], &sources.pinned, artifacts.handed()) {
+    let here = match sources.pinned.open(executable, &[], artifacts.handed()) {
         Ok(opened) => return Ok(opened.file),
         Err(reason) => reason,
     };

@@ -8,8 +8,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lru::LruCache;
 
-use super::file::{Opened, find};
+use super::file::{self, FileError, Opened, find};
 use crate::profile::Executable;
+use crate::receive::handed::Handed;
 
 /// Files held open at most, below the usual limit of 1,024 descriptors. Those used least recently
 /// are closed first.
@@ -82,15 +83,50 @@ impl Pins {
 pub struct Pinned(HashMap<Executable, Opened>);
 
 impl Pinned {
-    /// One of them, if it is held.
+    /// Opens the file of an executable: as it is held, or as [`file::open`] finds it.
     ///
     /// # Errors
-    /// When there is no descriptor for it.
-    pub(super) fn get(&self, executable: &Executable) -> Option<io::Result<Opened>> {
-        self.0.get(executable).map(again)
+    /// See [`FileError`].
+    pub fn open(
+        &self,
+        executable: &Executable,
+        pids: &[u32],
+        handed: &Handed,
+    ) -> Result<Opened, FileError> {
+        match self.0.get(executable) {
+            Some(opened) => Ok(again(opened)?),
+            None => file::open(executable, pids, handed),
+        }
     }
 }
 
 fn again(opened: &Opened) -> io::Result<Opened> {
     Ok(Opened::of(opened.file.try_clone()?, opened.path.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use stackwire_model::{Device, FileId};
+
+    use super::*;
+
+    #[test]
+    fn a_pinned_file_outlives_its_path() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("copy");
+        std::fs::copy("/proc/self/exe", &path).unwrap();
+        let found = std::fs::metadata(&path).unwrap();
+        let (major, minor) = (rustix::fs::major(found.dev()), rustix::fs::minor(found.dev()));
+        let id = FileId::new(found.ino(), Device { major, minor }).unwrap();
+        let path = path.to_str().unwrap().to_owned();
+        let executable = Executable::File { path: path.clone(), key: Some(id.into()) };
+        let pins = Pins::default();
+        assert!(pins.pin(&executable, &[]));
+        let pinned = pins.of(std::slice::from_ref(&executable));
+        std::fs::remove_file(&path).unwrap();
+        assert!(pinned.open(&executable, &[], &Handed::default()).is_ok());
+        assert!(Pinned::default().open(&executable, &[], &Handed::default()).is_err());
+    }
 }

@@ -170,8 +170,8 @@ impl Keeper {
         Ok(Window { id, log, wants })
     }
 
-    /// Whether an epoch that begins and ends then is of the next window. Epochs are not split: where
-    /// they do not fill a window exactly, it ends with the one that comes nearest.
+    /// Whether the next epoch is of the next window, `added` being added to this one. Epochs are not
+    /// split: where they do not fill a window exactly, it ends with the one that comes nearest.
     fn is_full(&self, added: &Tally, bytes: u64) -> bool {
         let Some(window) = &self.window else { return false };
         let mut tally = window.log.tally().clone();
@@ -252,8 +252,8 @@ impl Keeper {
         stop
     }
 
-    /// Opens an epoch, and asks for what it needs. One that does not hold together is refused before
-    /// it is written: what is acknowledged can be resolved.
+    /// Opens an epoch, and asks for what it needs. One that does not hold together is refused
+    /// before it is written: what is acknowledged can be resolved.
     fn check(&mut self, sealed: &v1::SealedEpoch, taken: &mut Taken) -> Result<Tally, Stop> {
         if sealed.number >= i64::MAX as u64 {
             return Err(Stop::Refused(Stopped::Seal(stackwire_proto::SealError::TooLarge {
