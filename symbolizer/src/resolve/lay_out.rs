@@ -16,7 +16,7 @@ use stackwire_model::BuildId;
 use tempfile::NamedTempFile;
 
 use super::local::Local;
-use super::{Sources, file, running_in};
+use super::{Sources, running_in};
 use crate::capture::Artifacts;
 use crate::profile::{Executable, ExecutableId, Named, Profile};
 

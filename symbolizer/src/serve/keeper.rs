@@ -170,8 +170,8 @@ impl Keeper {
         Ok(Window { id, log, wants })
     }
 
-    /// Whether the next epoch is of the next window, `added` being added to this one. Epochs are not
-    /// split: where they do not fill a window exactly, it ends with the one that comes nearest.
+    /// Whether the next epoch is of the next window, `added` being added to this one. Epochs are
+    /// not split: where they do not fill a window exactly, it ends with the one that comes nearest.
     fn is_full(&self, added: &Tally, bytes: u64) -> bool {
         let Some(window) = &self.window else { return false };
         let mut tally = window.log.tally().clone();
