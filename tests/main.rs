@@ -18,6 +18,8 @@ mod checkout;
 mod chosen;
 /// Servers of debug files, good and bad, and the cache.
 mod debuginfod;
+/// Collectors whose symbolizers are away, refuse, or do not answer.
+mod delivery;
 /// What `doctor` says of a host and of processes.
 mod doctor;
 /// Events by perf's names, beside perf.

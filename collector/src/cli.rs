@@ -7,8 +7,8 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    AddUp, Choice, Config, Counting, Destination, Event, Limits, OffCpu, Scope, Share, Source,
-    Target, Unwind, VERSION, WaitState,
+    AddUp, Address, Choice, Config, Counting, Destination, Event, Limits, OffCpu, Scope, Share,
+    Source, Target, Unwind, VERSION, WaitState,
 };
 use stackwire_model::{ContainerId, Groups, PodUid};
 
@@ -117,9 +117,13 @@ pub struct Args {
     /// End the capture after this long, as "30s", "5m" or 30. Without it, Ctrl-C ends it.
     #[arg(long, value_name = "TIME", value_parser = time)]
     duration: Option<Duration>,
-    /// Send to a symbolizer: unix:/path/to/socket or http://host:port.
+    /// Send to a symbolizer: unix:/path/to/socket or http://host:port (repeatable). Of several, to
+    /// the first that answers, and to the next when it does not any more.
     #[arg(long, value_name = "ADDRESS")]
-    to: Option<String>,
+    to: Vec<Address>,
+    /// How long to go on delivering after the end of the capture.
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "20s")]
+    drain_timeout: Duration,
     /// Write a capture file.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -230,11 +234,11 @@ impl Args {
         };
         config.share = self.share_executables;
         config.inject_python = self.inject_python;
-        let destination = match (self.output, self.to) {
-            (Some(path), _) => Destination::File(path),
-            (None, address) => Destination::Symbolizer(Target {
-                address: address.unwrap_or_default(),
-                patience: Duration::from_secs(30),
+        let destination = match self.output {
+            Some(path) => Destination::File(path),
+            None => Destination::Symbolizer(Target {
+                addresses: self.to,
+                drain: self.drain_timeout,
                 once: self.until_stdin_closes,
             }),
         };

@@ -8,11 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use rustix::event::{PollFd, PollFlags, poll};
-use stackwire_collector::{ConfigError, Count, Counters, Counting, Helpers, Session, SessionError};
+use stackwire_collector::{
+    ConfigError, Count, Counters, Counting, Helpers, Session, SessionError, Summary,
+};
 
 fn main() -> ExitCode {
     abort_on_panic();
@@ -72,6 +74,9 @@ fn abort_on_panic() {
 /// Ctrl-C, and what service managers send.
 const STOPS: [i32; 2] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM];
 
+/// How often the same trouble is told.
+const TELL_AGAIN: Duration = Duration::from_secs(60);
+
 fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in STOPS {
@@ -95,32 +100,52 @@ fn capture(run: cli::Run, helpers: Helpers) -> Result<(), SessionError> {
     if run.verbose {
         say(format_args!("sampling; capabilities held: {}", session.capabilities()));
     }
+    // When it was told that nothing can be delivered.
+    let mut told: Option<Instant> = None;
     while !stop.load(Ordering::Relaxed) && !session.is_finished() {
+        match (session.trouble(), told) {
+            (Some(why), _) if told.is_none_or(|at| at.elapsed() > TELL_AGAIN) => {
+                say(format_args!("cannot deliver to {why}; trying again"));
+                told = Some(Instant::now());
+            }
+            (None, Some(_)) => {
+                say("delivering again");
+                told = None;
+            }
+            _ => {}
+        }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let summary = session.stop()?;
-    if run.verbose {
-        say(format_args!(
-            "{} samples taken, {} delivered in {} epochs",
-            summary.taken, summary.delivered, summary.epochs
-        ));
-        let tables = summary.tables;
-        say(format_args!(
-            "unwind tables: {} loaded, {} evicted, {} executables have none",
-            tables.loaded, tables.evicted, tables.failed
-        ));
-        for (reason, count) in &summary.lost {
-            say(format_args!("lost: {count} {}", reason.text()));
-        }
-        if summary.denied > 0 {
-            say(format_args!(
-                "mappings that could not be read, permission denied: those of {} process(es); \
-                 give the collector CAP_PERFMON (kernel 6.15+) or CAP_SYS_PTRACE",
-                summary.denied
-            ));
-        }
+    let stopped = session.stop();
+    match &stopped {
+        Ok(summary) if run.verbose => tell(summary),
+        // Whoever reads the error wants to know what it cost.
+        Err(SessionError::Undelivered { summary, .. }) => tell(summary),
+        _ => {}
     }
-    Ok(())
+    stopped.map(drop)
+}
+
+fn tell(summary: &Summary) {
+    say(format_args!(
+        "{} samples taken, {} delivered in {} epochs",
+        summary.taken, summary.delivered, summary.epochs
+    ));
+    let tables = summary.tables;
+    say(format_args!(
+        "unwind tables: {} loaded, {} evicted, {} executables have none",
+        tables.loaded, tables.evicted, tables.failed
+    ));
+    for (reason, count) in &summary.lost {
+        say(format_args!("lost: {count} {}", reason.text()));
+    }
+    if summary.denied > 0 {
+        say(format_args!(
+            "mappings that could not be read, permission denied: those of {} process(es); \
+             give the collector CAP_PERFMON (kernel 6.15+) or CAP_SYS_PTRACE",
+            summary.denied
+        ));
+    }
 }
 
 /// Waits until the input closes or a signal has come.

@@ -62,9 +62,13 @@ struct Inner {
     /// Those that may be forgotten, with the last epoch that refers to them; oldest first.
     evictable: VecDeque<(Hash, u64)>,
     end: Option<End>,
+    /// Epochs below this number were handed out, and may be where they are to go: they are not
+    /// dropped, because nobody could say whether they are lost.
+    in_flight: u64,
     dropped_samples: u64,
     dropped_losses: Vec<(LostReason, u64)>,
     stopped: Option<String>,
+    trouble: Option<String>,
 }
 
 #[derive(Debug)]
@@ -97,6 +101,19 @@ struct Spool {
     end: u64,
 }
 
+impl Waiting {
+    fn bytes(&self) -> usize {
+        match &self.body {
+            Body::Memory(bytes) => bytes.len(),
+            Body::Spooled { bytes, .. } => *bytes,
+        }
+    }
+
+    fn is_spooled(&self) -> bool {
+        matches!(self.body, Body::Spooled { .. })
+    }
+}
+
 impl Outbox {
     /// An empty queue.
     #[must_use]
@@ -118,9 +135,10 @@ impl Outbox {
             if let Some(spooled) = inner.spool(&zstd, &self.limits) {
                 break spooled;
             }
-            if let Some(dropped) = inner.pop_front() {
-                inner.dropped_samples += dropped.samples;
-                inner.dropped_losses.extend(dropped.lost);
+            if !inner.drop_oldest() {
+                // What is there is in flight, which is little.
+                inner.memory += zstd.len();
+                break Body::Memory(zstd);
             }
         };
         inner.waiting.push_back(Waiting { number, samples, lost, length, body });
@@ -223,17 +241,58 @@ impl Outbox {
         self.lock().stopped.clone()
     }
 
-    /// Waits for the first epoch numbered `from` or higher, or for the end.
+    /// Notes why nothing can be delivered now, or that it can be.
+    pub fn set_trouble(&self, why: Option<String>) {
+        self.lock().trouble = why;
+    }
+
+    /// Why nothing can be delivered now.
+    #[must_use]
+    pub fn trouble(&self) -> Option<String> {
+        self.lock().trouble.clone()
+    }
+
+    /// Waits for the first epoch numbered `from` or higher, or for the end; and before, while half
+    /// of what may be kept in memory is in flight, for acknowledgements.
     ///
     /// # Errors
     /// When the spool cannot be read back.
     pub async fn next(&self, from: u64) -> io::Result<Next> {
         loop {
-            if let Some(next) = self.lock().next(from)? {
+            if let Some(next) = self.lock().next(from, self.limits.memory / 2)? {
                 return Ok(next);
             }
             self.changed.notified().await;
         }
+    }
+
+    /// A symbolizer says which epoch it expects next: those before are durable there, and others
+    /// that were handed out are not.
+    pub fn expected(&self, number: u64) {
+        if let Some(durable) = number.checked_sub(1) {
+            self.acknowledge(durable);
+        }
+        self.lock().in_flight = number;
+    }
+
+    /// The oldest epoch is refused wherever it is sent: it is dropped and counted.
+    pub fn refused(&self) {
+        let mut inner = self.lock();
+        if let Some(dropped) = inner.pop_front() {
+            inner.count_dropped(dropped);
+        }
+    }
+
+    /// Number of the oldest epoch that is not acknowledged.
+    #[must_use]
+    pub fn oldest(&self) -> Option<u64> {
+        self.lock().waiting.front().map(|epoch| epoch.number)
+    }
+
+    /// Samples of epochs that are not acknowledged.
+    #[must_use]
+    pub fn samples(&self) -> u64 {
+        self.lock().waiting.iter().map(|epoch| epoch.samples).sum()
     }
 
     /// Epochs up to and including `number` are durable elsewhere.
@@ -255,6 +314,8 @@ impl Outbox {
         while inner.waiting.front().is_some_and(|epoch| epoch.number <= number) {
             inner.pop_front();
         }
+        drop(inner);
+        self.changed.notify_one();
     }
 
     /// Epochs not acknowledged yet.
@@ -270,10 +331,17 @@ impl Outbox {
 }
 
 impl Inner {
-    fn next(&self, from: u64) -> io::Result<Option<Next>> {
-        let Some(found) = self.waiting.iter().find(|epoch| epoch.number >= from) else {
+    fn next(&mut self, from: u64, most_in_flight: usize) -> io::Result<Option<Next>> {
+        let Some(at) = self.waiting.iter().position(|epoch| epoch.number >= from) else {
             return Ok(self.end.clone().map(Next::End));
         };
+        let in_flight: usize = self.waiting.iter().take(at).map(Waiting::bytes).sum();
+        // One is sent in any case.
+        if at > 0 && in_flight >= most_in_flight {
+            return Ok(None);
+        }
+        let found = &self.waiting[at];
+        self.in_flight = self.in_flight.max(found.number + 1);
         let zstd = match &found.body {
             Body::Memory(bytes) => bytes.clone(),
             Body::Spooled { offset, bytes, .. } => {
@@ -311,16 +379,41 @@ impl Inner {
     }
 
     fn pop_front(&mut self) -> Option<Waiting> {
-        let first = self.waiting.pop_front()?;
-        match &first.body {
+        self.remove(0)
+    }
+
+    fn remove(&mut self, at: usize) -> Option<Waiting> {
+        let removed = self.waiting.remove(at)?;
+        match &removed.body {
             Body::Memory(bytes) => self.memory -= bytes.len(),
             Body::Spooled { end, .. } => {
-                if let Some(spool) = &mut self.spool {
+                // A ring: what is free begins behind the oldest that is gone.
+                let is_oldest = !self.waiting.iter().take(at).any(Waiting::is_spooled);
+                if let Some(spool) = self.spool.as_mut().filter(|_| is_oldest) {
                     spool.start = *end;
                 }
             }
         }
-        Some(first)
+        Some(removed)
+    }
+
+    /// Drops the oldest that is not in flight; of those in memory, while what is in flight keeps
+    /// the spool from getting room. False when there is none.
+    fn drop_oldest(&mut self) -> bool {
+        let in_flight = self.waiting.iter().take_while(|epoch| epoch.number < self.in_flight);
+        let (count, spooled) = in_flight
+            .fold((0, false), |(count, spooled), epoch| (count + 1, spooled || epoch.is_spooled()));
+        let mut rest = self.waiting.iter().skip(count);
+        let Some(at) = rest.position(|epoch| !spooled || !epoch.is_spooled()) else { return false };
+        if let Some(dropped) = self.remove(count + at) {
+            self.count_dropped(dropped);
+        }
+        true
+    }
+
+    fn count_dropped(&mut self, dropped: Waiting) {
+        self.dropped_samples += dropped.samples;
+        self.dropped_losses.extend(dropped.lost);
     }
 
     fn evictable_bytes(&self) -> u64 {
@@ -347,6 +440,11 @@ mod tests {
             .unwrap()
             .block_on(outbox.next(from))
             .unwrap()
+    }
+
+    /// However much is in flight.
+    fn any(outbox: &Outbox, from: u64) -> Next {
+        outbox.lock().next(from, usize::MAX).unwrap().unwrap()
     }
 
     fn number(next: Next) -> Option<u64> {
@@ -385,8 +483,10 @@ mod tests {
             assert!(kept >= (number + 1).min(4), "{kept} epochs are left of {}", number + 1);
             let first = number + 1 - kept;
             let left: Vec<_> =
-                (first..=number).map(|n| super::tests::number(take(&outbox, n)).unwrap()).collect();
+                (first..=number).filter_map(|n| super::tests::number(any(&outbox, n))).collect();
             assert_eq!(left, (first..=number).collect::<Vec<_>>());
+            // The connection broke, and nothing had come.
+            outbox.expected(0);
         }
         let kept = outbox.unacknowledged() as u64;
         assert_eq!(outbox.take_dropped(), (40 - kept) * 10);
@@ -395,6 +495,41 @@ mod tests {
         assert_eq!(losses, (0..40 - kept).sum());
         outbox.acknowledge(39);
         assert_eq!(outbox.unacknowledged(), 0);
+    }
+
+    #[test]
+    fn what_is_in_flight_is_not_dropped() {
+        let outbox = Outbox::new(Limits { memory: 0, ..Limits::default() });
+        outbox.push(epoch(0), 10, Vec::new());
+        assert_eq!(number(take(&outbox, 0)), Some(0));
+        (1..4).for_each(|n| outbox.push(epoch(n), 10, Vec::new()));
+        assert_eq!(outbox.take_dropped(), 20, "1 and 2 were nowhere else");
+        let (runtime, waits) = (
+            tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap(),
+            std::time::Duration::from_millis(20),
+        );
+        let next = async { tokio::time::timeout(waits, outbox.next(1)).await };
+        assert!(runtime.block_on(next).is_err(), "one at a time");
+        outbox.acknowledge(0);
+        assert_eq!(number(take(&outbox, 1)), Some(3));
+        // A new connection: what was in flight has come, or is sent again and may be dropped.
+        outbox.push(epoch(4), 10, Vec::new());
+        outbox.expected(0);
+        outbox.push(epoch(5), 10, Vec::new());
+        assert_eq!((outbox.take_dropped(), outbox.samples()), (20, 10));
+    }
+
+    #[test]
+    fn an_epoch_in_flight_in_the_spool_costs_no_more_than_the_room_it_takes() {
+        let directory = tempfile::tempdir().unwrap();
+        let spool = Some((directory.path().to_owned(), 350));
+        let outbox = Outbox::new(Limits { memory: 250, spool, ..Limits::default() });
+        (0..5).for_each(|n| outbox.push(epoch(n), 10, Vec::new()));
+        outbox.acknowledge(1);
+        assert_eq!(number(take(&outbox, 2)), Some(2));
+        (5..20).for_each(|n| outbox.push(epoch(n), 10, Vec::new()));
+        let dropped = outbox.take_dropped();
+        assert_eq!((dropped, outbox.samples()), (130, 50), "2 to 4 and two in memory are left");
     }
 
     #[test]

@@ -56,6 +56,17 @@ pub struct Summary {
     pub tables: Stats,
 }
 
+impl Summary {
+    /// Adds to what was lost.
+    pub fn lose(&mut self, reason: LostReason, count: u64) {
+        match self.lost.iter_mut().find(|(known, _)| *known == reason) {
+            Some((_, known)) => *known += count,
+            None if count > 0 => self.lost.push((reason, count)),
+            None => {}
+        }
+    }
+}
+
 /// The loop's state.
 #[derive(Debug)]
 pub struct Pipeline {

@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use stackwire_model::{AddUp, OffCpu, PythonOutcome, Unwind as Walk};
+use stackwire_model::{AddUp, LostReason, OffCpu, PythonOutcome, Unwind as Walk};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities;
 
@@ -40,9 +40,17 @@ pub enum SessionError {
     /// The kernel side.
     #[error(transparent)]
     Sampler(#[from] SamplerError),
-    /// The destination.
+    /// The destination, before anything was sampled.
     #[error(transparent)]
     Sink(#[from] SinkError),
+    /// The destination, and what became of the samples.
+    #[error("{cause}")]
+    Undelivered {
+        /// Why.
+        cause: SinkError,
+        /// What there was; what was not acknowledged is among the losses.
+        summary: Box<Summary>,
+    },
     /// A process that was to name its Python functions does not.
     #[error("cannot switch on the perf trampoline of pid {pid}: {}", .outcome.text())]
     Python {
@@ -180,6 +188,7 @@ pub struct Session {
     stop: Arc<AtomicBool>,
     pipeline: JoinHandle<Summary>,
     sink: JoinHandle<Result<(), SinkError>>,
+    outbox: Arc<Outbox>,
     held: String,
 }
 
@@ -211,10 +220,7 @@ impl Session {
                 made = new.then(|| path.clone());
                 Sink::File(file, path.display().to_string())
             }
-            Out::Destination(Destination::Symbolizer(target)) => {
-                target.check()?;
-                Sink::Symbolizer(target)
-            }
+            Out::Destination(Destination::Symbolizer(target)) => Sink::Symbolizer(target),
             Out::Writer(writer) => Sink::Writer(writer, "the capture's writer".to_owned()),
         };
         let stop = Arc::new(AtomicBool::new(false));
@@ -269,11 +275,12 @@ impl Session {
                 let _ = as_user(|| std::fs::remove_file(path));
             }
         })?;
+        let epochs = Arc::clone(&outbox);
         let sink = std::thread::Builder::new()
             .name("deliver".to_owned())
-            .spawn(move || deliver(out, &outbox, &handover, hello))
+            .spawn(move || deliver(out, &epochs, &handover, hello))
             .map_err(|error| SessionError::Internal(format!("cannot start a thread: {error}")))?;
-        Ok(Self { stop, pipeline, sink, held })
+        Ok(Self { stop, pipeline, sink, outbox, held })
     }
 
     /// Whether the capture has ended by itself: duration over, processes gone, destination lost.
@@ -288,16 +295,30 @@ impl Session {
         &self.held
     }
 
+    /// Why nothing can be delivered now; it is tried again until it can.
+    #[must_use]
+    pub fn trouble(&self) -> Option<String> {
+        self.outbox.trouble()
+    }
+
     /// Ends sampling and waits until everything is delivered.
     ///
     /// # Errors
-    /// When the destination failed; what it had got by then stays there.
+    /// When the destination failed; what it had got by then stays there, and the error says what it
+    /// had not got.
     pub fn stop(self) -> Result<Summary, SessionError> {
         self.stop.store(true, Ordering::Relaxed);
         let died = |_| SessionError::Internal("a thread of the collector died".to_owned());
-        let summary = self.pipeline.join().map_err(died)?;
-        self.sink.join().map_err(died)??;
-        Ok(summary)
+        let mut summary = self.pipeline.join().map_err(died)?;
+        match self.sink.join().map_err(died)? {
+            Ok(()) => Ok(summary),
+            Err(cause) => {
+                let left = self.outbox.samples() + self.outbox.take_dropped();
+                summary.lose(LostReason::EpochDropped, left);
+                summary.delivered = summary.delivered.saturating_sub(left);
+                Err(SessionError::Undelivered { cause, summary: Box::new(summary) })
+            }
+        }
     }
 }
 

@@ -11,6 +11,7 @@ pub(crate) mod interpreters;
 pub(crate) mod lying;
 pub(crate) mod mounted;
 pub(crate) mod nginx;
+pub(crate) mod peer;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod python;

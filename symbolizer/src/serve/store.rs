@@ -321,11 +321,13 @@ impl Store {
                 inner.swept = Instant::now();
                 inner.sweep(&self.places);
             }
-            drop(inner);
-            if self.close_one() {
-                continue;
+            if !inner.orphans.is_empty() || !inner.unclosed.is_empty() {
+                drop(inner);
+                if self.close_one() {
+                    continue;
+                }
+                inner = self.lock();
             }
-            let inner = self.lock();
             // Windows that failed become due without anybody saying so.
             let _ = self.changed.wait_timeout(inner, Duration::from_millis(500));
         }

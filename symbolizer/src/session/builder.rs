@@ -329,6 +329,8 @@ impl Builder {
             .arg("--epoch=1s")
             .arg(format!("--share-executables={}", self.share.name()))
             .arg("--until-stdin-closes")
+            // Less than the session waits for the end of the stream.
+            .arg("--drain-timeout=50s")
             .arg(format!("--to=unix:{}", socket.display()))
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
