@@ -59,8 +59,8 @@ async fn deliver(
     target: &Target,
 ) -> Result<(), SinkError> {
     let mut backoff = FIRST_BACKOFF;
-    // The address that is tried, and how many in a row were no use; of those, how many read an older
-    // format.
+    // The address that is tried, how many in a row were no use, and how many of those read an
+    // older format.
     let (mut at, mut failed, mut older) = (0, 0, 0);
     let mut refusals = Refusals::default();
     loop {
