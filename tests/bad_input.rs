@@ -137,7 +137,8 @@ fn a_target_that_is_no_address() {
     if !privileged() {
         return;
     }
-    collector(&["--all", "--duration=1s", "--to=nowhere at all"]).failed(1, "is not an address");
+    collector(&["--all", "--duration=1s", "--to=nowhere at all"])
+        .failed(2, "write unix:/path/to/socket, https://host:port or http://host:port");
 }
 
 /// A capture to damage.

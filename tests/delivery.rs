@@ -35,6 +35,21 @@ fn samples(directory: &Path) -> u64 {
     profiles(directory).iter().map(|path| Pprof::read(path).count()).sum()
 }
 
+/// Waits until a collector streams to a server. Between attempts it pauses for up to 10 s.
+fn comes_back(directory: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(25);
+    let is_log = |path: &Path| path.extension().is_some_and(|extension| extension == "stackwire");
+    loop {
+        let logs = std::fs::read_dir(directory.join("captures")).unwrap();
+        if logs.flatten().any(|entry| is_log(&entry.path())) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "it does not come back");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    std::thread::sleep(Duration::from_secs(1));
+}
+
 fn stop(child: &Child) {
     let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -70,7 +85,7 @@ fn no_status_ends_a_collector() {
     drop(peer);
     let directory = tempfile::tempdir().unwrap();
     let server = Server::start(directory.path(), &address, &[]);
-    std::thread::sleep(Duration::from_secs(12));
+    comes_back(directory.path());
     stop(&collector);
     let output = collector.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -117,6 +132,7 @@ fn the_next_symbolizer_takes_over() {
         .arg(binary("stackwire-collector"))
         .args(["--epoch=300ms", "--sample-rate=199", "--verbose", "--duration=6s"])
         .args([format!("--pid={}", program.pid()), format!("--to=http://name:{port}")])
+        .arg("--insecure")
         .args(["--to=http://127.0.0.1:1".to_owned(), format!("--to=http://{}", server.address)])
         .stderr(Stdio::piped())
         .spawn()
@@ -211,7 +227,7 @@ fn an_epoch_that_is_refused_again_and_again_is_dropped_and_counted() {
     let (address, directory) = (peer.address.clone(), tempfile::tempdir().unwrap());
     drop(peer);
     let server = Server::start(directory.path(), &address, &[]);
-    std::thread::sleep(Duration::from_secs(12));
+    comes_back(directory.path());
     stop(&collector);
     let output = collector.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");

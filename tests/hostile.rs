@@ -95,7 +95,8 @@ fn hostile_processes_cost_their_own_samples_alone_through_a_server() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let server = Server::start(directory.path(), "127.0.0.1:0", &[]);
+    // Names are looked for beside processes that keep all CPUs busy.
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--drain-timeout=60s"]);
     let (hostile, honest) = start();
     let mut collector = Command::new(binary("stackwire-collector"));
     collector.args(["-a", "--duration=4s", "--sample-rate=997", "--epoch=500ms"]);

@@ -68,6 +68,8 @@ mod outputs;
 mod packages;
 /// perf.data for perf of three ages, hotspot, samply and autofdo.
 mod perf_data;
+/// `serve`, ended at each of its steps on the disk.
+mod power_cut;
 /// `go tool pprof` in every view, flame graph and folded stacks.
 mod pprof_reads;
 /// Capabilities, other users, what is dropped, linked and sent.
@@ -82,6 +84,8 @@ mod python_odd;
 mod reports;
 /// How threads are scheduled, beside what the kernel counts and runqlat.
 mod scheduling;
+/// Who may talk to `serve`: certificates, tokens, users.
+mod secure;
 /// Several events at once, and captures of before there were several.
 mod series;
 /// Servers: many collectors, windows, kills in the middle.

@@ -7,8 +7,8 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
-    AddUp, Address, Choice, Config, Counting, Destination, Event, Limits, OffCpu, Scope, Share,
-    Source, Target, Unwind, VERSION, WaitState,
+    AddUp, Address, Choice, Config, Counting, Credentials, Destination, Event, Limits, OffCpu,
+    Scope, Share, Source, Target, Unwind, VERSION, WaitState,
 };
 use stackwire_model::{ContainerId, Groups, PodUid};
 
@@ -117,10 +117,27 @@ pub struct Args {
     /// End the capture after this long, as "30s", "5m" or 30. Without it, Ctrl-C ends it.
     #[arg(long, value_name = "TIME", value_parser = time)]
     duration: Option<Duration>,
-    /// Send to a symbolizer: unix:/path/to/socket or http://host:port (repeatable). Of several, to
-    /// the first that answers, and to the next when it does not any more.
+    /// Send to a symbolizer: unix:/path/to/socket or https://host:port (repeatable). Of several, to
+    /// the first that answers, and to the next when it does not any more. http://host:port is clear
+    /// text.
     #[arg(long, value_name = "ADDRESS")]
     to: Vec<Address>,
+    /// CA that signs the certificates of symbolizers (PEM); those the system trusts, unless told.
+    /// Files are read again for each connection.
+    #[arg(long, value_name = "FILE")]
+    tls_ca: Option<PathBuf>,
+    /// The collector's own certificate (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// Its key (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// File with the collector's token, for symbolizers that know collectors by one.
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Send to other hosts in clear text.
+    #[arg(long)]
+    insecure: bool,
     /// How long to go on delivering after the end of the capture.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "20s")]
     drain_timeout: Duration,
@@ -194,6 +211,19 @@ impl Args {
         self.list_events
     }
 
+    /// What was typed and must not be done, with what to type instead.
+    pub fn mistake(&self) -> Option<String> {
+        let mut addresses = self.to.iter();
+        if let Some(clear) = addresses.find(|address| address.is_clear_text() && !self.insecure) {
+            return Some(format!(
+                "{clear} would be sent to in clear text: write https://, or add --insecure if the network may be trusted"
+            ));
+        }
+        let mut addresses = self.to.iter().filter(|_| self.token_file.is_some());
+        let clear = addresses.find(|address| !address.is_tls())?;
+        Some(format!("a token is sent over TLS alone: write https:// instead of {clear}"))
+    }
+
     /// Turns what was typed into what is run.
     pub fn into_run(self) -> Run {
         let scope = match self.cgroup {
@@ -238,6 +268,11 @@ impl Args {
             Some(path) => Destination::File(path),
             None => Destination::Symbolizer(Target {
                 addresses: self.to,
+                credentials: Credentials {
+                    ca: self.tls_ca,
+                    identity: self.tls_cert.zip(self.tls_key),
+                    token: self.token_file,
+                },
                 drain: self.drain_timeout,
                 once: self.until_stdin_closes,
             }),

@@ -56,7 +56,7 @@ pub use outbox::Limits;
 pub use pipeline::Summary;
 pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
-pub use sink::{Address, AddressError, Broken, SinkError, Target};
+pub use sink::{Address, AddressError, Broken, Credentials, SinkError, Target};
 pub use sources::tracepoint::TracepointError;
 pub use stackwire_model::{
     AddUp, Choice, Event, LostReason, OffCpu, Share, Source, Unwind, WaitState,

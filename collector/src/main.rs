@@ -32,6 +32,10 @@ fn main() -> ExitCode {
             }
         };
     }
+    if let Some(mistake) = arguments.mistake() {
+        say(mistake);
+        return ExitCode::from(2);
+    }
     let run = arguments.into_run();
     // Before there is a second thread.
     let helpers = Helpers::start(run.config.inject_python);

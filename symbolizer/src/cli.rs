@@ -6,7 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use stackwire::{ContainerId, Event, Groups, PodUid, Share, Source, Unwind, VERSION, WaitState};
+use stackwire::{
+    ContainerId, Event, Groups, Listen, PodUid, Share, Source, Unwind, VERSION, WaitState,
+};
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
 #[derive(Debug, Parser)]
@@ -364,10 +366,37 @@ pub struct Symbolize {
 
 #[derive(Debug, ClapArgs)]
 pub struct Serve {
-    /// Address to listen on: host:port or unix:/path. There is no authentication: keep it where
-    /// only collectors come.
+    /// Address to listen on: host:port or unix:/path (repeatable).
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:4400")]
-    pub listen: String,
+    pub listen: Vec<Listen>,
+    /// Certificate for TLS on TCP addresses, with those between it and its CA (PEM). Read again when
+    /// it changes, as the other files are.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Its key (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// CA that signs the certificates of clients (PEM). A client is known by the first URI or DNS
+    /// name in its certificate, or by the SHA-256 of its key.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_client_ca: Option<PathBuf>,
+    /// Certificates of clients that are revoked: a CRL of that CA (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_client_ca")]
+    pub tls_client_crl: Option<PathBuf>,
+    /// Tokens of clients without a certificate: lines of a name and a token. A client sends
+    /// `authorization: Bearer TOKEN`, over TLS alone.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub token_file: Option<PathBuf>,
+    /// Let other hosts come in clear text, without any proof of who they are.
+    #[arg(long, conflicts_with = "tls_cert")]
+    pub insecure: bool,
+    /// User who may use the unix socket, by number (repeatable). Without --allow-uid and
+    /// --allow-gid: all who may open it.
+    #[arg(long, value_name = "UID")]
+    pub allow_uid: Vec<u32>,
+    /// Group whose processes may use the unix socket, by number (repeatable).
+    #[arg(long, value_name = "GID")]
+    pub allow_gid: Vec<u32>,
     /// Where profiles go.
     #[arg(long, value_name = "DIRECTORY")]
     pub output_dir: PathBuf,

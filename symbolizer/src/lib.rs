@@ -48,7 +48,7 @@ pub use resolve::{
     AddError, Answer, DEBUG_DIR, Debuginfod, DebuginfodError, FileError, Sources, Symbols,
     SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
-pub use serve::{Config as ServeConfig, Keep, ServeError, run as serve};
+pub use serve::{Allowed, Config as ServeConfig, Keep, Listen, ServeError, Tls, run as serve};
 pub use session::{
     Builder, Kept, MetricsExporter, Session, SessionError, Spawned, WriteExporter, find_collector,
 };

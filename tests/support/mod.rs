@@ -1,10 +1,12 @@
 //! What the tests share: building fixtures, running the binaries, reading profiles through `go tool
 //! pprof`.
 
+pub(crate) mod authority;
 pub(crate) mod build;
 pub(crate) mod calls;
 pub(crate) mod cgroup;
 pub(crate) mod debug_files;
+pub(crate) mod disk;
 pub(crate) mod gimli_walk;
 pub(crate) mod go;
 pub(crate) mod interpreters;

@@ -16,6 +16,8 @@ use tokio::time::timeout;
 use tonic::transport::{Channel, Endpoint};
 use tower::service_fn;
 
+use super::credentials::Credentials;
+
 /// How long a connection to one address may take.
 const CONNECT: Duration = Duration::from_secs(3);
 /// Pings over an idle connection: one that is dead is given up after twice as long.
@@ -28,6 +30,8 @@ pub enum Address {
     Unix(PathBuf),
     /// A port of a host.
     Tcp {
+        /// Over TLS, else in clear text.
+        tls: bool,
         /// Its name or IP address; an IPv6 address without brackets.
         host: String,
         /// The port.
@@ -39,16 +43,16 @@ pub enum Address {
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum AddressError {
     /// Nothing that is known begins like this.
-    #[error("write unix:/path/to/socket or http://host:port")]
+    #[error("write unix:/path/to/socket, https://host:port or http://host:port")]
     Scheme,
     /// A socket without a place.
     #[error("write the path of the socket, as unix:/run/stackwire.sock")]
     NoPath,
     /// Only a part of an address.
-    #[error("write host and port, as http://host:4400")]
+    #[error("write host and port, as https://host:4400")]
     NoPort,
     /// More than an address.
-    #[error("what follows the port has no meaning; write http://host:port")]
+    #[error("what follows the port has no meaning; write https://host:port")]
     Path,
 }
 
@@ -65,7 +69,11 @@ impl FromStr for Address {
                 Ok(Self::Unix(path.into()))
             };
         }
-        let rest = text.strip_prefix("http://").ok_or(AddressError::Scheme)?;
+        let (tls, rest) = match (text.strip_prefix("https://"), text.strip_prefix("http://")) {
+            (Some(rest), _) => (true, rest),
+            (None, Some(rest)) => (false, rest),
+            (None, None) => return Err(AddressError::Scheme),
+        };
         let rest = rest.strip_suffix('/').unwrap_or(rest);
         let (host, port) = rest.rsplit_once(':').ok_or(AddressError::NoPort)?;
         let host = match host.strip_prefix('[') {
@@ -78,7 +86,8 @@ impl FromStr for Address {
             return Err(AddressError::Path);
         }
         let port = port.parse().ok().filter(|_| !host.is_empty());
-        Ok(Self::Tcp { host: host.to_owned(), port: port.ok_or(AddressError::NoPort)? })
+        let port = port.ok_or(AddressError::NoPort)?;
+        Ok(Self::Tcp { tls, host: host.to_owned(), port })
     }
 }
 
@@ -86,18 +95,42 @@ impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::Tcp { host, port } if host.contains(':') => write!(f, "http://[{host}]:{port}"),
-            Self::Tcp { host, port } => write!(f, "http://{host}:{port}"),
+            Self::Tcp { tls, host, port } => {
+                let scheme = if *tls { "https" } else { "http" };
+                if host.contains(':') {
+                    write!(f, "{scheme}://[{host}]:{port}")
+                } else {
+                    write!(f, "{scheme}://{host}:{port}")
+                }
+            }
         }
     }
 }
 
 impl Address {
+    /// Whether what is sent there leaves this host in clear text.
+    #[must_use]
+    pub fn is_clear_text(&self) -> bool {
+        match self {
+            Self::Unix(_) | Self::Tcp { tls: true, .. } => false,
+            Self::Tcp { host, .. } => {
+                let ip = host.parse::<IpAddr>().map(|ip| ip.to_canonical());
+                host != "localhost" && !ip.is_ok_and(|ip| ip.is_loopback())
+            }
+        }
+    }
+
+    /// Whether it is reached over TLS.
+    #[must_use]
+    pub fn is_tls(&self) -> bool {
+        matches!(self, Self::Tcp { tls: true, .. })
+    }
+
     /// Connects.
     ///
     /// # Errors
     /// Why none of the addresses could be reached, in words.
-    pub(super) async fn connect(&self) -> Result<Channel, String> {
+    pub(super) async fn connect(&self, credentials: &Credentials) -> Result<Channel, String> {
         // For headers alone: the connection is made below.
         let authority = match self {
             Self::Unix(_) => "http://localhost".to_owned(),
@@ -109,13 +142,20 @@ impl Address {
             .keep_alive_while_idle(true)
             .keep_alive_timeout(PING)
             .http2_keep_alive_interval(PING);
+        let endpoint = match self {
+            Self::Tcp { tls: true, host, .. } => {
+                let tls = credentials.tls(host).map_err(|error| error.to_string())?;
+                endpoint.tls_config(tls).map_err(|error| with_causes(&error))?
+            }
+            _ => endpoint,
+        };
         match self {
             Self::Unix(path) => {
                 let path = path.clone();
                 let stream = UnixStream::connect(path).await.map_err(|error| error.to_string())?;
                 over(endpoint, stream).await
             }
-            Self::Tcp { host, port } => {
+            Self::Tcp { host, port, .. } => {
                 let mut failed = String::new();
                 for address in addresses(host, *port).await? {
                     match timeout(CONNECT, TcpStream::connect(address)).await {
@@ -196,11 +236,18 @@ mod tests {
         assert_eq!("http://h:1/".parse::<Address>().unwrap().to_string(), "http://h:1");
         let wrong = |text: &str| text.parse::<Address>().unwrap_err();
         assert_eq!(wrong("host:4400"), AddressError::Scheme);
-        assert_eq!(wrong("https://host:4400"), AddressError::Scheme);
+        assert_eq!(wrong("ftp://host:4400"), AddressError::Scheme);
         assert_eq!(wrong("unix:"), AddressError::NoPath);
         for text in ["http://host", "http://::1:4400", "http://:1", "http://h:70000", "http://h:"] {
             assert_eq!(wrong(text), AddressError::NoPort, "{text}");
         }
         assert_eq!(wrong("http://h:1/x"), AddressError::Path);
+        let clear = |text: &str| text.parse::<Address>().unwrap().is_clear_text();
+        assert!(["http://h:1", "http://10.0.0.1:1", "http://[::2]:1"].into_iter().all(clear));
+        assert!(
+            !["https://h:1", "http://127.0.0.9:1", "http://[::1]:1", "http://localhost:1"]
+                .into_iter()
+                .any(clear)
+        );
     }
 }

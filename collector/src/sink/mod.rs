@@ -2,6 +2,7 @@
 //! takes from the [`Outbox`](crate::outbox::Outbox).
 
 mod address;
+mod credentials;
 mod file;
 mod sending;
 mod stream;
@@ -11,6 +12,7 @@ use std::io;
 use std::time::Duration;
 
 pub use self::address::{Address, AddressError};
+pub use self::credentials::Credentials;
 pub use self::file::run as write_file;
 pub use self::stream::Broken;
 pub use self::upload::{Target, run as upload};

@@ -13,6 +13,8 @@ use stackwire_proto::{FORMAT, v1};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Request;
+use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 
 use super::sending::Sending;
@@ -67,6 +69,7 @@ impl<'a> Stream<'a> {
     /// Greets.
     pub(super) async fn open(
         channel: Channel,
+        authorization: Option<MetadataValue<Ascii>>,
         hello: &v1::CollectorMessage,
         outbox: &'a Outbox,
         handover: &'a Arc<Handover>,
@@ -76,7 +79,11 @@ impl<'a> Stream<'a> {
         let _ = out.try_send(hello.clone());
         let greeted = async {
             let mut client = SymbolizerClient::new(channel);
-            let answers = client.capture(ReceiverStream::new(outgoing)).await;
+            let mut request = Request::new(ReceiverStream::new(outgoing));
+            if let Some(authorization) = authorization {
+                request.metadata_mut().insert("authorization", authorization);
+            }
+            let answers = client.capture(request).await;
             let mut answers = answers.map_err(lost)?.into_inner();
             let first = answers.message().await.map_err(lost)?;
             Ok((answers, first))

@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep};
 
 use super::SinkError;
 use super::address::{Address, chance};
+use super::credentials::Credentials;
 use super::stream::{Broken, Stream};
 use crate::handover::Handover;
 use crate::outbox::Outbox;
@@ -25,6 +26,8 @@ const MAX_REFUSALS: u32 = 3;
 pub struct Target {
     /// One at least; the first that answers is used until it does not.
     pub addresses: Vec<Address>,
+    /// What they are shown, and how they are known.
+    pub credentials: Credentials,
     /// How long after the end of the capture to go on delivering.
     pub drain: Duration,
     /// Stop at the first broken connection: the symbolizer is ours alone.
@@ -66,10 +69,11 @@ async fn deliver(
     loop {
         let address = target.addresses.get(at).ok_or(SinkError::NoTarget)?;
         let began = Instant::now();
-        let (welcomed, broken) = match attempt(address, hello, outbox, handover).await {
-            Ok(()) => return Ok(()),
-            Err(failed) => failed,
-        };
+        let (welcomed, broken) =
+            match attempt(address, &target.credentials, hello, outbox, handover).await {
+                Ok(()) => return Ok(()),
+                Err(failed) => failed,
+            };
         outbox.set_trouble(Some(format!("{address}: {broken}")));
         if target.once {
             return Err(SinkError::Unreachable { target: address.to_string(), broken });
@@ -101,12 +105,15 @@ async fn deliver(
 /// One connection. Whether it was welcomed, and why it is over.
 async fn attempt(
     address: &Address,
+    credentials: &Credentials,
     hello: &v1::CollectorMessage,
     outbox: &Outbox,
     handover: &Arc<Handover>,
 ) -> Result<(), (bool, Broken)> {
-    let channel = address.connect().await.map_err(|cause| (false, Broken::Lost(cause)))?;
-    let stream = Stream::open(channel, hello, outbox, handover).await;
+    let lost = |cause: String| (false, Broken::Lost(cause));
+    let channel = address.connect(credentials).await.map_err(lost)?;
+    let authorization = credentials.authorization().map_err(|error| lost(error.to_string()))?;
+    let stream = Stream::open(channel, authorization, hello, outbox, handover).await;
     let stream = stream.map_err(|broken| (false, broken))?;
     outbox.set_trouble(None);
     stream.run().await.map_err(|broken| (true, broken))

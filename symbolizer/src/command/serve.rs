@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Context;
-use stackwire::{Keep, ServeConfig, serve};
+use stackwire::{Allowed, Keep, ServeConfig, Tls, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
@@ -15,11 +15,30 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
     if arguments.window.is_zero() {
         return Err(Failure::Usage("a window of 0 holds no samples: use --window 5m".to_owned()));
     }
+    let tls = arguments.tls_cert.zip(arguments.tls_key).map(|(certificate, key)| Tls {
+        certificate,
+        key,
+        client_ca: arguments.tls_client_ca,
+        client_crl: arguments.tls_client_crl,
+        is_certificate_optional: arguments.token_file.is_some(),
+    });
+    if tls.as_ref().is_some_and(|tls| tls.client_ca.is_none() && !tls.is_certificate_optional) {
+        return Err(Failure::Usage(
+            "nobody could prove who they are: add --tls-client-ca or --token-file".to_owned(),
+        ));
+    }
     confine()?;
     let sources = arguments.symbols.sources()?;
     arguments.metrics.start(&sources)?;
     let config = ServeConfig {
         listen: arguments.listen,
+        tls,
+        is_insecure: arguments.insecure,
+        allowed: Allowed {
+            uids: arguments.allow_uid,
+            gids: arguments.allow_gid,
+            tokens: arguments.token_file,
+        },
         log_dir: arguments.log_dir.unwrap_or_else(|| arguments.output_dir.join("captures")),
         output_dir: arguments.output_dir,
         keep_logs: Keep { bytes: mib(arguments.log_max), age: arguments.log_max_age },

@@ -20,6 +20,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::capture::CaptureError;
 use crate::receive::log::LogError;
+use crate::receive::peer::{Caller, Connected};
 use crate::receive::wants::Wanted;
 
 /// Keeps one stream. Its methods block: they write and sync files.
@@ -72,12 +73,22 @@ pub struct Accepted {
 
 /// Makes keepers.
 pub trait Accept: Send + Sync + 'static {
+    /// Who sends a stream.
+    type Name: Send;
+
+    /// Lets a caller in, before anything it sends is read; `None`: nobody knows who it is.
+    ///
+    /// # Errors
+    /// Why it is not let in, for the caller to read.
+    fn admit(&self, caller: Option<&Caller>) -> Result<Self::Name, String>;
+
     /// Accepts a stream by its greeting.
     ///
     /// # Errors
     /// See [`NotKept`].
     fn accept(
         &self,
+        name: Self::Name,
         hello: v1::Hello,
     ) -> impl Future<Output = Result<Accepted, NotKept>> + Send + '_;
 }
@@ -88,6 +99,9 @@ pub enum NotKept {
     /// The greeting is none.
     #[error("{0}")]
     Malformed(&'static str),
+    /// The capture is another's.
+    #[error("this capture was begun by somebody else")]
+    NotTheirs,
     /// Something went wrong here, or is in the way; the collector may try again.
     #[error("{0}")]
     Failed(String),
@@ -127,6 +141,13 @@ impl<A: Accept> Symbolizer for Service<A> {
         &self,
         request: Request<Streaming<v1::CollectorMessage>>,
     ) -> Result<Response<Self::CaptureStream>, Status> {
+        let name = self.acceptor.admit(caller(&request).as_ref()).map_err(|why| {
+            tracing::warn!("a stream is refused: {why}");
+            Status::unauthenticated(why)
+        })?;
+        if let Some(connected) = request.extensions().get::<Connected>() {
+            connected.admitted.set();
+        }
         let mut incoming = request.into_inner();
         let first = tokio::time::timeout(GREETING, incoming.message())
             .await
@@ -146,13 +167,15 @@ impl<A: Accept> Symbolizer for Service<A> {
             ))));
             return Ok(Response::new(UnboundedReceiverStream::new(outgoing)));
         }
-        let Accepted { keeper, replaced } = self.acceptor.accept(hello).await.map_err(|why| {
-            tracing::warn!("cannot keep a capture: {why}");
-            match why {
-                NotKept::Malformed(text) => Status::invalid_argument(text),
-                NotKept::Failed(text) => Status::unavailable(text),
-            }
-        })?;
+        let Accepted { keeper, replaced } =
+            self.acceptor.accept(name, hello).await.map_err(|why| {
+                tracing::warn!("cannot keep a capture: {why}");
+                match &why {
+                    NotKept::Malformed(text) => Status::invalid_argument(*text),
+                    NotKept::NotTheirs => Status::permission_denied(why.to_string()),
+                    NotKept::Failed(text) => Status::unavailable(text.as_str()),
+                }
+            })?;
         let _ = replies.send(Ok(welcome(keeper.next_epoch())));
         let stream = Stream { incoming, replies, replaced, closing: self.closing.clone() };
         tokio::spawn(stream.keep(keeper));
@@ -240,6 +263,14 @@ impl Stream {
     fn reply(&self, body: Reply) {
         let _ = self.replies.send(Ok(v1::SymbolizerMessage { body: Some(body) }));
     }
+}
+
+/// Who sends a request, if its connection tells.
+fn caller<T>(request: &Request<T>) -> Option<Caller> {
+    let peer = request.extensions().get::<Connected>()?.peer.clone();
+    let token = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+    let token = token.and_then(|value| value.strip_prefix("Bearer ")).map(str::to_owned);
+    Some(Caller { peer, token })
 }
 
 /// Messages that have come, waiting for the first alone; none at the end of the stream.

@@ -6,4 +6,5 @@
 pub mod grpc;
 pub mod handed;
 pub mod log;
+pub mod peer;
 pub mod wants;

@@ -1,5 +1,6 @@
 //! Threads that write the profiles of closed windows: one for each CPU, so that memory does not
-//! grow with the number of collectors, and behind the threads that acknowledge.
+//! grow with the number of collectors. They are not nice: on a host that others keep busy they
+//! would never be done, and threads that acknowledge sleep most of the time and need not wait.
 
 use std::collections::HashMap;
 use std::io;
@@ -67,9 +68,6 @@ pub(super) struct Closing {
     pub handed: Arc<AllHanded>,
 }
 
-/// Behind everything that answers a collector.
-const NICE: i32 = 10;
-
 impl Closing {
     /// Starts the threads; they end when the store is drained.
     ///
@@ -92,8 +90,6 @@ impl Closing {
     }
 
     fn run(&self) {
-        // Of this thread alone, and of those it starts. One that may not be nice is as good.
-        let _ = rustix::process::nice(NICE);
         while let Some(due) = self.store.next_due() {
             self.write(due);
         }

@@ -43,6 +43,8 @@ pub(super) struct Due {
 /// What is known of a capture whose collector comes back.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Before {
+    /// Who began it.
+    pub owner: String,
     /// First epoch that no closed window has.
     pub next_epoch: u64,
     /// Number of its next window.
@@ -71,8 +73,8 @@ pub(super) struct Index {
 const VERSION: i32 = 1;
 const SCHEMA: &str = "
     CREATE TABLE captures (
-        id BLOB PRIMARY KEY, next_epoch INTEGER NOT NULL, next_window INTEGER NOT NULL,
-        seen_ms INTEGER NOT NULL) WITHOUT ROWID;
+        id BLOB PRIMARY KEY, owner TEXT, next_epoch INTEGER NOT NULL,
+        next_window INTEGER NOT NULL, seen_ms INTEGER NOT NULL) WITHOUT ROWID;
     CREATE TABLE lost (
         capture BLOB NOT NULL, reason INTEGER NOT NULL, samples INTEGER NOT NULL,
         count INTEGER NOT NULL, PRIMARY KEY (capture, reason)) WITHOUT ROWID;
@@ -160,20 +162,25 @@ impl Index {
         std::fs::metadata(&self.path).is_ok_and(|found| found.ino() == self.inode)
     }
 
-    /// What is known of a capture.
-    pub(super) fn before(&self, capture: CaptureId) -> Result<Before> {
-        let sql = "SELECT next_epoch, next_window FROM captures WHERE id = ?1";
+    /// What is known of a capture. If nobody is known to have begun it, `owner` has.
+    pub(super) fn claim(&mut self, capture: CaptureId, owner: &str) -> Result<Before> {
+        self.connection
+            .prepare_cached(
+                "INSERT INTO captures VALUES (?1, ?2, 0, 0, ?3)
+             ON CONFLICT (id) DO UPDATE SET owner = coalesce(owner, ?2)",
+            )?
+            .execute(params![capture.0, owner, now_ms()])?;
+        let sql = "SELECT owner, next_epoch, next_window FROM captures WHERE id = ?1";
         let mut statement = self.connection.prepare_cached(sql)?;
-        let numbers = |row: &Row<'_>| Ok((number(row, 0)?, number(row, 1)?));
-        let known = statement.query_row([&capture.0], numbers).optional()?;
-        let (next_epoch, next_window) = known.unwrap_or_default();
+        let known = |row: &Row<'_>| Ok((row.get(0)?, number(row, 1)?, number(row, 2)?));
+        let (owner, next_epoch, next_window) = statement.query_row([&capture.0], known)?;
         let sql = "SELECT reason, samples, count FROM lost WHERE capture = ?1";
         let mut statement = self.connection.prepare_cached(sql)?;
         let lost = statement.query_map([&capture.0], |row| {
             let reason = row.get(0)?;
             Ok((reason, v1::Lost { reason, samples: row.get(1)?, count: number(row, 2)? }))
         })?;
-        Ok(Before { next_epoch, next_window, lost: lost.collect::<Result<_>>()? })
+        Ok(Before { owner, next_epoch, next_window, lost: lost.collect::<Result<_>>()? })
     }
 
     /// A window that is about to be begun: its log is made after this.
@@ -181,7 +188,7 @@ impl Index {
         let now = now_ms();
         let transaction = self.connection.transaction()?;
         transaction.execute(
-            "INSERT INTO captures VALUES (?1, 0, ?2, ?3)
+            "INSERT INTO captures VALUES (?1, NULL, 0, ?2, ?3)
              ON CONFLICT (id) DO UPDATE SET next_window = max(next_window, ?2), seen_ms = ?3",
             params![id.capture.0, integer(id.number + 1), now],
         )?;

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use super::Config;
 use super::closing::AllHanded;
 use super::id::{CaptureId, WindowId};
+use super::identity::{Door, Identity};
 use super::index::Before;
 use super::store::{Store, StoreError};
 use super::turns::{Turn, Turns};
@@ -24,6 +25,7 @@ use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
 use crate::receive::handed::Handed;
 use crate::receive::log::{Batch, Log, LogError, Tally, lose};
+use crate::receive::peer::Caller;
 use crate::receive::wants::{Place, Wants};
 use crate::resolve::Pins;
 
@@ -35,6 +37,7 @@ const MAX_WINDOW_BYTES: u64 = 128 << 20;
 pub(super) struct Keepers {
     pub config: Arc<Config>,
     pub shared: Arc<Shared>,
+    pub door: Door,
     /// How many keepers there are, so that the server can wait for the last.
     pub alive: watch::Sender<usize>,
 }
@@ -49,19 +52,30 @@ pub(super) struct Shared {
 }
 
 impl Accept for Keepers {
-    async fn accept(&self, hello: v1::Hello) -> Result<Accepted, NotKept> {
+    type Name = Identity;
+
+    fn admit(&self, caller: Option<&Caller>) -> Result<Identity, String> {
+        let caller = caller.ok_or("nobody knows where it is from")?;
+        self.door.name(caller).map_err(|denied| denied.to_string())
+    }
+
+    async fn accept(&self, owner: Identity, hello: v1::Hello) -> Result<Accepted, NotKept> {
         let capture = CaptureId::of(&hello.capture_id)
             .ok_or(NotKept::Malformed("a capture id has 16 bytes"))?;
-        let taken = self.shared.turns.take(capture).await;
+        // A stranger's stream is in nobody's way.
+        let taken = self.shared.turns.take((owner.clone(), capture)).await;
         let (turn, replaced) = taken.ok_or_else(|| {
             NotKept::Failed("another stream of this capture is in the way".to_owned())
         })?;
         let (config, shared) = (Arc::clone(&self.config), Arc::clone(&self.shared));
         let alive = Alive::of(&self.alive);
-        let begin = move || Keeper::begin(config, shared, capture, hello, turn, alive);
+        let begin = move || Keeper::begin(config, shared, owner, capture, hello, turn, alive);
         let keeper = tokio::task::spawn_blocking(begin).await;
         let keeper = keeper.map_err(|error| NotKept::Failed(error.to_string()))?;
-        let keeper = keeper.map_err(|error| NotKept::Failed(error.to_string()))?;
+        let keeper = keeper.map_err(|error| match error {
+            StoreError::NotTheirs => NotKept::NotTheirs,
+            error => NotKept::Failed(error.to_string()),
+        })?;
         Ok(Accepted { keeper: Box::new(keeper), replaced })
     }
 }
@@ -115,18 +129,21 @@ impl Keeper {
     fn begin(
         config: Arc<Config>,
         shared: Arc<Shared>,
+        owner: Identity,
         capture: CaptureId,
         hello: v1::Hello,
         turn: Turn,
         alive: Alive,
     ) -> Result<Self, StoreError> {
-        let is_here = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
+        // Who is elsewhere could say so as well, to have files of this host read.
+        let is_here = owner.is_of_this_host()
+            && fs::read_to_string("/proc/sys/kernel/random/boot_id")
+                .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
         let place =
             Place { is_here, share_all: hello.share_all, cache: config.sources.cache.clone() };
         let scratch = config.sources.scratch.clone();
         Ok(Self {
-            before: shared.store.before(capture)?,
+            before: shared.store.before(capture, &owner)?,
             // A transfer that broke off goes on in this stream.
             handed: shared.handed.of(capture, || Handed::new(scratch)),
             config,

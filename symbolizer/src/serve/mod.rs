@@ -4,35 +4,54 @@
 //! how far it has come: open, closed, written. A server that was killed goes on from there at the
 //! next start; a collector that comes back is told which epochs are held already.
 
+mod changed;
 mod closing;
 mod id;
+mod identity;
 mod index;
 mod keeper;
+mod listen;
 mod profiles;
+mod queue;
+mod retention;
 mod store;
+#[cfg(test)]
+mod tests;
+mod tls;
 mod turns;
 
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpListener, UnixListener};
-use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
 
 use self::closing::Closing;
+pub use self::identity::Allowed;
+use self::identity::Door;
 use self::keeper::{Keepers, Shared};
+pub use self::listen::Listen;
+use self::listen::Listener;
 pub use self::store::Keep;
 use self::store::{Places, Store};
+use self::tls::Certificates;
+pub use self::tls::Tls;
 use crate::receive::grpc::service;
 use crate::resolve::Sources;
 
 /// How to serve.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// `host:port`, or `unix:/path/to/socket`.
-    pub listen: String,
+    /// Where to listen.
+    pub listen: Vec<Listen>,
+    /// TLS of TCP connections; without it they are in clear text.
+    pub tls: Option<Tls>,
+    /// Clear text may come from other hosts.
+    pub is_insecure: bool,
+    /// Who may come.
+    pub allowed: Allowed,
     /// Where profiles go.
     pub output_dir: PathBuf,
     /// Where logs go.
@@ -75,6 +94,14 @@ pub enum ServeError {
     /// What is to be done with logs is not known.
     #[error("{0}")]
     Index(String),
+    /// Certificates, tokens.
+    #[error("{0}")]
+    Credentials(io::Error),
+    /// Everybody could read and write everything.
+    #[error(
+        "{0} can be reached from other hosts, and there is no TLS: give --tls-cert and --tls-key, or --insecure if the network may be trusted"
+    )]
+    ClearText(String),
     /// No thread for profiles.
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
@@ -91,18 +118,33 @@ pub enum ServeError {
     Server(#[from] tonic::transport::Error),
 }
 
+/// Connections at a time; further ones wait.
+const MAX_CONNECTIONS: usize = 4096;
+
 /// Serves until `shutdown` is over; streams that run then are finished with what they brought.
-/// `ready` is told the address that is listened on.
+/// `ready` is told each address that is listened on.
 ///
 /// # Errors
 /// See [`ServeError`].
 pub async fn run(
     config: Config,
-    ready: impl FnOnce(&str),
+    ready: impl Fn(&str),
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    let listen = config.listen.clone();
-    let failed = |error| ServeError::Listen { address: listen.clone(), error };
+    let door = Door::new(config.allowed.clone()).map_err(ServeError::Credentials)?;
+    let certificates = config.tls.clone().map(Certificates::new).transpose();
+    let certificates = certificates.map_err(ServeError::Credentials)?.map(Arc::new);
+    let mut listeners = Vec::new();
+    for listen in &config.listen {
+        let listener = Listener::bind(listen, &config.allowed).await;
+        let listener =
+            listener.map_err(|error| ServeError::Listen { address: listen.to_string(), error })?;
+        let address = listener.address(listen);
+        if listener.is_open() && certificates.is_none() && !config.is_insecure {
+            return Err(ServeError::ClearText(address));
+        }
+        listeners.push((listener, address));
+    }
     let (close, closing) = tokio::sync::watch::channel(false);
     let store = Arc::new(Store::open(Places {
         logs: config.log_dir.clone(),
@@ -127,34 +169,20 @@ pub async fn run(
     }
     .start()
     .map_err(ServeError::Thread)?;
-    let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, alive });
+    let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, alive });
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
         .add_service(service(keepers, closing));
-    match listen.strip_prefix("unix:") {
-        Some(path) => {
-            // A socket from before; anything else there is not ours to remove.
-            if fs::symlink_metadata(path).is_ok_and(|found| is_socket(&found)) {
-                fs::remove_file(path).map_err(failed)?;
-            }
-            let listener = UnixListener::bind(path).map_err(failed)?;
-            ready(&listen);
-            let serving = server.serve_with_incoming(UnixListenerStream::new(listener));
-            tokio::select! {
-                result = serving => result?,
-                () = shutdown => {}
-            }
-        }
-        None => {
-            let listener = TcpListener::bind(&listen).await.map_err(failed)?;
-            let address = listener.local_addr().map_or(listen.clone(), |bound| bound.to_string());
-            ready(&address);
-            let serving = server.serve_with_incoming(TcpListenerStream::new(listener));
-            tokio::select! {
-                result = serving => result?,
-                () = shutdown => {}
-            }
-        }
+    let (accepted, incoming) = mpsc::channel(16);
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    for (listener, address) in listeners {
+        ready(&address);
+        let (certificates, places) = (certificates.clone(), Arc::clone(&places));
+        tokio::spawn(listener.run(certificates, places, accepted.clone()));
+    }
+    tokio::select! {
+        result = server.serve_with_incoming(ReceiverStream::new(incoming)) => result?,
+        () = shutdown => {}
     }
     // Each stream ends here and closes its window; collectors keep the rest.
     let _ = close.send(true);
@@ -173,9 +201,4 @@ pub async fn run(
         tracing::warn!("{left} windows have no profile yet: the next start writes them");
     }
     Ok(())
-}
-
-fn is_socket(found: &fs::Metadata) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    found.file_type().is_socket()
 }

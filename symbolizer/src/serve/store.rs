@@ -1,11 +1,11 @@
-//! What a server keeps on disk: logs of windows, the index of them, profiles. Decides when there is
-//! room, what is to be done next, and what is removed.
+//! What a server keeps on disk: logs of windows, the index of them, profiles. Begins and closes
+//! windows, and decides when there is room for one.
 //!
 //! A window is in the index before its log is made, and its log is whole before the index says so.
 //! A restart at any point finds either, and goes on from there. Nothing here reads what a log is
-//! about.
+//! about. What becomes of closed windows is in `queue.rs`, what is removed in `retention.rs`.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io;
 use std::mem::Discriminant;
@@ -17,7 +17,8 @@ use stackwire_proto::v1;
 
 use super::ServeError;
 use super::id::{CaptureId, EXTENSION, WindowId};
-use super::index::{Before, Due, Index, State, now_ms};
+use super::identity::Identity;
+use super::index::{Before, Due, Index, State};
 use crate::receive::log::{Log, recover};
 
 /// How much is kept, and for how long.
@@ -47,6 +48,8 @@ pub(super) enum StoreError {
     Full { path: PathBuf, free: u64, least: u64 },
     #[error("{bytes} MiB of windows wait to be resolved, and no more than --log-max may")]
     Behind { bytes: u64 },
+    #[error("this capture was begun by somebody else")]
+    NotTheirs,
     #[error("cannot use the index of windows: {0}")]
     Index(#[from] rusqlite::Error),
     #[error("cannot use the directory {path}: {error}")]
@@ -60,9 +63,9 @@ pub(super) enum StoreError {
 /// See the top of this file.
 #[derive(Debug)]
 pub(super) struct Store {
-    places: Places,
+    pub(super) places: Places,
     inner: Mutex<Inner>,
-    changed: Condvar,
+    pub(super) changed: Condvar,
     /// Held while windows without a stream are closed: what is known of a capture is known after.
     closing: Mutex<()>,
     /// What was wrong when it was said last.
@@ -70,26 +73,26 @@ pub(super) struct Store {
 }
 
 #[derive(Debug)]
-struct Inner {
-    index: Index,
+pub(super) struct Inner {
+    pub index: Index,
     /// Two servers in one directory would finish each other's windows.
     _lock: File,
     /// Windows a server before this one left open, by capture.
-    orphans: HashMap<CaptureId, Vec<WindowId>>,
+    pub orphans: HashMap<CaptureId, Vec<WindowId>>,
     /// Windows whose streams are over, and which could not be closed.
-    unclosed: Vec<Unclosed>,
-    working: HashSet<WindowId>,
+    pub unclosed: Vec<Unclosed>,
+    pub working: HashMap<WindowId, Due>,
     /// Bytes of logs of windows that are done with, and of those that are closed and are not.
-    done: u64,
-    waiting: u64,
-    profiles: u64,
+    pub done: u64,
+    pub waiting: u64,
+    pub profiles: u64,
     /// No window is taken any more.
-    stopping: bool,
-    swept: Instant,
+    pub stopping: bool,
+    pub swept: Instant,
 }
 
 #[derive(Debug)]
-struct Unclosed {
+pub(super) struct Unclosed {
     id: WindowId,
     log: Log,
     more: Vec<v1::Lost>,
@@ -97,16 +100,8 @@ struct Unclosed {
 
 /// Free space that logs leave to the index and to profiles: a twentieth of a small disk.
 const LEAST_FREE: u64 = 64 << 20;
-/// How often a window may end the server before it is given up.
-const MAX_INTERRUPTED: u32 = 8;
-/// How long a window that failed waits: a second, then twice as long each time, up to this.
-const LONGEST_WAIT: Duration = Duration::from_secs(600);
-/// How often what is old is looked for.
-const SWEEP: Duration = Duration::from_secs(60);
 /// How often the same trouble is told.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
-/// A collector that is silent for so long starts a new capture if it comes back at all.
-const FORGET_CAPTURES: Duration = Duration::from_secs(30 * 24 * 3600);
 
 impl Store {
     /// Opens what is there.
@@ -149,9 +144,15 @@ impl Store {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub(super) fn before(&self, capture: CaptureId) -> Result<Before, StoreError> {
+    pub(super) fn before(
+        &self,
+        capture: CaptureId,
+        owner: &Identity,
+    ) -> Result<Before, StoreError> {
         self.close_left(capture)?;
-        Ok(self.usable()?.index.before(capture)?)
+        let owner = owner.to_string();
+        let before = self.usable()?.index.claim(capture, &owner)?;
+        if before.owner == owner { Ok(before) } else { Err(StoreError::NotTheirs) }
     }
 
     /// Closes windows of a capture that could not be closed, or that a server before this one left
@@ -183,7 +184,7 @@ impl Store {
     }
 
     /// The same, of whichever capture. False when there is none, or when it cannot be done now.
-    fn close_one(&self) -> bool {
+    pub(super) fn close_one(&self) -> bool {
         let inner = self.lock();
         let orphan = inner.orphans.keys().next().copied();
         let unclosed = inner.unclosed.first().map(|it| it.id.capture);
@@ -305,107 +306,13 @@ impl Store {
         }
     }
 
-    /// Waits for a window whose profile is to be written. `None` when the server stops.
-    pub(super) fn next_due(&self) -> Option<Due> {
-        loop {
-            let mut inner = self.lock();
-            if inner.stopping {
-                return None;
-            }
-            match inner.take_due() {
-                Ok(Some(due)) => return Some(due),
-                Ok(None) => {}
-                Err(error) => tracing::warn!("cannot use the index of windows: {error}"),
-            }
-            if inner.swept.elapsed() >= SWEEP {
-                inner.swept = Instant::now();
-                inner.sweep(&self.places);
-            }
-            if !inner.orphans.is_empty() || !inner.unclosed.is_empty() {
-                drop(inner);
-                if self.close_one() {
-                    continue;
-                }
-                inner = self.lock();
-            }
-            // Windows that failed become due without anybody saying so.
-            let _ = self.changed.wait_timeout(inner, Duration::from_millis(500));
-        }
-    }
-
-    /// The profiles of a window are written, or it is not worth trying again.
-    pub(super) fn done(&self, due: Due, state: State, profiles: &[(String, u64)]) {
-        let mut inner = match self.usable() {
-            Ok(inner) => inner,
-            Err(error) => {
-                self.lock().working.remove(&due.id);
-                return tracing::warn!("window {}: {error}; it is written again", due.id);
-            }
-        };
-        inner.working.remove(&due.id);
-        if let Err(error) = inner.index.done(due.id, state, profiles) {
-            return tracing::warn!("window {}: {error}; it is written again", due.id);
-        }
-        inner.waiting = inner.waiting.saturating_sub(due.bytes);
-        inner.done += due.bytes;
-        inner.profiles += profiles.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        inner.sweep(&self.places);
-        drop(inner);
-        self.changed.notify_all();
-    }
-
-    /// The profile of a window could not be written: it is tried again later.
-    pub(super) fn failed(&self, due: Due) -> Duration {
-        let wait = wait_after(due.failures);
-        let mut inner = self.lock();
-        inner.working.remove(&due.id);
-        let failures = due.failures.saturating_add(1);
-        if let Err(error) = inner.index.postpone(due.id, due.interrupted, failures, wait) {
-            tracing::warn!("cannot use the index of windows: {error}");
-        }
-        drop(inner);
-        self.changed.notify_all();
-        wait
-    }
-
-    /// Waits until all that is due is done, but not for longer than `most`. Then no window is begun
-    /// any more. How many are left.
-    pub(super) fn drain(&self, most: Duration) -> u64 {
-        let deadline = Instant::now() + most;
-        let mut inner = self.lock();
-        loop {
-            let due = inner.index.due(1 + inner.working.len() as u32);
-            let idle = inner.working.is_empty()
-                && inner.orphans.is_empty()
-                && inner.unclosed.is_empty()
-                && due.is_ok_and(|due| due.is_empty());
-            let left = deadline.saturating_duration_since(Instant::now());
-            if idle || left.is_zero() {
-                break;
-            }
-            let wait = left.min(Duration::from_millis(100));
-            inner =
-                self.changed.wait_timeout(inner, wait).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        inner.stopping = true;
-        // Those that are worked on are not to blame for the end of this server.
-        let working: Vec<WindowId> = inner.working.iter().copied().collect();
-        for id in working {
-            let _ = inner.index.postpone(id, 0, 0, Duration::ZERO);
-        }
-        let left = inner.index.waiting().unwrap_or(0);
-        drop(inner);
-        self.changed.notify_all();
-        left
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         // A panic elsewhere leaves it whole: the index has transactions.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The index, made again if its directory was removed.
-    fn usable(&self) -> Result<MutexGuard<'_, Inner>, StoreError> {
+    pub(super) fn usable(&self) -> Result<MutexGuard<'_, Inner>, StoreError> {
         let mut inner = self.lock();
         if !inner.index.is_there() {
             tracing::warn!(
@@ -448,7 +355,7 @@ impl Inner {
             _lock: lock,
             orphans,
             unclosed: Vec::new(),
-            working: HashSet::new(),
+            working: HashMap::new(),
             done,
             waiting,
             profiles,
@@ -456,83 +363,6 @@ impl Inner {
             swept: Instant::now(),
         })
     }
-
-    /// A window to work on. The index is told before: if it ends the server, the next one knows.
-    fn take_due(&mut self) -> rusqlite::Result<Option<Due>> {
-        let due = self.index.due(1 + self.working.len() as u32)?;
-        let Some(due) = due.into_iter().find(|due| !self.working.contains(&due.id)) else {
-            return Ok(None);
-        };
-        if due.interrupted >= MAX_INTERRUPTED {
-            tracing::warn!(
-                "window {} ended the server {} times while it was resolved: it is kept without a profile",
-                due.id,
-                due.interrupted
-            );
-            self.index.done(due.id, State::GivenUp, &[])?;
-            return Ok(None);
-        }
-        let wait = if due.interrupted > 0 { wait_after(due.interrupted) } else { Duration::ZERO };
-        self.index.postpone(due.id, due.interrupted + 1, due.failures, wait)?;
-        self.working.insert(due.id);
-        Ok(Some(due))
-    }
-
-    /// Removes what is more than is kept, and what is older.
-    fn sweep(&mut self, places: &Places) {
-        if let Err(error) = self.sweep_logs(places).and_then(|()| self.sweep_profiles(places)) {
-            tracing::warn!("cannot use the index of windows: {error}");
-        }
-        if let Err(error) = self.index.forget_captures(FORGET_CAPTURES) {
-            tracing::warn!("cannot use the index of windows: {error}");
-        }
-    }
-
-    fn sweep_logs(&mut self, places: &Places) -> rusqlite::Result<()> {
-        while let Some(old) = self.index.oldest_log()? {
-            if !is_over(&places.keep_logs, self.done, old.since_ms)
-                || !is_removed(&old.what.log(&places.logs))
-            {
-                break;
-            }
-            self.index.forget(old.what)?;
-            self.done = self.done.saturating_sub(old.bytes);
-        }
-        Ok(())
-    }
-
-    fn sweep_profiles(&mut self, places: &Places) -> rusqlite::Result<()> {
-        while let Some(old) = self.index.oldest_profile()? {
-            if !is_over(&places.keep_profiles, self.profiles, old.since_ms)
-                || !is_removed(&places.profiles.join(&old.what))
-            {
-                break;
-            }
-            self.index.forget_profile(&old.what)?;
-            self.profiles = self.profiles.saturating_sub(old.bytes);
-        }
-        Ok(())
-    }
-}
-
-fn is_over(keep: &Keep, bytes: u64, since_ms: u64) -> bool {
-    let age = u64::try_from(now_ms()).unwrap_or(0).saturating_sub(since_ms);
-    bytes > keep.bytes || keep.age.is_some_and(|most| u128::from(age) > most.as_millis())
-}
-
-/// Whether a file is gone, now or before.
-fn is_removed(path: &Path) -> bool {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!("cannot remove {}: {error}", path.display());
-            false
-        }
-        _ => true,
-    }
-}
-
-fn wait_after(times: u32) -> Duration {
-    LONGEST_WAIT.min(Duration::from_secs(1u64 << times.min(20)))
 }
 
 pub(super) fn make_directory(path: &Path) -> Result<(), ServeError> {

@@ -8,13 +8,17 @@ use std::time::Duration;
 use tokio::sync::{OwnedMutexGuard, watch};
 
 use super::id::CaptureId;
+use super::identity::Identity;
 
 /// How long the old stream may take to put away what it holds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Who streams.
 #[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<HashMap<CaptureId, Place>>);
+pub(super) struct Turns(Mutex<HashMap<Key, Place>>);
+
+/// A capture, and who says that it is theirs.
+type Key = (Identity, CaptureId);
 
 /// Of a capture.
 #[derive(Debug)]
@@ -30,7 +34,7 @@ struct Place {
 #[derive(Debug)]
 pub(super) struct Turn {
     turns: Arc<Turns>,
-    capture: CaptureId,
+    key: Key,
     /// Free for the next as soon as this is dropped.
     guard: Option<OwnedMutexGuard<()>>,
 }
@@ -39,14 +43,11 @@ impl Turns {
     /// Waits until no other stream of the capture is there, and tells those that they are replaced.
     /// `None` when the old one does not end, or a newer one has come. The receiver turns true when
     /// this one is replaced.
-    pub(super) async fn take(
-        self: &Arc<Self>,
-        capture: CaptureId,
-    ) -> Option<(Turn, watch::Receiver<bool>)> {
+    pub(super) async fn take(self: &Arc<Self>, key: Key) -> Option<(Turn, watch::Receiver<bool>)> {
         let (newest, mut replaced) = watch::channel(false);
         let stream = {
             let mut all = self.lock();
-            let place = all.entry(capture).or_insert_with(|| Place {
+            let place = all.entry(key.clone()).or_insert_with(|| Place {
                 stream: Arc::default(),
                 newest: watch::channel(false).0,
                 streams: 0,
@@ -56,7 +57,7 @@ impl Turns {
             Arc::clone(&place.stream)
         };
         // From here on, dropped with its count if this wait is given up.
-        let mut turn = Turn { turns: Arc::clone(self), capture, guard: None };
+        let mut turn = Turn { turns: Arc::clone(self), key, guard: None };
         tokio::select! {
             biased;
             _ = replaced.wait_for(|replaced| *replaced) => return None,
@@ -66,7 +67,7 @@ impl Turns {
         Some((turn, replaced))
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<CaptureId, Place>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Place>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -75,10 +76,10 @@ impl Drop for Turn {
     fn drop(&mut self) {
         self.guard = None;
         let mut all = self.turns.lock();
-        if let Some(place) = all.get_mut(&self.capture) {
+        if let Some(place) = all.get_mut(&self.key) {
             place.streams -= 1;
             if place.streams == 0 {
-                all.remove(&self.capture);
+                all.remove(&self.key);
             }
         }
     }
@@ -93,13 +94,14 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let turns = Arc::<Turns>::default();
-            let [id, other] = [CaptureId([1; 16]), CaptureId([2; 16])];
-            let (first, mut replaced) = turns.take(id).await.unwrap();
+            let id = (Identity::Loopback, CaptureId([1; 16]));
+            let other = (Identity::Anyone, CaptureId([1; 16]));
+            let (first, mut replaced) = turns.take(id.clone()).await.unwrap();
             let _other = turns.take(other).await.unwrap();
             // A thousand come; all but the last are sent away, and none keeps a thread.
             let waiting: Vec<_> = (0..1000)
                 .map(|_| {
-                    let turns = Arc::clone(&turns);
+                    let (turns, id) = (Arc::clone(&turns), id.clone());
                     tokio::spawn(async move { turns.take(id).await })
                 })
                 .collect();

@@ -15,6 +15,7 @@ use super::exporter::Exporting;
 use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
 use crate::receive::log::{Batch, Log, LogError, Tally};
+use crate::receive::peer::Caller;
 use crate::receive::wants::{Place, Wanted, Wants};
 use crate::resolve::Pins;
 
@@ -41,7 +42,14 @@ pub(super) struct OneStream {
 }
 
 impl Accept for OneStream {
-    async fn accept(&self, hello: v1::Hello) -> Result<Accepted, NotKept> {
+    type Name = ();
+
+    /// Its socket is in a directory of its user's own.
+    fn admit(&self, _caller: Option<&Caller>) -> Result<(), String> {
+        Ok(())
+    }
+
+    async fn accept(&self, (): (), hello: v1::Hello) -> Result<Accepted, NotKept> {
         let taken = self.state.lock().ok().and_then(|mut state| state.take());
         let (file, kept, greeted, finished) =
             taken.ok_or_else(|| NotKept::Failed("a collector is connected already".to_owned()))?;

@@ -1,0 +1,270 @@
+//! Where a server listens, and the way of a connection from there to the gRPC service: TLS if it is
+//! to be, who is at the other end, and limits of time and number for those who are nobody yet.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::net::IpAddr;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::Sleep;
+use tokio_rustls::TlsAcceptor;
+use tonic::transport::server::Connected;
+
+use super::identity::Allowed;
+use super::tls::{self, Certificates};
+use crate::receive::peer::{self, Admitted, Peer};
+
+/// An address to listen on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// `host:port`.
+    Tcp(String),
+    /// `unix:/path/to/socket`.
+    Unix(PathBuf),
+}
+
+impl FromStr for Listen {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text.strip_prefix("unix:") {
+            Some(path) => Self::Unix(path.strip_prefix("//").unwrap_or(path).into()),
+            None => Self::Tcp(text.to_owned()),
+        })
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// A connection with who is at its other end.
+pub(super) struct Connection {
+    stream: Box<dyn Stream>,
+    connected: peer::Connected,
+    /// When it is closed unless somebody was let in.
+    deadline: Pin<Box<Sleep>>,
+    /// Its place among the connections there may be.
+    _place: OwnedSemaphorePermit,
+}
+
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
+
+/// How long a handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a connection may be there until somebody is let in over it.
+const ADMISSION: Duration = Duration::from_secs(15);
+/// Handshakes at a time; more wait in the backlog of the socket.
+const HANDSHAKES: usize = 256;
+/// After an error of the listener, as when there are no descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Something that listens.
+pub(super) enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+impl Listener {
+    /// Listens on an address.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub(super) async fn bind(listen: &Listen, allowed: &Allowed) -> io::Result<Self> {
+        match listen {
+            Listen::Unix(path) => {
+                // A socket from before; anything else there is not ours to remove.
+                if fs::symlink_metadata(path).is_ok_and(|found| is_socket(&found)) {
+                    fs::remove_file(path)?;
+                }
+                let listener = UnixListener::bind(path)?;
+                if !allowed.is_every_user() {
+                    // Everybody may connect, and is asked who it is.
+                    fs::set_permissions(path, fs::Permissions::from_mode(0o666))?;
+                }
+                Ok(Self::Unix(listener))
+            }
+            Listen::Tcp(address) => Ok(Self::Tcp(TcpListener::bind(address).await?)),
+        }
+    }
+
+    /// The address, with the port that was chosen.
+    pub(super) fn address(&self, listen: &Listen) -> String {
+        match self {
+            Self::Tcp(listener) => {
+                listener.local_addr().map_or(listen.to_string(), |bound| bound.to_string())
+            }
+            Self::Unix(_) => listen.to_string(),
+        }
+    }
+
+    /// Whether other hosts can reach it.
+    pub(super) fn is_open(&self) -> bool {
+        match self {
+            Self::Tcp(listener) => {
+                !listener.local_addr().is_ok_and(|bound| is_loopback(bound.ip()))
+            }
+            Self::Unix(_) => false,
+        }
+    }
+
+    /// Hands connections out until nobody takes them. `places`: how many there may be.
+    pub(super) async fn run(
+        self,
+        certificates: Option<Arc<Certificates>>,
+        places: Arc<Semaphore>,
+        out: mpsc::Sender<io::Result<Connection>>,
+    ) {
+        let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
+        loop {
+            // Neither is ever closed.
+            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+            let Ok(handshake) = Arc::clone(&handshakes).acquire_owned().await else { return };
+            let accepted = tokio::select! {
+                accepted = self.accept() => accepted,
+                () = out.closed() => return,
+            };
+            let raw = match accepted {
+                Ok(raw) => raw,
+                Err(error) => {
+                    tracing::warn!("cannot accept a connection: {error}");
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
+                }
+            };
+            let (certificates, out) = (certificates.clone(), out.clone());
+            tokio::spawn(async move {
+                let _handshake = handshake;
+                match tokio::time::timeout(HANDSHAKE, raw.greet(certificates)).await {
+                    Ok(Ok((stream, peer))) => {
+                        let connection = Connection {
+                            stream,
+                            connected: peer::Connected { peer, admitted: Admitted::default() },
+                            deadline: Box::pin(tokio::time::sleep(ADMISSION)),
+                            _place: place,
+                        };
+                        // Nobody takes it when the server stops.
+                        let _ = out.send(Ok(connection)).await;
+                    }
+                    Ok(Err(error)) => tracing::warn!("a connection is refused: {error}"),
+                    Err(_elapsed) => {
+                        tracing::warn!("a connection is refused: no handshake in time")
+                    }
+                }
+            });
+        }
+    }
+
+    async fn accept(&self) -> io::Result<Raw> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, from) = listener.accept().await?;
+                // Acknowledgements are small, and waited for.
+                let _ = stream.set_nodelay(true);
+                Ok(Raw::Tcp(stream, from.ip()))
+            }
+            Self::Unix(listener) => Ok(Raw::Unix(listener.accept().await?.0)),
+        }
+    }
+}
+
+enum Raw {
+    Tcp(TcpStream, IpAddr),
+    Unix(UnixStream),
+}
+
+impl Raw {
+    async fn greet(
+        self,
+        certificates: Option<Arc<Certificates>>,
+    ) -> io::Result<(Box<dyn Stream>, Peer)> {
+        match (self, certificates) {
+            (Self::Unix(stream), _) => {
+                let found = stream.peer_cred()?;
+                let peer = Peer::Unix { uid: found.uid(), gid: found.gid() };
+                Ok((Box::new(stream), peer))
+            }
+            (Self::Tcp(stream, from), None) => {
+                let peer = if is_loopback(from) { Peer::Loopback } else { Peer::Anywhere };
+                Ok((Box::new(stream), peer))
+            }
+            (Self::Tcp(stream, _), Some(certificates)) => {
+                let stream = TlsAcceptor::from(certificates.now()).accept(stream).await?;
+                let sent = stream.get_ref().1.peer_certificates();
+                let peer = match sent.and_then(|sent| sent.first()) {
+                    None => Peer::Tls,
+                    Some(certificate) => Peer::Certificate(
+                        tls::name(certificate)
+                            .ok_or_else(|| io::Error::other("its certificate has no name"))?,
+                    ),
+                };
+                Ok((Box::new(stream), peer))
+            }
+        }
+    }
+}
+
+/// Of this host, IPv4 written as IPv6 included.
+fn is_loopback(ip: IpAddr) -> bool {
+    ip.to_canonical().is_loopback()
+}
+
+fn is_socket(found: &fs::Metadata) -> bool {
+    found.file_type().is_socket()
+}
+
+impl Connected for Connection {
+    type ConnectInfo = peer::Connected;
+
+    fn connect_info(&self) -> peer::Connected {
+        self.connected.clone()
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if !self.connected.admitted.get() && self.deadline.as_mut().poll(context).is_ready() {
+            let why = "nobody was let in over this connection in time";
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, why)));
+        }
+        Pin::new(&mut self.stream).poll_read(context, into)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
