@@ -369,8 +369,8 @@ pub struct Serve {
     /// Address to listen on: host:port or unix:/path (repeatable).
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:4400")]
     pub listen: Vec<Listen>,
-    /// Certificate for TLS on TCP addresses, with those between it and its CA (PEM). Read again when
-    /// it changes, as the other files are.
+    /// Certificate for TLS on TCP addresses, with those between it and its CA (PEM). Read again
+    /// when it changes, as the other files are.
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     pub tls_cert: Option<PathBuf>,
     /// Its key (PEM).

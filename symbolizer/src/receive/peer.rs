@@ -1,7 +1,7 @@
 //! Who is at the other end of a connection, as far as the connection tells.
 //!
-//! Facts alone: what an identity may do is decided by `serve/`. Made where connections are accepted,
-//! read by the gRPC service.
+//! Facts alone: what an identity may do is decided by `serve/`. Made where connections are
+//! accepted, read by the gRPC service.
 
 use std::fmt;
 use std::sync::Arc;
