@@ -1,6 +1,7 @@
 //! Collectors whose symbolizers are away, refuse, or do not answer: what they took is delivered, or
 //! counted.
 
+use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use tonic::Code;
 
 use crate::identical::{Server, profiles};
 use crate::support::build::work;
+use crate::support::mounted::Tmpfs;
 use crate::support::peer::{Does, Peer};
 use crate::support::{Pprof, Running, binary, privileged};
 
@@ -55,6 +57,15 @@ fn stop(child: &Child) {
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
 }
 
+/// A collector that is stopped delivers everything; then the server ends.
+fn ends(collector: Child, server: Server) -> Output {
+    stop(&collector);
+    let output = collector.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    server.terminate();
+    output
+}
+
 #[test]
 fn no_status_ends_a_collector() {
     if !privileged() {
@@ -86,10 +97,7 @@ fn no_status_ends_a_collector() {
     let directory = tempfile::tempdir().unwrap();
     let server = Server::start(directory.path(), &address, &[]);
     comes_back(directory.path());
-    stop(&collector);
-    let output = collector.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    server.terminate();
+    let output = ends(collector, server);
     let (taken, lost) = totals(&output);
     assert_eq!((samples(directory.path()), lost), (taken, 0));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -195,11 +203,8 @@ fn what_is_on_its_way_is_not_counted_lost() {
     let (address, directory) = (peer.address.clone(), tempfile::tempdir().unwrap());
     drop(peer);
     let server = Server::start(directory.path(), &address, &[]);
-    std::thread::sleep(Duration::from_secs(2));
-    stop(&collector);
-    let output = collector.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    server.terminate();
+    comes_back(directory.path());
+    let output = ends(collector, server);
     let (taken, lost) = totals(&output);
     assert!(lost > 0, "{output:?}");
     assert_eq!(samples(directory.path()) + lost, taken);
@@ -228,11 +233,46 @@ fn an_epoch_that_is_refused_again_and_again_is_dropped_and_counted() {
     drop(peer);
     let server = Server::start(directory.path(), &address, &[]);
     comes_back(directory.path());
-    stop(&collector);
-    let output = collector.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    server.terminate();
+    let output = ends(collector, server);
     let (taken, lost) = totals(&output);
     assert!(lost >= first.unwrap() && lost < taken / 2, "{taken} taken, {lost} lost");
     assert_eq!(samples(directory.path()) + lost, taken);
+}
+
+#[test]
+fn on_a_full_disk_collectors_wait_until_there_is_room() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let disk = Tmpfs::mount(directory.path(), "24m");
+    let server = Server::start(directory.path(), "127.0.0.1:0", &["--window=1s"]);
+    let program = Running::start(Command::new(work()).args(["plain", "60"]));
+    let collector = collector(&[
+        &format!("--pid={}", program.pid()),
+        &format!("--to=http://{}", server.address),
+    ]);
+    comes_back(directory.path());
+    let filler = directory.path().join("filler");
+    let mut file = std::fs::File::create(&filler).unwrap();
+    while file.write_all(&[1; 1 << 16]).is_ok() {}
+    std::thread::sleep(Duration::from_millis(500));
+    let bytes = |directory: &Path| -> u64 {
+        let logs = std::fs::read_dir(directory.join("captures")).unwrap().flatten();
+        logs.map(|log| log.path())
+            .filter(|path| path.extension().is_some_and(|extension| extension == "stackwire"))
+            .map(|path| path.metadata().unwrap().len())
+            .sum()
+    };
+    let before = bytes(directory.path());
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(bytes(directory.path()), before, "nothing is added");
+    drop(file);
+    std::fs::remove_file(filler).unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    let output = ends(collector, server);
+    let (taken, lost) = totals(&output);
+    assert_eq!((samples(directory.path()), lost), (taken, 0));
+    assert!(taken > 1000, "{taken}");
+    drop(disk);
 }

@@ -58,6 +58,14 @@ fn client(authority: &Authority, name: &str) -> [String; 2] {
     ]
 }
 
+/// What a collector is told that is to come in.
+fn good(authority: &Authority, server: &Server, duration: &str) -> Vec<String> {
+    let [certificate, key] = client(authority, "good");
+    let to = format!("--to=https://{}", server.address);
+    let ca = format!("--tls-ca={}", authority.file("ca.pem"));
+    vec![to, ca, certificate, key, duration.to_owned()]
+}
+
 #[test]
 fn collectors_with_good_certificates_come_in_and_no_others() {
     if !privileged() {
@@ -85,11 +93,7 @@ fn collectors_with_good_certificates_come_in_and_no_others() {
     let port = server.address.rsplit(':').next().unwrap().to_owned();
     let ca = format!("--tls-ca={}", authority.file("ca.pem"));
     let to = format!("--to=https://localhost:{port}");
-    let honest = |duration: &str| {
-        let [certificate, key] = client(&authority, "good");
-        let more = [to.clone(), ca.clone(), certificate, key, duration.to_owned()];
-        collector(&program, &more)
-    };
+    let honest = |duration: &str| collector(&program, &good(&authority, &server, duration));
     let unharmed = honest("--duration=8s");
     let refused = [
         (client(&authority, "expired").to_vec(), to.clone(), ca.clone()),
@@ -273,9 +277,8 @@ fn connections_over_which_nobody_is_let_in_are_closed() {
     let authority = Authority::new(&directory.path().join("ca"));
     authority.server("server");
     authority.client("good", 2100);
-    let ca = format!("--tls-client-ca={}", authority.file("ca.pem"));
-    let outputs = directory.path().join("out");
-    let served = server(&outputs, &authority, &[&ca]);
+    let client_ca = format!("--tls-client-ca={}", authority.file("ca.pem"));
+    let served = server(&directory.path().join("out"), &authority, &[&client_ca]);
     let plain = Server::start(&directory.path().join("plain"), "127.0.0.1:0", &[]);
     // Some that say nothing, to a server with TLS and to one without; one that begins and stops.
     let connect = |server: &Server| TcpStream::connect(&server.address).unwrap();
@@ -285,10 +288,7 @@ fn connections_over_which_nobody_is_let_in_are_closed() {
     idle.extend([connect(&plain), begun]);
     // Meanwhile others come in.
     let program = Running::start(Command::new(work()).args(["plain", "60"]));
-    let [certificate, key] = client(&authority, "good");
-    let to = format!("--to=https://{}", served.address);
-    let ca = format!("--tls-ca={}", authority.file("ca.pem"));
-    let honest = collector(&program, &[to, ca, certificate, key, "--duration=1s".to_owned()]);
+    let honest = collector(&program, &good(&authority, &served, "--duration=1s"));
     assert!(honest.wait_with_output().unwrap().status.success());
     for mut stream in idle {
         stream.set_read_timeout(Some(Duration::from_secs(25))).unwrap();

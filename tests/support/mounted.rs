@@ -1,4 +1,5 @@
-//! A directory as `bindfs` shows it elsewhere, as long as it is not stopped.
+//! What is mounted for a test: a directory as `bindfs` shows it elsewhere, as long as it is not
+//! stopped, and a disk in memory that can be filled.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -44,5 +45,23 @@ impl Drop for Mounted {
         let _ = Command::new("umount").arg("-l").arg(&self.at).status();
         let _ = self.server.kill();
         let _ = self.server.wait();
+    }
+}
+
+/// A file system of its own size. Unmounted when dropped.
+pub(crate) struct Tmpfs(PathBuf);
+
+impl Tmpfs {
+    pub(crate) fn mount(at: &Path, size: &str) -> Self {
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(at);
+        assert!(mount.status().unwrap().success());
+        Self(at.to_owned())
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }

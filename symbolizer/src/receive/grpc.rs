@@ -286,7 +286,7 @@ async fn group(incoming: &mut Streaming<v1::CollectorMessage>) -> Vec<v1::Collec
         }
         let next = poll_fn(|context| match Pin::new(&mut *incoming).poll_next(context) {
             Poll::Ready(Some(Ok(message))) => Poll::Ready(Some(message)),
-            // An error comes again, when the stream is asked next.
+            // An error is the end of the stream, which is found when it is asked next.
             _ => Poll::Ready(None),
         });
         let Some(next) = next.await else { break };

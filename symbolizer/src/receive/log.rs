@@ -65,11 +65,17 @@ impl Tally {
         self.samples = self.samples.saturating_add(other.samples);
         self.scheduled |= other.scheduled;
         lose(&mut self.lost, other.lost.values());
-        self.span = match (self.span, other.span) {
+        self.span = self.span_with(other);
+        self.next_epoch = self.next_epoch.max(other.next_epoch);
+    }
+
+    /// From the start of its first epoch to the end of the last of what came after it.
+    #[must_use]
+    pub fn span_with(&self, other: &Self) -> Option<(u64, u64)> {
+        match (self.span, other.span) {
             (Some((start, _)), Some((_, end))) => Some((start, end)),
             (own, others) => own.or(others),
-        };
-        self.next_epoch = self.next_epoch.max(other.next_epoch);
+        }
     }
 
     /// Nothing happened that anyone could miss.

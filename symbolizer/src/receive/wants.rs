@@ -90,8 +90,8 @@ impl Wants {
             let here = (self.place.is_here || executable.build_id().is_some())
                 && pins.pin(executable, &pids);
             let new = self.met.insert(executable.clone());
-            let known = here || self.is_cached(executable.build_id());
-            if !new || (!self.place.share_all && known) {
+            let is_known = || here || self.is_cached(executable.build_id());
+            if !new || (!self.place.share_all && is_known()) {
                 continue;
             }
             wanted.files.extend(key.and_then(|key| Some((key, self.handed.ask(key)?))));

@@ -77,8 +77,6 @@ pub(super) enum Denied {
     NoName,
     #[error("the token is not one of --token-file")]
     UnknownToken,
-    #[error("a token was sent in clear text: change it, and use TLS")]
-    ClearToken,
 }
 
 /// Lets callers in.
@@ -108,9 +106,6 @@ impl Door {
     /// Why it is not let in.
     pub(super) fn name(&self, caller: &Caller) -> Result<Identity, Denied> {
         match (&caller.peer, &caller.token) {
-            (Peer::Loopback | Peer::Anywhere, Some(_)) if self.tokens.is_some() => {
-                Err(Denied::ClearToken)
-            }
             (Peer::Unix { uid, gid }, _) => self.user(*uid, *gid),
             (Peer::Loopback, _) => Ok(Identity::Loopback),
             (Peer::Anywhere, _) => Ok(Identity::Anyone),
@@ -182,7 +177,6 @@ mod tests {
         assert_eq!(name(&Peer::Tls, Some("secret-2")), token("other"));
         assert_eq!(name(&Peer::Tls, Some("secret-")), Err(Denied::UnknownToken));
         assert_eq!(name(&Peer::Tls, None), Err(Denied::NoName));
-        assert_eq!(name(&Peer::Loopback, Some("secret-1")), Err(Denied::ClearToken));
         assert_eq!(name(&Peer::Unix { uid: 7, gid: 1 }, None), Ok(Identity::User(7)));
         assert_eq!(name(&Peer::Unix { uid: 1, gid: 8 }, None), Ok(Identity::User(1)));
         assert!(name(&Peer::Unix { uid: 1, gid: 1 }, None).is_err());

@@ -84,10 +84,16 @@ const SCHEMA: &str = "
         interrupted INTEGER NOT NULL, failures INTEGER NOT NULL, due_ms INTEGER NOT NULL,
         PRIMARY KEY (capture, number)) WITHOUT ROWID;
     CREATE INDEX windows_by_state ON windows (state, since_ms);
+    CREATE INDEX windows_done ON windows (since_ms) WHERE state >= 2;
     CREATE TABLE profiles (
         name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, since_ms INTEGER NOT NULL) WITHOUT ROWID;
     CREATE INDEX profiles_by_age ON profiles (since_ms);
     PRAGMA user_version = 1;";
+
+/// With the number of the state in it, as the partial index has it: SQLite uses that for no other
+/// query, and would look at all windows.
+const OLDEST_LOG: &str = "SELECT capture, number, bytes, since_ms FROM windows WHERE state >= 2
+    ORDER BY since_ms LIMIT 1";
 
 /// Why there is no index.
 #[derive(Debug, thiserror::Error)]
@@ -345,10 +351,8 @@ impl Index {
 
     /// The oldest log of a window that is done with.
     pub(super) fn oldest_log(&self) -> Result<Option<Old<WindowId>>> {
-        let sql = "SELECT capture, number, bytes, since_ms FROM windows WHERE state >= ?1
-                   ORDER BY since_ms LIMIT 1";
-        let mut statement = self.connection.prepare_cached(sql)?;
-        let old = statement.query_row([State::Written as u8], |row| {
+        let mut statement = self.connection.prepare_cached(OLDEST_LOG)?;
+        let old = statement.query_row([], |row| {
             Ok(Old { what: window(row)?, bytes: number(row, 2)?, since_ms: number(row, 3)? })
         });
         old.optional()
@@ -393,4 +397,23 @@ fn number(row: &Row<'_>, column: usize) -> Result<u64> {
 fn is_damage(error: &rusqlite::Error) -> bool {
     use rusqlite::ErrorCode::{DatabaseCorrupt, NotADatabase};
     matches!(error.sqlite_error_code(), Some(DatabaseCorrupt | NotADatabase))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_log_is_found_without_a_look_at_the_others() {
+        assert_eq!(State::Written as u8, 2, "the number in the schema");
+        let directory = tempfile::tempdir().unwrap();
+        let (index, _) = Index::open(directory.path()).unwrap();
+        let explain = format!("EXPLAIN QUERY PLAN {OLDEST_LOG}");
+        let plan = |row: &Row<'_>| row.get::<_, String>(3);
+        let mut statement = index.connection.prepare(&explain).unwrap();
+        let plan = statement.query_map([], plan).unwrap();
+        let plan: Vec<String> = plan.map(|line| line.unwrap()).collect();
+        assert_eq!(plan.len(), 1, "nothing is sorted: {plan:?}");
+        assert!(plan[0].contains("USING INDEX windows_done"), "{plan:?}");
+    }
 }

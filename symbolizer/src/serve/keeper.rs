@@ -125,6 +125,15 @@ struct Window {
     wants: Wants,
 }
 
+impl Window {
+    /// Files that were handed over stay until it is resolved, if it will be.
+    fn keep(&self, handed: &Arc<Handed>, all: &AllHanded) {
+        if !self.log.tally().is_empty() {
+            all.keep_for(self.id, handed);
+        }
+    }
+}
+
 impl Keeper {
     fn begin(
         config: Arc<Config>,
@@ -191,10 +200,9 @@ impl Keeper {
     /// not split: where they do not fill a window exactly, it ends with the one that comes nearest.
     fn is_full(&self, added: &Tally, bytes: u64) -> bool {
         let Some(window) = &self.window else { return false };
-        let mut tally = window.log.tally().clone();
-        tally.add(added);
         let (length, half) = (self.config.window.as_nanos(), self.epoch.as_nanos() / 2);
-        let span = tally.span.map_or(0, |(start, end)| end.saturating_sub(start));
+        let span = window.log.tally().span_with(added);
+        let span = span.map_or(0, |(start, end)| end.saturating_sub(start));
         u128::from(span) + half >= length || window.log.bytes() + bytes > MAX_WINDOW_BYTES
     }
 
@@ -211,7 +219,7 @@ impl Keeper {
 
     fn close_before(&mut self) -> Result<(), StoreError> {
         if let Some(window) = &mut self.closing {
-            self.shared.handed.keep_for(window.id, &self.handed);
+            window.keep(&self.handed, &self.shared.handed);
             self.shared.store.close(window.id, &mut window.log, &[])?;
         }
         self.closing = None;
@@ -391,7 +399,7 @@ impl Keep for Keeper {
         let mut beyond = self.end.take().map(|end| self.lost_beyond(&end.lost)).unwrap_or_default();
         // Said by the last window, whichever that is.
         for window in [self.window.take(), self.closing.take()].into_iter().flatten() {
-            self.shared.handed.keep_for(window.id, &self.handed);
+            window.keep(&self.handed, &self.shared.handed);
             self.shared.store.close_later(window.id, window.log, std::mem::take(&mut beyond));
         }
         if !beyond.is_empty()

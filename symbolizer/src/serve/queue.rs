@@ -128,6 +128,8 @@ impl Inner {
                 due.interrupted
             );
             self.index.done(due.id, State::GivenUp, &[])?;
+            self.waiting = self.waiting.saturating_sub(due.bytes);
+            self.done += due.bytes;
             return Ok(None);
         }
         let wait = if due.interrupted > 0 { wait_after(due.interrupted) } else { Duration::ZERO };

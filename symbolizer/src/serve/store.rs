@@ -5,10 +5,11 @@
 //! A restart at any point finds either, and goes on from there. Nothing here reads what a log is
 //! about. What becomes of closed windows is in `queue.rs`, what is removed in `retention.rs`.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
 use std::io;
 use std::mem::Discriminant;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -76,7 +77,9 @@ pub(super) struct Store {
 pub(super) struct Inner {
     pub index: Index,
     /// Two servers in one directory would finish each other's windows.
-    _lock: File,
+    lock: File,
+    /// Windows that streams of this server add to.
+    live: HashSet<WindowId>,
     /// Windows a server before this one left open, by capture.
     pub orphans: HashMap<CaptureId, Vec<WindowId>>,
     /// Windows whose streams are over, and which could not be closed.
@@ -100,6 +103,8 @@ pub(super) struct Unclosed {
 
 /// Free space that logs leave to the index and to profiles: a twentieth of a small disk.
 const LEAST_FREE: u64 = 64 << 20;
+/// Held by the server of a directory.
+const LOCK: &str = "lock";
 /// How often the same trouble is told.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
 
@@ -109,7 +114,7 @@ impl Store {
     /// # Errors
     /// When a directory, the lock or the index cannot be had.
     pub(super) fn open(places: Places) -> Result<Self, ServeError> {
-        let inner = Inner::open(&places)?;
+        let inner = Inner::open(&places, HashSet::new())?;
         Ok(Self {
             places,
             inner: Mutex::new(inner),
@@ -149,6 +154,8 @@ impl Store {
         capture: CaptureId,
         owner: &Identity,
     ) -> Result<Before, StoreError> {
+        // An index that is made again finds windows that are to be closed.
+        drop(self.usable()?);
         self.close_left(capture)?;
         let owner = owner.to_string();
         let before = self.usable()?.index.claim(capture, &owner)?;
@@ -238,7 +245,10 @@ impl Store {
         self.usable()?.index.begin(id)?;
         match Log::create(id.log(&self.places.logs), hello) {
             Ok(log) => match sync_directory(&self.places.logs) {
-                Ok(()) => Ok(log),
+                Ok(()) => {
+                    self.lock().live.insert(id);
+                    Ok(log)
+                }
                 Err(error) => self.discard(id).and(Err(error)),
             },
             Err(failed) if failed.error.kind() == io::ErrorKind::AlreadyExists => {
@@ -278,7 +288,9 @@ impl Store {
                 log.path().display(),
                 log.tally().samples
             );
-            return Ok(self.usable()?.index.forget(id)?);
+            let mut inner = self.usable()?;
+            inner.live.remove(&id);
+            return Ok(inner.index.forget(id)?);
         }
         if log.tally().is_empty() && more.is_empty() {
             // Nothing happened in it that anyone could miss. Its epochs must not come again.
@@ -290,6 +302,7 @@ impl Store {
         let mut inner = self.usable()?;
         let tally = log.tally();
         inner.index.close(id, log.bytes(), tally.next_epoch, &tally.lost)?;
+        inner.live.remove(&id);
         inner.waiting += log.bytes();
         drop(inner);
         self.changed.notify_one();
@@ -302,7 +315,11 @@ impl Store {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(StoreError::Directory { path, error })
             }
-            _ => Ok(self.usable()?.index.forget(id)?),
+            _ => {
+                let mut inner = self.usable()?;
+                inner.live.remove(&id);
+                Ok(inner.index.forget(id)?)
+            }
         }
     }
 
@@ -319,40 +336,64 @@ impl Store {
                 "{} was removed: what was in it is lost, and it is made again",
                 self.places.logs.display()
             );
-            *inner = Inner::open(&self.places)?;
+            inner.open_again(&self.places)?;
         }
         Ok(inner)
     }
 }
 
 impl Inner {
-    fn open(places: &Places) -> Result<Self, ServeError> {
+    /// `live`: windows that streams add to, and that are nobody's to close.
+    fn open(places: &Places, live: HashSet<WindowId>) -> Result<Self, ServeError> {
         for path in [&places.profiles, &places.logs] {
             make_directory(path)?;
         }
-        let path = places.logs.clone();
-        let lock = File::create(path.join("lock"))
+        let path = &places.logs;
+        let lock = File::create(path.join(LOCK))
             .map_err(|error| ServeError::Directory { path: path.clone(), error })?;
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
             .map_err(|_held| ServeError::Taken { path: path.clone() })?;
+        Self::with(path, lock, live)
+    }
+
+    /// The same of a server whose index was removed, alone or with its directory. Streams go on
+    /// adding to their windows.
+    fn open_again(&mut self, places: &Places) -> Result<(), ServeError> {
+        let path = &places.logs;
+        let is_held =
+            |found: fs::Metadata| self.lock.metadata().is_ok_and(|held| held.ino() == found.ino());
+        let new = if fs::metadata(path.join(LOCK)).is_ok_and(is_held) {
+            let error = |error| ServeError::Directory { path: path.clone(), error };
+            Self::with(path, self.lock.try_clone().map_err(error)?, self.live.clone())?
+        } else {
+            Self::open(places, self.live.clone())?
+        };
+        let unclosed = std::mem::take(&mut self.unclosed);
+        *self = Self { unclosed, stopping: self.stopping, ..new };
+        Ok(())
+    }
+
+    fn with(path: &Path, lock: File, live: HashSet<WindowId>) -> Result<Self, ServeError> {
         let (mut index, is_new) =
-            Index::open(&path).map_err(|error| ServeError::Index(error.to_string()))?;
+            Index::open(path).map_err(|error| ServeError::Index(error.to_string()))?;
         let index_error = |error: rusqlite::Error| ServeError::Index(error.to_string());
         if is_new {
             // Logs of an index that is lost.
-            for id in logs(&path) {
+            for id in logs(path) {
                 index.begin(id).map_err(index_error)?;
             }
         }
         let mut orphans: HashMap<CaptureId, Vec<WindowId>> = HashMap::new();
-        for id in index.open_windows().map_err(index_error)? {
+        let open = index.open_windows().map_err(index_error)?;
+        for id in open.into_iter().filter(|id| !live.contains(id)) {
             orphans.entry(id.capture).or_default().push(id);
         }
         let (done, waiting) = index.log_bytes().map_err(index_error)?;
         let profiles = index.profile_bytes().map_err(index_error)?;
         Ok(Self {
             index,
-            _lock: lock,
+            lock,
+            live,
             orphans,
             unclosed: Vec::new(),
             working: HashMap::new(),

@@ -150,3 +150,48 @@ fn a_capture_is_of_who_began_it() {
     assert_eq!(store.before(ONE.capture, &Identity::User(2)).unwrap().next_epoch, 3);
     assert!(store.before(ONE.capture, &Identity::User(1)).is_err());
 }
+
+#[test]
+fn an_index_that_is_removed_under_a_server_costs_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path());
+    let owner = Identity::Loopback;
+    let two = WindowId { number: 1, ..ONE };
+    let mut closed = store.begin(ONE, &hello()).unwrap();
+    add(&mut closed, 0..2);
+    store.close(ONE, &mut closed, &[]).unwrap();
+    let mut growing = store.begin(two, &hello()).unwrap();
+    add(&mut growing, 2..3);
+    for name in ["windows.db", "windows.db-wal", "windows.db-shm"] {
+        std::fs::remove_file(directory.path().join("logs").join(name)).unwrap();
+    }
+    // Made again from the logs, but for the one that still grows.
+    assert_eq!(store.before(ONE.capture, &owner).unwrap().next_epoch, 2);
+    assert_eq!(store.next_due().unwrap().id, ONE);
+    add(&mut growing, 3..4);
+    store.close(two, &mut growing, &[]).unwrap();
+    assert_eq!(store.next_due().unwrap().id, two);
+    assert_eq!(store.before(ONE.capture, &owner).unwrap().next_epoch, 4);
+}
+
+#[test]
+fn what_is_old_is_removed_however_little_there_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let keep = Keep { bytes: u64::MAX, age: Some(Duration::from_millis(1)) };
+    let (logs, profiles) = (directory.path().join("logs"), directory.path().join("profiles"));
+    let path = ONE.log(&logs);
+    let store =
+        Store::open(Places { logs, profiles, keep_logs: keep, keep_profiles: keep }).unwrap();
+    let mut log = store.begin(ONE, &hello()).unwrap();
+    add(&mut log, 0..1);
+    store.close(ONE, &mut log, &[]).unwrap();
+    let due = store.next_due().unwrap();
+    std::thread::sleep(Duration::from_millis(5));
+    let places = store.places.clone();
+    store.lock().sweep(&places);
+    assert!(path.exists(), "it has no profile");
+    store.done(due, State::Written, &[]);
+    std::thread::sleep(Duration::from_millis(5));
+    store.lock().sweep(&places);
+    assert!(!path.exists());
+}
