@@ -106,7 +106,7 @@ fn a_deleted_program_of_another_user_comes_through_the_collector_when_it_may() {
     let mut list = Command::new("setpriv");
     list.args(NOBODY).arg(binaries.path().join("stackwire")).args(["cache", &cache, "ls"]);
     let list = Ran::of(&mut list).succeeded().stdout;
-    assert!(list.contains("executable"), "{list}");
+    assert!(list.contains("handed-over"), "{list}");
     let captures = std::fs::read_dir(first.path().join("captures")).unwrap();
     let capture = captures
         .map(|entry| entry.unwrap().path())

@@ -94,6 +94,8 @@ mod serving;
 mod symbolize;
 /// The whole host: short processes, labels, accounting, a full ring.
 mod system_wide;
+/// Clients of one server that share nothing: files handed over, limits.
+mod tenants;
 /// Perf events without eBPF: no capability at all, copies of stacks, what is lost.
 mod unprivileged;
 /// Unwinding in the kernel: whole stacks, mappings that change, executables that lie.

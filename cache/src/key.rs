@@ -58,6 +58,10 @@ pub enum Kind {
     Debuginfo,
     /// A compiled table of this format.
     Table(u8),
+    /// An executable that a collector handed over, by what it is and whose.
+    Handed,
+    /// A compiled table of this format, of such an executable.
+    HandedTable(u8),
     /// Anything else, by hash or boot id.
     Other,
 }
@@ -70,6 +74,8 @@ impl Kind {
             Self::Executable => "executable".to_owned(),
             Self::Debuginfo => "debuginfo".to_owned(),
             Self::Table(version) => format!("table.v{version}"),
+            Self::Handed => "handed-over".to_owned(),
+            Self::HandedTable(version) => format!("handed-over-table.v{version}"),
             Self::Other => "other".to_owned(),
         }
     }
@@ -81,7 +87,11 @@ impl Kind {
             "executable" => Some(Self::Executable),
             "debuginfo" => Some(Self::Debuginfo),
             "other" => Some(Self::Other),
-            _ => name.strip_prefix("table.v")?.parse().ok().map(Self::Table),
+            "handed-over" => Some(Self::Handed),
+            _ => match name.strip_prefix("handed-over-table.v") {
+                Some(version) => version.parse().ok().map(Self::HandedTable),
+                None => name.strip_prefix("table.v")?.parse().ok().map(Self::Table),
+            },
         }
     }
 }
@@ -114,18 +124,23 @@ impl Key {
             Kind::Table(version) => {
                 directory.join("tables").join(first).join(format!("{rest}.v{version}"))
             }
+            Kind::Handed => directory.join("handed-over").join(first).join(rest),
+            Kind::HandedTable(version) => {
+                directory.join("handed-over").join(first).join(format!("{rest}.v{version}"))
+            }
             Kind::Other => directory.join("blobs").join(first).join(rest),
         }
     }
 
     /// The key of a file found at `first/name` below one of the directories of blobs.
     pub(crate) fn of_path(directory: &str, first: &str, name: &str) -> Option<Self> {
+        let number = |version: &str| version.strip_prefix('v')?.parse().ok();
         let (rest, kind) = match (directory, name.rsplit_once('.')) {
             (".build-id", None) => (name, Kind::Executable),
             (".build-id", Some((rest, "debug"))) => (rest, Kind::Debuginfo),
-            ("tables", Some((rest, version))) => {
-                (rest, Kind::Table(version.strip_prefix('v')?.parse().ok()?))
-            }
+            ("tables", Some((rest, version))) => (rest, Kind::Table(number(version)?)),
+            ("handed-over", None) => (name, Kind::Handed),
+            ("handed-over", Some((rest, version))) => (rest, Kind::HandedTable(number(version)?)),
             ("blobs", None) => (name, Kind::Other),
             _ => return None,
         };
@@ -158,8 +173,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_key_is_known_by_its_path(bytes in prop::collection::vec(any::<u8>(), 4..32), kind in 0u8..4) {
-            let kind = [Kind::Executable, Kind::Debuginfo, Kind::Table(3), Kind::Other][usize::from(kind)];
+        fn a_key_is_known_by_its_path(bytes in prop::collection::vec(any::<u8>(), 4..32), kind in 0usize..6) {
+            let kind = [
+                Kind::Executable,
+                Kind::Debuginfo,
+                Kind::Table(3),
+                Kind::Handed,
+                Kind::HandedTable(3),
+                Kind::Other,
+            ][kind];
             let key = Key::new(BuildId::new(&bytes).unwrap().into(), kind);
             let path = key.path(Path::new(""));
             let parts: Vec<_> = path.iter().map(|part| part.to_str().unwrap()).collect();

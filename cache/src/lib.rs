@@ -1,5 +1,6 @@
 //! The content-addressed store: executables, debug files and compiled tables by build-id, and what
-//! is known to be missing. Knows no ELF, no HTTP and no symbols.
+//! is known to be missing. Knows no ELF, no HTTP and no symbols. What collectors handed over is
+//! kept apart: whoever hands a file over chooses its build-id.
 //!
 //! # On disk
 //!
@@ -8,6 +9,8 @@
 //!   .build-id/NN/REST        an executable          gdb, perf and blazesym read
 //!   .build-id/NN/REST.debug  its debug file         these two as they are
 //!   tables/NN/REST.vN        a compiled table of format N
+//!   handed-over/NN/REST      an executable that a collector handed over, by its content and whose
+//!   handed-over/NN/REST.vN   its table
 //!   blobs/NN/REST            anything else, by SHA-256 or boot id
 //!   index.db                 SQLite: sizes, checksums, last use, what is missing
 //!   tmp/, locks/             being written; one fetch or conversion a key

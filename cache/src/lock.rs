@@ -33,7 +33,8 @@ impl Lock {
     ) -> io::Result<Option<Self>> {
         let slot = xxhash_rust::xxh3::xxh3_64(key.id.as_str().as_bytes()) % SLOTS;
         let kind = match key.kind {
-            Kind::Table(_) => "table",
+            Kind::Table(_) | Kind::HandedTable(_) => "table",
+            Kind::Handed => "handed-over",
             Kind::Executable => "executable",
             Kind::Debuginfo => "debuginfo",
             Kind::Other => "other",

@@ -20,7 +20,7 @@ pub struct Verified {
 }
 
 /// Where blobs lie.
-const DIRECTORIES: [&str; 3] = [".build-id", "tables", "blobs"];
+const DIRECTORIES: [&str; 4] = [".build-id", "tables", "handed-over", "blobs"];
 
 impl Cache {
     /// Reads every blob and compares it with its checksum.

@@ -12,7 +12,7 @@ use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1
 
 use crate::ingest::{self, Context, IngestError, Met};
 use crate::profile::{ArtifactHash, Builder, Executable, ExecutableId, Profile};
-use crate::receive::handed::{Handed, key};
+use crate::receive::handed::Handed;
 
 /// A capture that gives no profile.
 #[derive(Debug, thiserror::Error)]
@@ -65,16 +65,6 @@ impl Artifacts {
     #[must_use]
     pub fn handed(&self) -> &Handed {
         &self.handed
-    }
-
-    /// Adds a piece of a file.
-    fn add_file(&self, chunk: &v1::ArtifactChunk) {
-        // In a capture nothing is asked for: what is there was.
-        if let Some(key) = key(chunk)
-            && self.handed.ask(key).is_some()
-        {
-            self.handed.take(chunk);
-        }
     }
 
     /// Adds a whole one that did not come with a capture, if there is room for it.
@@ -171,7 +161,7 @@ impl Assembler {
         new
     }
 
-    /// The same, of a stream whose collector hands files over.
+    /// The same, with a place for files that are handed over.
     #[must_use]
     pub fn beside(mut self, handed: Arc<Handed>) -> Self {
         self.artifacts.handed = handed;
@@ -231,7 +221,7 @@ impl Assembler {
             }
             Some(Body::Epoch(sealed)) => self.epoch(sealed)?,
             Some(Body::Artifact(chunk)) if chunk.kind() == v1::ArtifactKind::File => {
-                self.artifacts.add_file(chunk);
+                self.artifacts.handed.take_unasked(chunk);
             }
             Some(Body::Artifact(chunk)) => {
                 self.artifacts.add(chunk);

@@ -426,6 +426,10 @@ pub struct Serve {
     /// Put a comment into every pprof (repeatable).
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
     pub tags: Vec<String>,
+    /// Let executables that collectors hand over name the samples of everybody, before files of
+    /// debuginfod. Without it, they name samples of the same client, where nothing else does.
+    #[arg(long)]
+    pub trust_executables: bool,
     #[command(flatten)]
     pub symbols: SymbolOptions,
     #[command(flatten)]

@@ -3,12 +3,14 @@
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek};
+use std::sync::Arc;
 
 use stackwire_formats::{ReadError, folded, gperftools, perf_data, pprof};
 
 use crate::capture::{Artifacts, Assembler, CaptureError, read_into};
 use crate::here::{Here, Kallsyms};
 use crate::profile::Profile;
+use crate::receive::handed::{Handed, Tenant};
 use crate::resolve::Sources;
 
 /// A file that is no profile, or a damaged one.
@@ -34,6 +36,8 @@ pub enum InputError {
 pub struct Inputs {
     assembler: Assembler,
     kallsyms: Kallsyms,
+    /// For files that captures bring.
+    has_place: bool,
 }
 
 impl Inputs {
@@ -42,7 +46,7 @@ impl Inputs {
     #[must_use]
     pub fn new(timeline: bool) -> Self {
         let assembler = if timeline { Assembler::with_timeline() } else { Assembler::default() };
-        Self { assembler, kallsyms: Kallsyms::open() }
+        Self { assembler, kallsyms: Kallsyms::open(), has_place: false }
     }
 
     /// Gives each sample its CPU as a label, where it is known.
@@ -51,7 +55,7 @@ impl Inputs {
     }
 
     /// Adds a file. Stacks in a perf.data that are copies of memory are walked with executables
-    /// from `sources`.
+    /// from `sources`; files that a capture speaks of may be in their cache.
     ///
     /// # Errors
     /// See [`InputError`].
@@ -71,6 +75,11 @@ impl Inputs {
             return Err(InputError::Mixed);
         }
         if let Kind::Capture = kind {
+            if !std::mem::replace(&mut self.has_place, true) {
+                let tenant = Tenant { owner: String::new(), cache: sources.cache.clone() };
+                let handed = Handed::new(sources.scratch.clone(), tenant);
+                self.assembler = std::mem::take(&mut self.assembler).beside(Arc::new(handed));
+            }
             let input = BufReader::with_capacity(1 << 18, file);
             read_into(input, &mut self.assembler)?;
         } else {

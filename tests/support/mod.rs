@@ -5,6 +5,7 @@ pub(crate) mod authority;
 pub(crate) mod build;
 pub(crate) mod calls;
 pub(crate) mod cgroup;
+pub(crate) mod client;
 pub(crate) mod debug_files;
 pub(crate) mod disk;
 pub(crate) mod gimli_walk;

@@ -9,7 +9,7 @@ use stackwire_model::{ExecutableKey, Share};
 use stackwire_proto::{FrameWriter, v1};
 
 use super::SinkError;
-use super::sending::Sending;
+use super::sending::{Part, Sending};
 use crate::artifact::Hash;
 use crate::handover::Handover;
 use crate::outbox::{Next, Outbox};
@@ -54,7 +54,7 @@ pub async fn run(
                 if handover.share() == Share::Always {
                     for key in handover.files() {
                         if files.insert(key) {
-                            let mut sending = Sending::file(&handover, key, 0);
+                            let mut sending = Sending::file(&handover, key, Part::From(0));
                             while let Some(piece) = sending.next().await {
                                 out.write(&piece).map_err(failed)?;
                             }

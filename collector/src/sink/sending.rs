@@ -26,6 +26,15 @@ const FILE_LIMIT: Duration = Duration::from_secs(20);
 /// choice.
 const ARTIFACT_LIMIT: Duration = Duration::from_secs(5);
 
+/// What is asked of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Its hash and length.
+    Hash,
+    /// Its bytes from this one on.
+    From(u64),
+}
+
 /// Something being read.
 pub(super) struct Sending {
     what: What,
@@ -57,11 +66,11 @@ enum What {
 }
 
 impl Sending {
-    /// Begins to read a file, to send it from `offset` on.
-    pub(super) fn file(handover: &Arc<Handover>, key: ExecutableKey, offset: u64) -> Self {
+    /// Begins to read a file, to send a part of it.
+    pub(super) fn file(handover: &Arc<Handover>, key: ExecutableKey, part: Part) -> Self {
         static HANGING: AtomicUsize = AtomicUsize::new(0);
         let handover = Arc::clone(handover);
-        let pieces = on_a_thread(&HANGING, move |out| read(&handover, key, offset, out));
+        let pieces = on_a_thread(&HANGING, move |out| read(&handover, key, part, out));
         Self { what: What::File(key), pieces: Pieces::Read(pieces), since: None }
     }
 
@@ -143,12 +152,7 @@ fn on_a_thread(
 }
 
 /// Ends early when nobody takes what it reads.
-fn read(
-    handover: &Handover,
-    key: ExecutableKey,
-    offset: u64,
-    out: &mpsc::Sender<CollectorMessage>,
-) {
+fn read(handover: &Handover, key: ExecutableKey, part: Part, out: &mpsc::Sender<CollectorMessage>) {
     let refused = |reason: NotSent| wire::file_piece(key, (&Hash([0; 32]), 0), Err(&reason));
     let content = match handover.open(key) {
         Ok(content) => content,
@@ -157,8 +161,15 @@ fn read(
             return;
         }
     };
-    // What is there of a longer one is of another file: from the beginning.
-    let mut at = if offset <= content.extent.length { offset } else { 0 };
+    let mut at = match part {
+        Part::Hash => {
+            let whole = (&content.hash, content.extent.length);
+            let _ = out.blocking_send(wire::file_piece(key, whole, Ok((0, &[]))));
+            return;
+        }
+        // What is there of a longer one is of another file: from the beginning.
+        Part::From(offset) => Some(offset).filter(|at| *at <= content.extent.length).unwrap_or(0),
+    };
     loop {
         let (message, next) = match content.extent.piece(at) {
             Ok(piece) => {

@@ -17,7 +17,7 @@ use tonic::Request;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 
-use super::sending::Sending;
+use super::sending::{Part, Sending};
 use crate::artifact::{Artifact, Hash};
 use crate::handover::Handover;
 use crate::outbox::{Next, Outbox};
@@ -59,7 +59,7 @@ pub(super) struct Stream<'a> {
     pause: Option<Instant>,
     /// Files and artifacts asked for, in turn; the first of each is being sent, a piece between
     /// epochs.
-    files: VecDeque<(ExecutableKey, u64)>,
+    files: VecDeque<(ExecutableKey, Part)>,
     file: Option<Sending>,
     artifacts: VecDeque<Artifact>,
     artifact: Option<Sending>,
@@ -123,9 +123,9 @@ impl<'a> Stream<'a> {
                 self.artifact = self.artifacts.pop_front().map(Sending::artifact);
             }
             if self.file.is_none()
-                && let Some((key, offset)) = self.files.pop_front()
+                && let Some((key, part)) = self.files.pop_front()
             {
-                self.file = Some(Sending::file(self.handover, key, offset));
+                self.file = Some(Sending::file(self.handover, key, part));
             }
             let open = self.out.is_some();
             let may_send = open && self.pause.is_none();
@@ -193,9 +193,10 @@ impl<'a> Stream<'a> {
                 let pause = slow.milliseconds.min(LONGEST_PAUSE_MS);
                 self.pause = Some(Instant::now() + Duration::from_millis(pause.into()));
             }
-            Some(Answer::Want(v1::Want { file: Some(wanted), offset, .. })) => {
+            Some(Answer::Want(v1::Want { file: Some(wanted), offset, hash_only, .. })) => {
+                let part = if hash_only { Part::Hash } else { Part::From(offset) };
                 // One that does not say which cannot be answered.
-                self.files.extend(wanted.key().map(|key| (key, offset)));
+                self.files.extend(wanted.key().map(|key| (key, part)));
             }
             Some(Answer::Want(want)) => {
                 let hash = <[u8; 32]>::try_from(want.hash.as_slice()).ok().map(Hash);

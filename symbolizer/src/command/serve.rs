@@ -28,7 +28,8 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         ));
     }
     confine()?;
-    let sources = arguments.symbols.sources()?;
+    let mut sources = arguments.symbols.sources()?;
+    sources.trust_executables = arguments.trust_executables;
     arguments.metrics.start(&sources)?;
     let config = ServeConfig {
         listen: arguments.listen,

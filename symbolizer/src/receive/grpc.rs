@@ -19,6 +19,7 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::capture::CaptureError;
+use crate::receive::handed::FileWanted;
 use crate::receive::log::LogError;
 use crate::receive::peer::{Caller, Connected};
 use crate::receive::wants::Wanted;
@@ -250,9 +251,9 @@ impl Stream {
         for hash in &taken.wanted.artifacts {
             self.reply(Reply::Want(v1::Want { hash: hash.to_vec(), ..v1::Want::default() }));
         }
-        for &(key, offset) in &taken.wanted.files {
-            let file = Some(key.into());
-            self.reply(Reply::Want(v1::Want { file, offset, ..v1::Want::default() }));
+        for &FileWanted { key, offset, hash_only } in &taken.wanted.files {
+            let (hash, file) = (Vec::new(), Some(key.into()));
+            self.reply(Reply::Want(v1::Want { hash, file, offset, hash_only }));
         }
         if let Some(epoch) = taken.ack {
             self.reply(Reply::Ack(v1::Ack { epoch }));

@@ -1,8 +1,11 @@
 //! Files the collector hands over because they cannot be seen from here: taken piece by piece,
-//! verified, kept in temporary files without a name.
+//! verified, kept in the symbol cache.
 //!
 //! Knows what was asked for and takes nothing else. Filled by `log.rs` from streams, where a
 //! transfer goes on after a broken connection, and by `capture.rs` from files; read by `resolve/`.
+//!
+//! Whoever hands a file over chooses its build-id. So it is kept by its content and by who sent it,
+//! and its names go to the captures of that sender alone.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,16 +14,88 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sha2::{Digest, Sha256};
+use stackwire_cache::{Cache, Id, Key, Kind, Meta};
 use stackwire_elf::{Elf, ElfError, Scratch};
 use stackwire_model::ExecutableKey;
 use stackwire_proto::{ARTIFACT_PIECE_BYTES, SealError, open_piece, seal_piece, v1};
 
 use crate::profile::{ArtifactHash, Executable};
 
+/// Where files are from that came with a capture, in reports and in the cache.
+pub const HANDED_OVER: &str = "handed over by the collector";
+
 /// The file a piece is of, if it says.
 #[must_use]
 pub fn key(chunk: &v1::ArtifactChunk) -> Option<ExecutableKey> {
     chunk.file.as_ref()?.key()
+}
+
+/// Who hands files over, and where they are kept.
+#[derive(Clone, Debug, Default)]
+pub struct Tenant {
+    /// A server's name for it; empty: it is one's own.
+    pub owner: String,
+    /// Where files are kept. Without it they are in temporary files for as long as the capture is.
+    pub cache: Option<Arc<Cache>>,
+}
+
+impl Tenant {
+    /// What a file of this sender is called: a SHA-256 of both.
+    fn id(&self, hash: &ArtifactHash) -> Id {
+        let mut both = Sha256::new();
+        both.update(&self.owner);
+        both.update([0]);
+        both.update(hash);
+        Id::of_hash(both.finalize().into())
+    }
+
+    fn key(&self, hash: &ArtifactHash) -> Key {
+        Key::new(self.id(hash), Kind::Handed)
+    }
+
+    /// What is kept of a file. Where the cache cannot be used, there is nothing.
+    fn open(&self, hash: &ArtifactHash) -> Option<File> {
+        Some(self.cache.as_ref()?.get(&self.key(hash)).ok()??.file)
+    }
+
+    /// Keeps a file; `None` when it is not kept here.
+    fn keep(&self, hash: &ArtifactHash, file: &File) -> Option<()> {
+        let mut pending = self.cache.as_ref()?.begin().ok()?;
+        copy(file, &mut pending).ok()?;
+        let meta = Meta { quality: 0, origin: HANDED_OVER.to_owned() };
+        pending.keep(&self.key(hash), meta).ok().map(|_| ())
+    }
+}
+
+/// A file that is here.
+#[derive(Debug)]
+pub struct HandedFile {
+    /// Its content.
+    pub file: File,
+    /// What it is and whose: what is made of it is kept under this.
+    pub id: Id,
+}
+
+/// What to ask the collector for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileWanted {
+    /// The file.
+    pub key: ExecutableKey,
+    /// Bytes of it that are here.
+    pub offset: u64,
+    /// Its hash will do for now.
+    pub hash_only: bool,
+}
+
+/// What is to be done about a file.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ask {
+    /// Nothing: it is on its way, or there are too many.
+    Nothing,
+    /// Ask the collector.
+    For(FileWanted),
+    /// Nothing. The log is to say what is known of it.
+    Known(Box<v1::CollectorMessage>),
 }
 
 /// Why a file is not here.
@@ -32,6 +107,11 @@ pub enum NotHanded {
     /// It will not come.
     #[error("it was not handed over: {0}")]
     Refused(Arc<NotTaken>),
+    /// The capture says which it is, and nothing more.
+    #[error(
+        "whoever took this part of the capture had it from before: resolve the parts before it as well"
+    )]
+    Before,
     /// It is here and cannot be opened.
     #[error(transparent)]
     System(#[from] io::Error),
@@ -58,6 +138,9 @@ pub enum NotTaken {
     /// It is no ELF file.
     #[error(transparent)]
     Elf(#[from] ElfError),
+    /// A collector sends one at a time.
+    #[error("the collector sent more files at a time than are taken")]
+    AtATime,
     /// There are as many files as can be held open.
     #[error("the collector sent more files than can be kept")]
     TooMany,
@@ -76,10 +159,12 @@ pub enum Taken {
     Nothing,
     /// The file is whole now.
     Whole,
+    /// It was here before; the log is to say which it is.
+    Known(Box<v1::CollectorMessage>),
     /// It will not come: this says so to who reads the capture again.
     Refused(Box<v1::CollectorMessage>),
-    /// The piece is of another file than what is here. Ask for the file once more, from its
-    /// beginning.
+    /// Ask for the file from its beginning: it is not here, or the piece is of another file than
+    /// what is.
     Again,
 }
 
@@ -87,13 +172,16 @@ pub enum Taken {
 const MAX_BYTES: u64 = 4 << 30;
 /// Most files asked for in a capture.
 const MAX_FILES: usize = 4096;
-/// Most whole files, each with a descriptor: below the usual limit of 1,024.
-const MAX_WHOLE: usize = 256;
+/// Most files that are held open, and most that come at a time: below the usual limit of 1,024
+/// descriptors. A collector sends one at a time.
+const MAX_OPEN: usize = 256;
+const MAX_PARTIAL: usize = 4;
 
 /// The files of a capture. Shared by its windows.
 #[derive(Debug, Default)]
 pub struct Handed {
     scratch: Scratch,
+    tenant: Tenant,
     inner: Mutex<Inner>,
 }
 
@@ -101,14 +189,17 @@ pub struct Handed {
 struct Inner {
     files: HashMap<ExecutableKey, State>,
     bytes: u64,
-    whole: usize,
+    open: usize,
+    partial: usize,
 }
 
 #[derive(Debug)]
 enum State {
     Asked,
+    /// Its hash is known, and it is not here.
+    Announced,
     Partial(Partial),
-    Whole { file: File, hash: ArtifactHash, length: u64 },
+    Whole(Whole),
     Refused(Arc<NotTaken>),
 }
 
@@ -120,80 +211,195 @@ struct Partial {
     at: u64,
 }
 
+#[derive(Debug)]
+struct Whole {
+    hash: ArtifactHash,
+    length: u64,
+    /// None: it is in the cache.
+    file: Option<File>,
+}
+
+/// Where a whole file goes first; to the other place when it cannot be there.
+enum Place {
+    /// Other captures may have it as well.
+    Cache,
+    /// It is read from a capture once more whenever it is needed.
+    File,
+}
+
+impl Whole {
+    fn open(&self, tenant: &Tenant) -> io::Result<Option<File>> {
+        match &self.file {
+            Some(file) => file.try_clone().map(Some),
+            None => Ok(tenant.open(&self.hash)),
+        }
+    }
+}
+
 impl Handed {
-    /// None yet; content goes to `scratch`.
+    /// None yet; what comes goes to `scratch` until it is whole.
     #[must_use]
-    pub fn new(scratch: Scratch) -> Self {
-        Self { scratch, inner: Mutex::default() }
+    pub fn new(scratch: Scratch, tenant: Tenant) -> Self {
+        Self { scratch, tenant, inner: Mutex::default() }
     }
 
-    /// Notes that a file is asked for: how much of it is here already; `None` when it is here or
-    /// was refused.
-    pub fn ask(&self, key: ExecutableKey) -> Option<u64> {
+    /// A file is needed by a window that has not asked for it.
+    pub fn ask(&self, key: ExecutableKey) -> Ask {
         let mut inner = self.lock();
-        if inner.files.len() >= MAX_FILES && !inner.files.contains_key(&key) {
-            return None;
+        let Inner { files, .. } = &mut *inner;
+        if files.len() >= MAX_FILES && !files.contains_key(&key) {
+            return Ask::Nothing;
         }
-        match inner.files.entry(key).or_insert(State::Asked) {
-            State::Asked => Some(0),
-            State::Partial(partial) => Some(partial.at),
-            State::Whole { .. } | State::Refused(_) => None,
+        let state = files.entry(key).or_insert(State::Asked);
+        // What the cache had no room for comes again.
+        if let State::Whole(whole) = &*state
+            && whole.open(&self.tenant).is_ok_and(|file| file.is_none())
+        {
+            *state = State::Announced;
+        }
+        let wanted = |offset, hash_only| Ask::For(FileWanted { key, offset, hash_only });
+        match state {
+            State::Asked => wanted(0, self.tenant.cache.is_some()),
+            State::Announced => wanted(0, false),
+            State::Partial(partial) => wanted(partial.at, false),
+            State::Whole(whole) => Ask::Known(Box::new(announcement(key, whole))),
+            State::Refused(reason) => Ask::Known(Box::new(refusal(Some(key.into()), reason))),
+        }
+    }
+
+    /// Takes a piece of a capture that is in a file: what is there was asked for.
+    pub fn take_unasked(&self, chunk: &v1::ArtifactChunk) {
+        let Some(key) = key(chunk) else { return };
+        let mut inner = self.lock();
+        if inner.files.len() < MAX_FILES || inner.files.contains_key(&key) {
+            inner.files.entry(key).or_insert(State::Asked);
+            drop(inner);
+            self.take_to(chunk, &Place::File);
         }
     }
 
     /// Takes a piece.
     pub fn take(&self, chunk: &v1::ArtifactChunk) -> Taken {
+        self.take_to(chunk, &Place::Cache)
+    }
+
+    fn take_to(&self, chunk: &v1::ArtifactChunk, place: &Place) -> Taken {
         let Some(key) = key(chunk) else { return Taken::Nothing };
         let mut inner = self.lock();
-        let Inner { files, bytes, whole } = &mut *inner;
+        let Inner { files, bytes, open, partial } = &mut *inner;
         let Some(state) = files.get_mut(&key) else { return Taken::Nothing };
-        if !matches!(state, State::Asked | State::Partial(_)) {
+        if matches!(state, State::Whole(_) | State::Refused(_)) {
             return Taken::Nothing;
         }
-        if !chunk.refused.is_empty() {
-            return refuse(state, chunk, NotTaken::Said(chunk.refused.clone()));
+        let was_partial = matches!(state, State::Partial(_));
+        let taken = if !chunk.refused.is_empty() {
+            Err(NotTaken::Said(chunk.refused.clone()))
+        } else if chunk.hash.is_empty() {
+            // It had not come when the log was closed.
+            return Taken::Nothing;
+        } else if chunk.piece_length == 0 && chunk.length > 0 {
+            self.announced(state, key, chunk)
+        } else if !was_partial && *partial >= MAX_PARTIAL {
+            Err(NotTaken::AtATime)
+        } else {
+            self.piece(state, key, chunk, (bytes, open), place)
+        };
+        let taken = taken.unwrap_or_else(|reason| {
+            let refused = refusal(chunk.file.clone(), &reason);
+            *state = State::Refused(Arc::new(reason));
+            Taken::Refused(Box::new(refused))
+        });
+        *partial += usize::from(matches!(state, State::Partial(_)));
+        *partial -= usize::from(was_partial);
+        taken
+    }
+
+    /// The collector says which file it is.
+    fn announced(
+        &self,
+        state: &mut State,
+        key: ExecutableKey,
+        chunk: &v1::ArtifactChunk,
+    ) -> Result<Taken, NotTaken> {
+        let hash = chunk.hash.as_slice().try_into().map_err(|_length| NotTaken::Damaged)?;
+        if let State::Partial(_) = state {
+            return Ok(Taken::Nothing);
         }
-        match piece(state, chunk, &self.scratch, bytes) {
-            Ok(Progress::Partial) => Taken::Nothing,
-            Ok(Progress::Again) => Taken::Again,
-            Ok(Progress::Whole) => {
+        let length = self.tenant.open(&hash).and_then(|file| Some(file.metadata().ok()?.len()));
+        if length != Some(chunk.length) {
+            *state = State::Announced;
+            return Ok(Taken::Again);
+        }
+        let whole = Whole { hash, length: chunk.length, file: None };
+        let known = Taken::Known(Box::new(announcement(key, &whole)));
+        *state = State::Whole(whole);
+        Ok(known)
+    }
+
+    fn piece(
+        &self,
+        state: &mut State,
+        key: ExecutableKey,
+        chunk: &v1::ArtifactChunk,
+        (bytes, open): (&mut u64, &mut usize),
+        place: &Place,
+    ) -> Result<Taken, NotTaken> {
+        match piece(state, chunk, &self.scratch, bytes)? {
+            Progress::Partial => Ok(Taken::Nothing),
+            Progress::Again => Ok(Taken::Again),
+            Progress::Whole => {
                 let State::Partial(partial) = std::mem::replace(state, State::Asked) else {
-                    return Taken::Nothing;
+                    return Ok(Taken::Nothing);
                 };
-                let checked = if *whole < MAX_WHOLE {
-                    check(partial, key, &self.scratch, chunk.length)
-                } else {
-                    Err(NotTaken::TooMany)
+                let Partial { file, hash, .. } = check(partial, key, &self.scratch)?;
+                let may_open = *open < MAX_OPEN;
+                let file = match place {
+                    Place::File if may_open => Some(file),
+                    _ => match self.tenant.keep(&hash, &file) {
+                        Some(()) => None,
+                        None if may_open => Some(file),
+                        None => return Err(NotTaken::TooMany),
+                    },
                 };
-                match checked {
-                    Ok(checked) => {
-                        *whole += 1;
-                        *state = checked;
-                        Taken::Whole
-                    }
-                    Err(reason) => refuse(state, chunk, reason),
-                }
+                *open += usize::from(file.is_some());
+                *state = State::Whole(Whole { hash, length: chunk.length, file });
+                Ok(Taken::Whole)
             }
-            Err(reason) => refuse(state, chunk, reason),
         }
+    }
+
+    /// What the log of a window is to say that has asked for these files: which of them have not
+    /// come.
+    pub fn left(&self, asked: &[ExecutableKey]) -> Vec<v1::CollectorMessage> {
+        let inner = self.lock();
+        let has_come =
+            |key| matches!(inner.files.get(key), Some(State::Whole(_) | State::Refused(_)));
+        let left = asked.iter().filter(|key| !has_come(key));
+        left.map(|key| message(v1::ArtifactChunk { file: Some((*key).into()), ..<_>::default() }))
+            .collect()
     }
 
     /// Whether everything asked for has come or was refused.
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        let pending = |state: &State| matches!(state, State::Asked | State::Partial(_));
-        !self.lock().files.values().any(pending)
+        let is_there = |state: &State| matches!(state, State::Whole(_) | State::Refused(_));
+        self.lock().files.values().all(is_there)
     }
 
     /// A file that was handed over, or why it was not; `None` when it was not asked for.
     #[must_use]
-    pub fn get(&self, executable: &Executable) -> Option<Result<File, NotHanded>> {
+    pub fn get(&self, executable: &Executable) -> Option<Result<HandedFile, NotHanded>> {
         let Executable::File { key: Some(key), .. } = executable else { return None };
-        match self.lock().files.get(key)? {
-            State::Whole { file, .. } => Some(file.try_clone().map_err(NotHanded::from)),
-            State::Refused(reason) => Some(Err(NotHanded::Refused(Arc::clone(reason)))),
-            State::Asked | State::Partial(_) => Some(Err(NotHanded::NotYet)),
-        }
+        Some(match self.lock().files.get(key)? {
+            State::Whole(whole) => match whole.open(&self.tenant) {
+                Ok(Some(file)) => Ok(HandedFile { file, id: self.tenant.id(&whole.hash) }),
+                Ok(None) => Err(NotHanded::Before),
+                Err(error) => Err(error.into()),
+            },
+            State::Refused(reason) => Err(NotHanded::Refused(Arc::clone(reason))),
+            State::Announced => Err(NotHanded::Before),
+            State::Asked | State::Partial(_) => Err(NotHanded::NotYet),
+        })
     }
 
     /// The messages that bring the file a chunk is of, which is whole.
@@ -203,7 +409,9 @@ impl Handed {
     ) -> impl Iterator<Item = v1::CollectorMessage> + use<> {
         let identity = chunk.file.clone().unwrap_or_default();
         let found = key(chunk).and_then(|key| match self.lock().files.get(&key)? {
-            State::Whole { file, hash, length } => Some((file.try_clone().ok()?, *hash, *length)),
+            State::Whole(whole) => {
+                Some((whole.open(&self.tenant).ok()??, whole.hash, whole.length))
+            }
             _ => None,
         });
         let mut at = 0;
@@ -215,8 +423,7 @@ impl Handed {
             let mut chunk = seal_piece(hash, v1::ArtifactKind::File, *length, at, &piece);
             chunk.file = Some(identity.clone());
             at += piece.len() as u64;
-            let body = v1::collector_message::Body::Artifact(chunk);
-            Some(v1::CollectorMessage { body: Some(body) })
+            Some(message(chunk))
         })
     }
 
@@ -226,17 +433,21 @@ impl Handed {
     }
 }
 
-fn refuse(state: &mut State, chunk: &v1::ArtifactChunk, reason: NotTaken) -> Taken {
-    let mut refused = v1::ArtifactChunk {
-        length: 0,
-        file: chunk.file.clone(),
-        refused: reason.to_string(),
-        ..Default::default()
-    };
-    refused.set_kind(v1::ArtifactKind::File);
-    *state = State::Refused(Arc::new(reason));
-    let body = v1::collector_message::Body::Artifact(refused);
-    Taken::Refused(Box::new(v1::CollectorMessage { body: Some(body) }))
+/// Says why a file does not come, to who reads the capture again.
+fn refusal(file: Option<v1::FileIdentity>, reason: &NotTaken) -> v1::CollectorMessage {
+    message(v1::ArtifactChunk { file, refused: reason.to_string(), ..<_>::default() })
+}
+
+/// Says which file it is.
+fn announcement(key: ExecutableKey, whole: &Whole) -> v1::CollectorMessage {
+    let mut chunk = seal_piece(&whole.hash, v1::ArtifactKind::File, whole.length, 0, &[]);
+    chunk.file = Some(key.into());
+    message(chunk)
+}
+
+fn message(mut chunk: v1::ArtifactChunk) -> v1::CollectorMessage {
+    chunk.set_kind(v1::ArtifactKind::File);
+    v1::CollectorMessage { body: Some(v1::collector_message::Body::Artifact(chunk)) }
 }
 
 enum Progress {
@@ -262,7 +473,7 @@ fn piece(
             return Ok(Progress::Again);
         }
     }
-    if matches!(state, State::Asked) {
+    if matches!(state, State::Asked | State::Announced) {
         let file = scratch.file()?;
         *state = State::Partial(Partial { file, hasher: Sha256::new(), hash, at: 0 });
     }
@@ -286,23 +497,32 @@ fn piece(
 }
 
 /// Whether it is what it was said to be, and what was asked for.
-fn check(
-    partial: Partial,
-    key: ExecutableKey,
-    scratch: &Scratch,
-    length: u64,
-) -> Result<State, NotTaken> {
-    let Partial { file, hasher, hash, .. } = partial;
-    if ArtifactHash::from(hasher.finalize()) != hash {
+fn check(partial: Partial, key: ExecutableKey, scratch: &Scratch) -> Result<Partial, NotTaken> {
+    if ArtifactHash::from(partial.hasher.clone().finalize()) != partial.hash {
         return Err(NotTaken::OtherContent);
     }
     if let ExecutableKey::BuildId(id) = key {
-        let elf = Elf::open(file.try_clone()?, scratch)?;
+        let elf = Elf::open(partial.file.try_clone()?, scratch)?;
         if elf.ids.gnu != Some(id) {
             return Err(NotTaken::OtherBuildId);
         }
     }
-    Ok(State::Whole { file, hash, length })
+    Ok(partial)
+}
+
+/// From the beginning, wherever others are reading.
+pub fn copy(file: &File, out: &mut impl io::Write) -> io::Result<()> {
+    let mut buffer = vec![0; 1 << 18];
+    let mut at = 0;
+    loop {
+        match file.read_at(&mut buffer, at)? {
+            0 => return Ok(()),
+            read => {
+                out.write_all(&buffer[..read])?;
+                at += read as u64;
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -330,6 +550,10 @@ mod tests {
         (Executable::File { path: "/x".into(), key: Some(key) }, key)
     }
 
+    fn wanted_at(key: ExecutableKey, offset: u64) -> Ask {
+        Ask::For(FileWanted { key, offset, hash_only: false })
+    }
+
     #[test]
     fn a_transfer_goes_on_where_it_stopped_and_nothing_comes_unasked() {
         let content: Vec<u8> = (0..250u8).collect();
@@ -338,16 +562,16 @@ mod tests {
         let (executable, key) = wanted();
         assert_eq!(handed.take(&chunks[0]), Taken::Nothing);
         assert!(handed.get(&executable).is_none(), "it was not asked for");
-        assert_eq!(handed.ask(key), Some(0));
+        assert_eq!(handed.ask(key), wanted_at(key, 0));
         assert_eq!(handed.take(&chunks[0]), Taken::Nothing);
         assert!(handed.get(&executable).unwrap().is_err() && !handed.is_complete());
-        assert_eq!(handed.ask(key), Some(100));
+        assert_eq!(handed.ask(key), wanted_at(key, 100));
         assert_eq!(handed.take(&chunks[0]), Taken::Nothing, "twice is no harm");
         assert_eq!(handed.take(&chunks[1]), Taken::Nothing);
         assert_eq!(handed.take(&chunks[2]), Taken::Whole);
-        assert_eq!(handed.ask(key), None);
+        assert!(matches!(handed.ask(key), Ask::Known(_)));
         let mut got = Vec::new();
-        let mut file = handed.get(&executable).unwrap().unwrap();
+        let mut file = handed.get(&executable).unwrap().unwrap().file;
         std::io::Seek::rewind(&mut file).unwrap();
         file.read_to_end(&mut got).unwrap();
         assert_eq!(got, content);
@@ -385,8 +609,55 @@ mod tests {
         handed.take(&chunks(&first, Sha256::digest(&first).into())[0]);
         let chunks = chunks(&second, Sha256::digest(&second).into());
         assert_eq!(handed.take(&chunks[1]), Taken::Again);
-        assert_eq!(handed.ask(key), Some(0));
+        assert_eq!(handed.ask(key), wanted_at(key, 0));
         let taken: Vec<_> = chunks.iter().map(|chunk| handed.take(chunk)).collect();
         assert_eq!(taken.last(), Some(&Taken::Whole));
+    }
+
+    #[test]
+    fn a_file_comes_once_for_each_sender_whatever_captures_it_is_in() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Arc::new(Cache::open(directory.path(), 1 << 20).unwrap());
+        let of = |owner: &str| {
+            let tenant = Tenant { owner: owner.to_owned(), cache: Some(Arc::clone(&cache)) };
+            Handed::new(Scratch::default(), tenant)
+        };
+        let content: Vec<u8> = (0..250u8).collect();
+        let hash = Sha256::digest(&content).into();
+        let (executable, key) = wanted();
+        let mut announced = seal_piece(&hash, v1::ArtifactKind::File, 250, 0, &[]);
+        announced.file = chunks(&content, hash)[0].file.clone();
+        let hash_first = Ask::For(FileWanted { key, offset: 0, hash_only: true });
+
+        let first = of("a");
+        assert_eq!(first.ask(key), hash_first);
+        assert_eq!(first.take(&announced), Taken::Again, "it is not here");
+        for chunk in chunks(&content, hash) {
+            first.take(&chunk);
+        }
+        assert_eq!(first.get(&executable).unwrap().unwrap().file.metadata().unwrap().len(), 250);
+
+        let second = of("a");
+        assert_eq!(second.ask(key), hash_first);
+        let Taken::Known(message) = second.take(&announced) else { panic!("it is here") };
+        assert!(second.get(&executable).unwrap().is_ok() && second.is_complete());
+        // Who knows the hash of another's file gets nothing for it.
+        let other = of("b");
+        other.ask(key);
+        assert_eq!(other.take(&announced), Taken::Again);
+
+        // What a log says of it is enough where it is kept, and nowhere else.
+        let Some(v1::collector_message::Body::Artifact(said)) = message.body else { panic!() };
+        let (again, elsewhere) = (of("a"), Handed::default());
+        for handed in [&again, &elsewhere] {
+            handed.take_unasked(&said);
+        }
+        assert!(again.get(&executable).unwrap().is_ok());
+        let why = elsewhere.get(&executable).unwrap().unwrap_err().to_string();
+        assert!(why.contains("resolve the parts before it"), "{why}");
+
+        // Evicted, it comes again.
+        cache.prune(0).unwrap();
+        assert_eq!(again.ask(key), wanted_at(key, 0));
     }
 }

@@ -6,25 +6,27 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use stackwire_cache::{Cache, Key, Kind};
+use stackwire_cache::{Blob, Cache, Key, Kind};
 use stackwire_model::{BuildId, ExecutableKey};
 use stackwire_proto::{MAX_ARTIFACT_BYTES, v1};
 use stackwire_symbols::table;
 
-use super::handed::{Handed, Taken, key};
+use super::handed::{Ask, FileWanted, HANDED_OVER, Handed, Taken, key};
 use super::log::{Log, LogError};
 use crate::capture::Assembler;
 use crate::ingest::Met;
 use crate::profile::{ArtifactHash, Executable};
 use crate::resolve::Pins;
+#[cfg(doc)]
+use crate::resolve::Sources;
 
 /// What to ask for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// Artifacts.
     pub artifacts: Vec<ArtifactHash>,
-    /// Files, with what is here of each.
-    pub files: Vec<(ExecutableKey, u64)>,
+    /// Files.
+    pub files: Vec<FileWanted>,
 }
 
 impl Wanted {
@@ -44,6 +46,8 @@ pub struct Place {
     pub share_all: bool,
     /// Files fetched and tables made before.
     pub cache: Option<Arc<Cache>>,
+    /// See [`Sources::trust_executables`].
+    pub trust_executables: bool,
 }
 
 /// What a window has asked for, and what has come.
@@ -54,6 +58,7 @@ pub struct Wants {
     asked: HashMap<ArtifactHash, Progress>,
     /// Looked for already.
     met: HashSet<Executable>,
+    files: Vec<ExecutableKey>,
 }
 
 /// Of an artifact.
@@ -68,12 +73,19 @@ impl Wants {
     /// Nothing yet.
     #[must_use]
     pub fn new(place: Arc<Place>, handed: Arc<Handed>) -> Self {
-        Self { place, handed, asked: HashMap::new(), met: HashSet::new() }
+        Self { place, handed, asked: HashMap::new(), met: HashSet::new(), files: Vec::new() }
     }
 
-    /// What an epoch needs that was not asked for. `assembler` has the epoch, `met` is what it met.
-    /// Files of this host that are still mapped are held open by `pins`.
-    pub fn look(&mut self, assembler: &Assembler, met: &Met, pins: &Pins) -> Wanted {
+    /// What an epoch needs that was not asked for, and what the log is to say of files that are
+    /// here. `assembler` has the epoch, `met` is what it met. Files of this host that are still
+    /// mapped are held open by `pins`.
+    pub fn look(
+        &mut self,
+        assembler: &Assembler,
+        met: &Met,
+        pins: &Pins,
+    ) -> (Wanted, Vec<v1::CollectorMessage>) {
+        let mut known = Vec::new();
         let mut wanted = Wanted { artifacts: assembler.wanted(), files: Vec::new() };
         wanted.artifacts.retain(|hash| !self.asked.contains_key(hash));
         self.asked.extend(wanted.artifacts.iter().map(|hash| (*hash, Progress::Part(0))));
@@ -94,9 +106,16 @@ impl Wants {
             if !new || (!self.place.share_all && is_known()) {
                 continue;
             }
-            wanted.files.extend(key.and_then(|key| Some((key, self.handed.ask(key)?))));
+            match key.map_or(Ask::Nothing, |key| self.handed.ask(key)) {
+                Ask::Nothing => {}
+                Ask::For(file) => {
+                    self.files.push(file.key);
+                    wanted.files.push(file);
+                }
+                Ask::Known(message) => known.push(*message),
+            }
         }
-        wanted
+        (wanted, known)
     }
 
     /// Takes note of a piece of an artifact; whether to keep it. Unasked for, it would only fill
@@ -123,17 +142,25 @@ impl Wants {
     pub fn file(&mut self, chunk: &v1::ArtifactChunk, log: &mut Log) -> Result<Wanted, LogError> {
         match self.handed.take(chunk) {
             Taken::Nothing => {}
+            Taken::Known(message) if !self.place.share_all => log.append_one(&message)?,
             Taken::Refused(message) => log.append_one(&message)?,
             Taken::Again => {
-                let files = key(chunk).into_iter().map(|key| (key, 0)).collect();
+                let wanted = |key| FileWanted { key, offset: 0, hash_only: false };
+                let files = key(chunk).into_iter().map(wanted).collect();
                 return Ok(Wanted { files, ..Wanted::default() });
             }
-            Taken::Whole => {
+            Taken::Whole | Taken::Known(_) => {
                 let mut messages = self.handed.messages(chunk);
                 messages.try_for_each(|message| log.append_one(&message))?;
             }
         }
         Ok(Wanted::default())
+    }
+
+    /// Files asked for that have not come, for a log that is about to be closed.
+    #[must_use]
+    pub fn left(&self) -> Vec<v1::CollectorMessage> {
+        self.handed.left(&self.files)
     }
 
     /// Everything asked for has come.
@@ -143,11 +170,16 @@ impl Wants {
             && self.handed.is_complete()
     }
 
-    /// Whether the cache has the file or what was made of it.
+    /// Whether the cache has the file or what was made of it, and not from any collector.
     fn is_cached(&self, build_id: Option<BuildId>) -> bool {
         let (Some(cache), Some(id)) = (&self.place.cache, build_id) else { return false };
         let kinds = [Kind::Executable, Kind::Table(table::VERSION)];
-        let has = |kind| cache.get(&Key::new(id.into(), kind)).is_ok_and(|blob| blob.is_some());
+        let trusted =
+            |blob: Blob| self.place.trust_executables || !blob.meta.origin.starts_with(HANDED_OVER);
+        let has = |kind| {
+            let found = cache.get(&Key::new(id.into(), kind)).ok().flatten();
+            found.is_some_and(trusted)
+        };
         kinds.into_iter().any(has)
     }
 }

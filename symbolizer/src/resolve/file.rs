@@ -15,12 +15,12 @@ use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, OFlags, fstat, memfd_create, openat};
 use rustix::io::Errno;
-use stackwire_cache::Absent;
+use stackwire_cache::{Absent, Id};
 use stackwire_elf::{ElfError, Headers};
 use stackwire_model::{BuildId, Device, ExecutableKey};
 
 use crate::profile::Executable;
-use crate::receive::handed::{Handed, NotHanded};
+use crate::receive::handed::{Handed, HandedFile, NotHanded};
 
 /// Why there is no file.
 #[derive(Debug, thiserror::Error)]
@@ -95,13 +95,13 @@ pub struct Opened {
     pub file: File,
     /// Where it was found, for the report.
     pub path: String,
-    /// By the collector, whose host has it at this path.
-    pub handed_over: bool,
+    /// The collector handed it over, whose host has it at this path: what it is and whose.
+    pub handed_over: Option<Id>,
 }
 
 impl Opened {
     pub(super) fn of(file: File, path: String) -> Self {
-        Self { file, path, handed_over: false }
+        Self { file, path, handed_over: None }
     }
 }
 
@@ -116,7 +116,9 @@ pub fn open(executable: &Executable, pids: &[u32], handed: &Handed) -> Result<Op
         Err(reason) => reason,
     };
     match handed.get(executable) {
-        Some(Ok(file)) => Ok(Opened { file, path: executable.name(), handed_over: true }),
+        Some(Ok(HandedFile { file, id })) => {
+            Ok(Opened { file, path: executable.name(), handed_over: Some(id) })
+        }
         Some(Err(there)) => Err(FileError::Neither { here: Box::new(here), there }),
         None => Err(here),
     }

@@ -5,7 +5,6 @@
 //! may have it.
 
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Instant;
 
@@ -21,6 +20,7 @@ use super::file::{self, FileError, Opened};
 use super::kernel_files::Kernel;
 use super::local::{At, Local, open};
 use crate::metrics::Rung;
+use crate::receive::handed::{HANDED_OVER, copy};
 
 /// What is asked for.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ enum NotUsable {
 /// See [`Nothing`].
 pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
     let is_kernel = wanted.kernel.is_some();
-    let found = climb(wanted, sources, deadline);
+    let found = best(wanted, sources, deadline);
     match &found {
         Ok(found) => sources.metrics.looked_up(found.rung),
         // Of the kernel kallsyms knows.
@@ -89,15 +89,44 @@ pub fn find(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Foun
     found
 }
 
-fn climb(wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
+/// Whoever handed a file over may have made it up: what is known of its build-id comes first.
+fn best(mut wanted: Wanted, sources: &Sources, deadline: Instant) -> Result<Found, Nothing> {
+    let id = |opened: &Opened| opened.handed_over.clone();
+    let handed = wanted.executable.as_ref().and_then(|found| id(found.as_ref().ok()?));
+    let handed = handed.filter(|_| !sources.trust_executables);
+    if handed.is_some() && wanted.build_id.is_some() {
+        let opened = wanted.executable.take();
+        let is_usable = |found: &Found| wanted.code.is_none() || has_segments(&found.table);
+        if let Ok(found) = climb(&wanted, None, sources, deadline)
+            && is_usable(&found)
+        {
+            return Ok(found);
+        }
+        wanted.executable = opened;
+    }
+    climb(&wanted, handed, sources, deadline)
+}
+
+/// It knows where offsets in its file are loaded.
+fn has_segments(table: &Table) -> bool {
+    table.segments().next().is_some()
+}
+
+fn climb(
+    wanted: &Wanted,
+    handed: Option<Id>,
+    sources: &Sources,
+    deadline: Instant,
+) -> Result<Found, Nothing> {
     let notes = Vec::new();
-    let mut climb = Climb { sources, deadline, notes, fetch_failed: false, too_large: false };
+    let mut climb =
+        Climb { handed, sources, deadline, notes, fetch_failed: false, too_large: false };
     // Not opened when its table is there and whole: what names need is all in that.
     let known = climb.cached_table(wanted.build_id, wanted.code.is_some());
     if is_best(known.as_ref()) {
         return climb.with_table(known, None);
     }
-    let mut executable = climb.executable(&wanted);
+    let mut executable = climb.executable(wanted);
     // A debug file, named in the place of its executable: what is loaded was left out of it.
     let mut named = None;
     if executable.as_ref().is_some_and(|at| at.elf.is_without_code()) {
@@ -198,6 +227,9 @@ struct Known {
 }
 
 struct Climb<'s> {
+    /// Of a file that was handed over: what is made of it is kept under this, and not under its
+    /// build-id.
+    handed: Option<Id>,
     sources: &'s Sources,
     deadline: Instant,
     notes: Vec<String>,
@@ -238,21 +270,27 @@ impl Climb<'_> {
     // The cache's table.
 
     fn cached_table(&self, build_id: Option<BuildId>, by_offset: bool) -> Option<Known> {
-        self.cached(&Key::new(build_id?.into(), CacheKind::Table(table::VERSION)), by_offset)
+        let key = match &self.handed {
+            Some(id) => handed_table(id),
+            None => Key::new(build_id?.into(), CacheKind::Table(table::VERSION)),
+        };
+        self.cached(&key, by_offset)
     }
 
     /// `by_offset`: the table must know where offsets in the file are loaded.
     fn cached(&self, key: &Key, by_offset: bool) -> Option<Known> {
-        // A cache that cannot be used is said once, where it is opened.
-        let blob = self.sources.cache.as_ref()?.get(key).ok()??;
+        let blob = self.sources.cached(key)?;
         let table = self.sources.tables.open(&blob.file)?;
-        let usable = !by_offset || table.segments().next().is_some();
+        let usable = !by_offset || has_segments(&table);
         let whole = blob.meta.quality == WHOLE;
         usable.then_some(Known { table, origin: blob.meta.origin, whole, rung: Rung::Cache })
     }
 
     /// What the table is kept under: the build-id, else a hash of all of the file.
     fn table_key(&self, build_id: Option<BuildId>, executable: Option<&At>) -> Option<Key> {
+        if let Some(id) = &self.handed {
+            return Some(handed_table(id));
+        }
         let id = match build_id {
             Some(id) => id.into(),
             None => Id::of_hash(executable?.elf.sha256().ok()?),
@@ -298,30 +336,32 @@ impl Climb<'_> {
         if elf.relocatable {
             return Err(NotUsable::Object);
         }
-        let (origin, rung) = if !opened.handed_over {
+        let (origin, rung) = if opened.handed_over.is_none() {
             (file::shown(&opened.path), Rung::Executable)
         } else {
-            (self.keep_handed(&opened.file, build_id), Rung::HandedOver)
+            let bytes = opened.file.metadata().map_or(0, |metadata| metadata.len());
+            if self.sources.trust_executables {
+                self.keep_handed(&opened.file, build_id);
+            }
+            (format!("{HANDED_OVER} ({bytes} bytes)"), Rung::HandedOver)
         };
         Ok(At { elf, path: opened.path.clone().into(), origin, rung })
     }
 
-    /// What was handed over once is not asked for again: into the cache. Says where it is from.
-    fn keep_handed(&self, file: &std::fs::File, build_id: Option<BuildId>) -> String {
-        let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+    /// Into the cache, for whoever asks for the build-id.
+    fn keep_handed(&self, file: &std::fs::File, build_id: Option<BuildId>) {
         let key = build_id.map(|id| Key::new(id.into(), CacheKind::Executable));
         if let (Some(cache), Some(key)) = (&self.sources.cache, key)
             && !cache.get(&key).is_ok_and(|blob| blob.is_some())
         {
             let meta = Meta { quality: 0, origin: HANDED_OVER.to_owned() };
-            // A cache that cannot be written costs a second transfer, no names.
+            // A cache that cannot be written costs others these names.
             if let Ok(mut pending) = cache.begin()
                 && copy(file, &mut pending).is_ok()
             {
                 let _ = pending.keep(&key, meta);
             }
         }
-        format!("{HANDED_OVER} ({bytes} bytes)")
     }
 
     fn local(&self) -> Local<'_> {
@@ -381,8 +421,7 @@ impl Climb<'_> {
     // What was fetched before, and what servers have.
 
     fn cached_file(&self, build_id: Option<BuildId>, kind: CacheKind) -> Option<At> {
-        let key = Key::new(build_id?.into(), kind);
-        let blob = self.sources.cache.as_ref()?.get(&key).ok()??;
+        let blob = self.sources.cached(&Key::new(build_id?.into(), kind))?;
         self.of_blob(blob)
     }
 
@@ -436,22 +475,9 @@ impl Climb<'_> {
     }
 }
 
-/// Where a file is from that came with the capture.
-const HANDED_OVER: &str = "handed over by the collector";
-
-/// From the beginning, wherever others are reading.
-fn copy(file: &std::fs::File, out: &mut impl std::io::Write) -> std::io::Result<()> {
-    let mut buffer = vec![0; 1 << 18];
-    let mut at = 0;
-    loop {
-        match file.read_at(&mut buffer, at)? {
-            0 => return Ok(()),
-            read => {
-                out.write_all(&buffer[..read])?;
-                at += read as u64;
-            }
-        }
-    }
+/// What the table of a file is kept under that was handed over.
+fn handed_table(id: &Id) -> Key {
+    Key::new(id.clone(), CacheKind::HandedTable(table::VERSION))
 }
 
 /// Quality of a table from which nothing is missing.

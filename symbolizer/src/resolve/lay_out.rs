@@ -45,18 +45,12 @@ pub fn lay_out(
             Executable::File { path, .. } => {
                 let Some(place) = place(directory, path, id)? else { continue };
                 let pids = running_in(profile, index);
-                let cached = |kind| {
-                    sources
-                        .cache
-                        .as_ref()?
-                        .get(&Key::new(id?.into(), kind))
-                        .ok()
-                        .flatten()
-                        .map(|blob| blob.file)
+                let cached = |kind| Some(sources.cached(&Key::new(id?.into(), kind))?.file);
+                let opened = sources.pinned.open(executable, &pids, artifacts.handed()).ok();
+                let elf = match opened {
+                    Some(opened) if opened.handed_over.is_none() => Some(opened.file),
+                    other => cached(Kind::Executable).or(other.map(|opened| opened.file)),
                 };
-                let opened = sources.pinned.open(executable, &pids, artifacts.handed());
-                let elf = opened.ok().map(|opened| opened.file);
-                let elf = elf.or_else(|| cached(Kind::Executable));
                 let local = id.and_then(|id| Local(sources).by_build_id(id));
                 let local = local.and_then(|at| std::fs::File::open(at.path).ok());
                 let debug = local.or_else(|| cached(Kind::Debuginfo));

@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use stackwire_cache::{Cache, Key};
+use stackwire_cache::{Absent, Blob, Cache, Key, Kind as CacheKind};
 use stackwire_elf::Scratch;
 use stackwire_model::{FileOffset, VirtAddr};
 use stackwire_symbols::kallsyms;
@@ -45,6 +45,7 @@ use crate::profile::{
     Address, ArtifactHash, Executable, ExecutableId, LocationId, Missing, MissingReason, Names,
     Profile, Quality, Resolution, Source,
 };
+use crate::receive::handed::HANDED_OVER;
 
 /// Where names may be looked for.
 #[derive(Debug)]
@@ -62,6 +63,10 @@ pub struct Sources {
     pub cache: Option<Arc<Cache>>,
     /// Servers to ask for what is nowhere else. Needs a cache.
     pub debuginfod: Option<Arc<Debuginfod>>,
+    /// Executables that collectors hand over stand for their build-ids as those of this host do,
+    /// for whoever asks. Otherwise they give names to captures of the same sender alone, and only
+    /// where nothing else is found.
+    pub trust_executables: bool,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     compiling: Arc<Mutex<()>>,
@@ -80,11 +85,21 @@ impl Sources {
             scratch: self.scratch.clone(),
             cache: self.cache.clone(),
             debuginfod: self.debuginfod.clone(),
+            trust_executables: self.trust_executables,
             metrics: Arc::clone(&self.metrics),
             compiling: Arc::clone(&self.compiling),
             recent: Arc::clone(&self.recent),
             tables: Arc::clone(&self.tables),
         }
+    }
+
+    /// What the cache has, unless a collector handed it over while those were trusted. A cache that
+    /// cannot be used is said once, where it is opened.
+    fn cached(&self, key: &Key) -> Option<Blob> {
+        let blob = self.cache.as_ref()?.get(key).ok()??;
+        let by_build_id = !matches!(key.kind, CacheKind::Handed | CacheKind::HandedTable(_));
+        let is_strange = by_build_id && blob.meta.origin.starts_with(HANDED_OVER);
+        (self.trust_executables || !is_strange).then_some(blob)
     }
 }
 
@@ -100,6 +115,7 @@ impl Default for Sources {
             scratch: Scratch::default(),
             cache: None,
             debuginfod: None,
+            trust_executables: false,
             metrics: Arc::default(),
             compiling: Arc::default(),
             recent: Arc::default(),
@@ -350,8 +366,8 @@ fn quality(kind: Kind) -> Quality {
     }
 }
 
-/// The file of an executable: of this host, handed over, from the cache, or until `deadline` from a
-/// server.
+/// The file of an executable: of this host, from the cache, until `deadline` from a server, or
+/// handed over.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -365,19 +381,31 @@ pub(crate) fn open_executable(
         let image = image.and_then(|hash| artifacts.get(&hash)).ok_or(FileError::NoImage)?;
         return file::of_image(image).map(|opened| opened.file);
     }
-    let here = match sources.pinned.open(executable, &[], artifacts.handed()) {
-        Ok(opened) => return Ok(opened.file),
-        Err(reason) => reason,
+    let opened = match sources.pinned.open(executable, &[], artifacts.handed()) {
+        Ok(opened) if opened.handed_over.is_none() => return Ok(opened.file),
+        other => other,
     };
-    let Some(cache) = sources.cache.as_deref() else { return Err(here) };
-    let Some(id) = executable.build_id() else { return Err(here) };
-    let key = Key::new(id.into(), stackwire_cache::Kind::Executable);
-    if let Ok(Some(blob)) = cache.get(&key) {
-        return Ok(blob.file);
+    match elsewhere(executable, sources, deadline) {
+        Some(Ok(file)) => Ok(file),
+        Some(Err(absent)) => opened.map(|opened| opened.file).map_err(|_here| absent.into()),
+        None => opened.map(|opened| opened.file),
     }
-    let server = sources.debuginfod.as_deref().ok_or(here)?;
+}
+
+/// From the cache, or from a server; none where neither can be asked.
+fn elsewhere(
+    executable: &Executable,
+    sources: &Sources,
+    deadline: Instant,
+) -> Option<Result<std::fs::File, Absent>> {
+    let id = executable.build_id()?;
+    if let Some(blob) = sources.cached(&Key::new(id.into(), CacheKind::Executable)) {
+        return Some(Ok(blob.file));
+    }
+    let (server, cache) = (sources.debuginfod.as_deref()?, sources.cache.as_deref()?);
     let artifact = debuginfod::Artifact::Executable;
-    Ok(server.fetch(id, artifact, cache, deadline, &sources.metrics)?.file)
+    let fetched = server.fetch(id, artifact, cache, deadline, &sources.metrics);
+    Some(fetched.map(|blob| blob.file))
 }
 
 /// Processes that had the executable mapped: their roots may still lead to it.

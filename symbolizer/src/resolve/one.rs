@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use stackwire_cache::{Key, Kind};
 use stackwire_model::{BuildId, VirtAddr};
 use stackwire_symbols::table::Table;
 
@@ -54,7 +55,7 @@ impl Symbols {
     pub fn of_file(path: &Path, sources: &Sources) -> Result<Self, SymbolsError> {
         let path = path.to_str().ok_or(SymbolsError::NotUtf8)?;
         let file = file::open_regular(path)?;
-        let opened = file::Opened { file, path: path.to_owned(), handed_over: false };
+        let opened = file::Opened { file, path: path.to_owned(), handed_over: None };
         let executable = Some(Ok(opened));
         Self::find(Wanted { build_id: None, executable, code: None, kernel: None }, sources)
     }
@@ -113,7 +114,9 @@ impl Symbols {
 pub fn build_ids(beginning: &str, sources: &Sources) -> BTreeSet<BuildId> {
     let beginning = beginning.to_ascii_lowercase();
     let rows = sources.cache.as_ref().and_then(|cache| cache.rows().ok()).unwrap_or_default();
-    let ids = rows.into_iter().filter_map(|row| row.key.id.as_str().parse().ok());
+    let by_build_id = |key: &Key| !matches!(key.kind, Kind::Handed | Kind::HandedTable(_));
+    let rows = rows.into_iter().filter(|row| by_build_id(&row.key));
+    let ids = rows.filter_map(|row| row.key.id.as_str().parse().ok());
     let mut found: BTreeSet<BuildId> = ids.collect();
     if let Some((first, _)) = beginning.split_at_checked(2) {
         for directory in &sources.debug_dirs {

@@ -29,9 +29,11 @@ pub(super) enum State {
 }
 
 /// A window that waits for its profile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Due {
     pub id: WindowId,
+    /// Who sent it, if that is known.
+    pub owner: Option<String>,
     /// Bytes of its log that count.
     pub bytes: u64,
     /// How often a server has ended while it resolved it.
@@ -253,7 +255,8 @@ impl Index {
 
     /// Closed windows that may be resolved now, those first that made no trouble.
     pub(super) fn due(&self, most: u32) -> Result<Vec<Due>> {
-        let sql = "SELECT capture, number, bytes, interrupted, failures FROM windows
+        let sql = "SELECT capture, number, bytes, interrupted, failures, owner
+                   FROM windows LEFT JOIN captures ON id = capture
                    WHERE state = ?1 AND due_ms <= ?2
                    ORDER BY interrupted + failures, since_ms LIMIT ?3";
         let mut statement = self.connection.prepare_cached(sql)?;
@@ -263,6 +266,7 @@ impl Index {
                 bytes: number(row, 2)?,
                 interrupted: row.get(3)?,
                 failures: row.get(4)?,
+                owner: row.get(5)?,
             })
         })?;
         due.collect()

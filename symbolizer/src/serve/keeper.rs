@@ -4,9 +4,10 @@
 //! begun. Called by `receive/grpc.rs`, on threads that may block. Profiles are written elsewhere
 //! (`closing.rs`), from the logs.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io::ErrorKind;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use stackwire_proto::open_epoch;
@@ -15,7 +16,6 @@ use stackwire_proto::v1::collector_message::Body;
 use tokio::sync::watch;
 
 use super::Config;
-use super::closing::AllHanded;
 use super::id::{CaptureId, WindowId};
 use super::identity::{Door, Identity};
 use super::index::Before;
@@ -23,7 +23,7 @@ use super::store::{Store, StoreError};
 use super::turns::{Turn, Turns};
 use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
-use crate::receive::handed::Handed;
+use crate::receive::handed::{Handed, Tenant};
 use crate::receive::log::{Batch, Log, LogError, Tally, lose};
 use crate::receive::peer::Caller;
 use crate::receive::wants::{Place, Wants};
@@ -47,8 +47,34 @@ pub(super) struct Keepers {
 pub(super) struct Shared {
     pub store: Arc<Store>,
     pub pins: Arc<Pins>,
-    pub handed: Arc<AllHanded>,
+    pub handed: AllHanded,
     pub turns: Arc<Turns>,
+}
+
+/// Files that collectors hand over, by capture: a transfer that broke off goes on in the next
+/// stream.
+#[derive(Debug, Default)]
+pub(super) struct AllHanded(Mutex<HashMap<CaptureId, Arc<Handed>>>);
+
+/// Most captures whose files are remembered between streams. Beyond that, captures without a stream
+/// lose what has come of theirs: they may never come back.
+const MAX_REMEMBERED: usize = 256;
+
+impl AllHanded {
+    /// Those of a capture, made if there are none.
+    fn of(&self, capture: CaptureId, make: impl FnOnce() -> Handed) -> Arc<Handed> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if all.len() >= MAX_REMEMBERED && !all.contains_key(&capture) {
+            // Held by no stream.
+            all.retain(|_, handed| Arc::strong_count(handed) > 1);
+        }
+        Arc::clone(all.entry(capture).or_insert_with(|| Arc::new(make())))
+    }
+
+    /// A capture has ended.
+    fn forget(&self, capture: CaptureId) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&capture);
+    }
 }
 
 impl Accept for Keepers {
@@ -126,11 +152,11 @@ struct Window {
 }
 
 impl Window {
-    /// Files that were handed over stay until it is resolved, if it will be.
-    fn keep(&self, handed: &Arc<Handed>, all: &AllHanded) {
-        if !self.log.tally().is_empty() {
-            all.keep_for(self.id, handed);
+    fn say_what_is_left(&mut self) -> Result<(), LogError> {
+        if self.log.has_ended() {
+            return Ok(());
         }
+        self.wants.left().iter().try_for_each(|message| self.log.append_one(message))
     }
 }
 
@@ -148,13 +174,18 @@ impl Keeper {
         let is_here = owner.is_of_this_host()
             && fs::read_to_string("/proc/sys/kernel/random/boot_id")
                 .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
-        let place =
-            Place { is_here, share_all: hello.share_all, cache: config.sources.cache.clone() };
-        let scratch = config.sources.scratch.clone();
+        let sources = &config.sources;
+        let place = Place {
+            is_here,
+            share_all: hello.share_all,
+            cache: sources.cache.clone(),
+            trust_executables: sources.trust_executables,
+        };
+        let tenant = Tenant { owner: owner.to_string(), cache: sources.cache.clone() };
+        let scratch = sources.scratch.clone();
         Ok(Self {
             before: shared.store.before(capture, &owner)?,
-            // A transfer that broke off goes on in this stream.
-            handed: shared.handed.of(capture, || Handed::new(scratch)),
+            handed: shared.handed.of(capture, || Handed::new(scratch, tenant)),
             config,
             shared,
             capture,
@@ -219,7 +250,7 @@ impl Keeper {
 
     fn close_before(&mut self) -> Result<(), StoreError> {
         if let Some(window) = &mut self.closing {
-            window.keep(&self.handed, &self.shared.handed);
+            window.say_what_is_left()?;
             self.shared.store.close(window.id, &mut window.log, &[])?;
         }
         self.closing = None;
@@ -255,10 +286,11 @@ impl Keeper {
                 self.turn_window()?;
             }
             match self.check(sealed, taken) {
-                Ok(tally) => {
+                Ok((tally, known)) => {
                     let path = || self.capture.to_string().into();
                     batch
                         .epoch(message, &tally)
+                        .and_then(|()| known.iter().try_for_each(|message| batch.other(message)))
                         .map_err(|error| LogError { path: path(), error })?;
                     (count, last) = (count + 1, last.max(Some(sealed.number)));
                 }
@@ -277,9 +309,14 @@ impl Keeper {
         stop
     }
 
-    /// Opens an epoch, and asks for what it needs. One that does not hold together is refused
-    /// before it is written: what is acknowledged can be resolved.
-    fn check(&mut self, sealed: &v1::SealedEpoch, taken: &mut Taken) -> Result<Tally, Stop> {
+    /// Opens an epoch, and asks for what it needs; what the log is to say of what is here. One that
+    /// does not hold together is refused before it is written: what is acknowledged can be
+    /// resolved.
+    fn check(
+        &mut self,
+        sealed: &v1::SealedEpoch,
+        taken: &mut Taken,
+    ) -> Result<(Tally, Vec<v1::CollectorMessage>), Stop> {
         if sealed.number >= i64::MAX as u64 {
             return Err(Stop::Refused(Stopped::Seal(stackwire_proto::SealError::TooLarge {
                 what: "the number of an epoch",
@@ -292,9 +329,9 @@ impl Keeper {
         let added = assembler.add(&self.hello).and_then(|()| assembler.take(&epoch));
         let met = added.map_err(|error| Stop::Refused(error.into()))?;
         let pins = Arc::clone(&self.shared.pins);
-        let wanted = self.window()?.wants.look(&assembler, &met, &pins);
+        let (wanted, known) = self.window()?.wants.look(&assembler, &met, &pins);
         taken.wanted.extend(wanted);
-        Ok(Tally::of(&epoch, sealed.number))
+        Ok((Tally::of(&epoch, sealed.number), known))
     }
 
     fn add_artifact(
@@ -398,8 +435,9 @@ impl Keep for Keeper {
         }
         let mut beyond = self.end.take().map(|end| self.lost_beyond(&end.lost)).unwrap_or_default();
         // Said by the last window, whichever that is.
-        for window in [self.window.take(), self.closing.take()].into_iter().flatten() {
-            window.keep(&self.handed, &self.shared.handed);
+        for mut window in [self.window.take(), self.closing.take()].into_iter().flatten() {
+            // It makes a difference to the words of a report alone.
+            let _ = window.say_what_is_left();
             self.shared.store.close_later(window.id, window.log, std::mem::take(&mut beyond));
         }
         if !beyond.is_empty()

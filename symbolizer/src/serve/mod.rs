@@ -31,7 +31,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use self::closing::Closing;
 pub use self::identity::Allowed;
 use self::identity::Door;
-use self::keeper::{Keepers, Shared};
+use self::keeper::{AllHanded, Keepers, Shared};
 pub use self::listen::Listen;
 use self::listen::Listener;
 pub use self::store::Keep;
@@ -157,7 +157,7 @@ pub async fn run(
     let shared = Arc::new(Shared {
         store: Arc::clone(&store),
         pins: Arc::default(),
-        handed: Arc::default(),
+        handed: AllHanded::default(),
         turns: Arc::default(),
     });
     let (alive, mut all_gone) = tokio::sync::watch::channel(0);
@@ -165,7 +165,6 @@ pub async fn run(
         config: Arc::clone(&config),
         store: Arc::clone(&store),
         pins: Arc::clone(&shared.pins),
-        handed: Arc::clone(&shared.handed),
     }
     .start()
     .map_err(ServeError::Thread)?;

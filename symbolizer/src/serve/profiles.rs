@@ -21,7 +21,7 @@ const MAX_HOST: usize = 64;
 /// Resolves a window and writes its profiles: their names, and their bytes.
 pub(super) fn write(
     config: &Config,
-    due: Due,
+    due: &Due,
     assembler: Assembler,
     pins: &Pins,
 ) -> anyhow::Result<Vec<(String, u64)>> {

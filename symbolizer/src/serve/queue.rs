@@ -48,7 +48,7 @@ impl Store {
     }
 
     /// The profiles of a window are written, or it is not worth trying again.
-    pub(super) fn done(&self, due: Due, state: State, profiles: &[(String, u64)]) {
+    pub(super) fn done(&self, due: &Due, state: State, profiles: &[(String, u64)]) {
         let mut inner = match self.usable() {
             Ok(inner) => inner,
             Err(error) => {
@@ -69,7 +69,7 @@ impl Store {
     }
 
     /// The profile of a window could not be written: it is tried again later.
-    pub(super) fn failed(&self, due: Due) -> Duration {
+    pub(super) fn failed(&self, due: &Due) -> Duration {
         let wait = wait_after(due.failures);
         let mut inner = self.lock();
         inner.working.remove(&due.id);
@@ -134,7 +134,7 @@ impl Inner {
         }
         let wait = if due.interrupted > 0 { wait_after(due.interrupted) } else { Duration::ZERO };
         self.index.postpone(due.id, due.interrupted + 1, due.failures, wait)?;
-        self.working.insert(due.id, due);
+        self.working.insert(due.id, due.clone());
         Ok(Some(due))
     }
 }

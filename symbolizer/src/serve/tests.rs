@@ -67,7 +67,7 @@ fn a_window_is_resolved_once_wherever_servers_end() {
     store.lock().index.postpone(ONE, 1, 0, Duration::ZERO).unwrap();
     let due = store.next_due().unwrap();
     assert_eq!(due.interrupted, 1);
-    store.done(due, State::Written, &[("profile".to_owned(), 10)]);
+    store.done(&due, State::Written, &[("profile".to_owned(), 10)]);
     assert_eq!(store.drain(Duration::ZERO), 0);
     drop(store);
     let store = open(directory.path());
@@ -128,7 +128,7 @@ fn logs_without_a_profile_are_never_removed_and_make_collectors_wait() {
     let profiles = directory.path().join("profiles");
     std::fs::write(profiles.join("old"), "profile").unwrap();
     std::fs::write(profiles.join("another's"), "file").unwrap();
-    store.done(due, State::Written, &[("old".to_owned(), 7)]);
+    store.done(&due, State::Written, &[("old".to_owned(), 7)]);
     assert!(!path.exists() && !profiles.join("old").exists());
     assert!(profiles.join("another's").exists());
     store.room().unwrap();
@@ -190,7 +190,7 @@ fn what_is_old_is_removed_however_little_there_is() {
     let places = store.places.clone();
     store.lock().sweep(&places);
     assert!(path.exists(), "it has no profile");
-    store.done(due, State::Written, &[]);
+    store.done(&due, State::Written, &[]);
     std::thread::sleep(Duration::from_millis(5));
     store.lock().sweep(&places);
     assert!(!path.exists());

@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
 use stackwire_cache::Cache;
+use stackwire_elf::Scratch;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{open_epoch, v1};
 use tokio::sync::watch;
@@ -14,6 +15,7 @@ use super::Kept;
 use super::exporter::Exporting;
 use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
+use crate::receive::handed::{Handed, Tenant};
 use crate::receive::log::{Batch, Log, LogError, Tally};
 use crate::receive::peer::Caller;
 use crate::receive::wants::{Place, Wanted, Wants};
@@ -73,9 +75,16 @@ impl OneStream {
     ) -> Result<KeepOne, NotKept> {
         let failed = |error: &dyn std::fmt::Display| NotKept::Failed(error.to_string());
         let path = kept.as_ref().map_or(PathBuf::from("(temporary)"), |kept| kept.path.clone());
-        let mut assembler =
+        let assembler =
             if self.timeline { Assembler::with_timeline() } else { Assembler::default() };
-        let place = Place { is_here: true, share_all: hello.share_all, cache: self.cache.clone() };
+        let tenant = Tenant { owner: String::new(), cache: self.cache.clone() };
+        let mut assembler = assembler.beside(Arc::new(Handed::new(Scratch::default(), tenant)));
+        let place = Place {
+            is_here: true,
+            share_all: hello.share_all,
+            cache: self.cache.clone(),
+            trust_executables: false,
+        };
         let hello = v1::CollectorMessage { body: Some(Body::Hello(hello)) };
         let log = Log::start(path, file, &hello).map_err(|error| failed(&error))?;
         assembler.add(&hello).map_err(|error| failed(&error))?;
@@ -109,10 +118,12 @@ impl KeepOne {
             Some(Body::Epoch(sealed)) if sealed.number >= self.log.tally().next_epoch => {
                 let epoch = open_epoch(sealed)?;
                 let met = self.assembler.take(&epoch)?;
-                wanted.extend(self.wants.look(&self.assembler, &met, &self.pins));
+                let (more, known) = self.wants.look(&self.assembler, &met, &self.pins);
+                wanted.extend(more);
                 let mut batch = Batch::default();
                 batch
                     .epoch(message, &Tally::of(&epoch, sealed.number))
+                    .and_then(|()| known.iter().try_for_each(|message| batch.other(message)))
                     .map_err(|error| LogError { path: self.log.path().to_owned(), error })?;
                 self.log.append(&batch)?;
                 return Ok(Some(sealed.number));
