@@ -52,6 +52,8 @@ mod labels;
 mod layout;
 /// Both crates as libraries.
 mod library;
+/// What a client of a server may take, and what it is told beyond.
+mod limits;
 /// Pid namespaces: from inside, from outside, nested.
 mod namespaces;
 /// Processes that have just begun, of programs met before.
@@ -94,7 +96,7 @@ mod serving;
 mod symbolize;
 /// The whole host: short processes, labels, accounting, a full ring.
 mod system_wide;
-/// Clients of one server that share nothing: files handed over, limits.
+/// Clients of one server that share nothing: files handed over.
 mod tenants;
 /// Perf events without eBPF: no capability at all, copies of stacks, what is lost.
 mod unprivileged;

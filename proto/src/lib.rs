@@ -15,8 +15,8 @@ pub use frame::{
     FrameReader, FrameWriter, MAX_FRAME_BYTES, ReadError, Tail, find_frame, write_frame,
 };
 pub use seal::{
-    ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, MAX_EPOCH_ENTRIES, MAX_FILE_BYTES,
-    SealError, open_epoch, open_piece, seal_epoch, seal_piece,
+    ARTIFACT_PIECE_BYTES, MAX_ARTIFACT_BYTES, MAX_EPOCH_BYTES, MAX_EPOCH_MEMORY, MAX_FILE_BYTES,
+    SealError, Unsealed, open_epoch, open_piece, seal_epoch, seal_piece,
 };
 
 /// Version of the contract: of the messages and of the framing. A reader takes this one and older.

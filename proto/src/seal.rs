@@ -5,12 +5,16 @@
 
 use prost::Message;
 
-use crate::v1::{ArtifactChunk, ArtifactKind, Epoch, SealedEpoch};
+use crate::v1::{
+    ArtifactChunk, ArtifactKind, Epoch, Executable, Lost, Mapping, Process, Samples, SchedStats,
+    SealedEpoch, Stack, Thread, Waker,
+};
 
 /// Largest epoch before compression. Collectors cut epochs far earlier.
 pub const MAX_EPOCH_BYTES: u32 = 64 << 20;
-/// Most definitions in an epoch. An empty one takes two bytes on the wire and dozens in memory.
-pub const MAX_EPOCH_ENTRIES: usize = 2 << 20;
+/// Most bytes an epoch may take in memory. A definition that is empty takes two bytes on the wire
+/// and hundreds in memory; the largest epochs of a collector take about as much as on the wire.
+pub const MAX_EPOCH_MEMORY: u64 = 256 << 20;
 /// Largest artifact that is no file.
 pub const MAX_ARTIFACT_BYTES: u64 = 256 << 20;
 /// Largest file that is handed over.
@@ -43,11 +47,13 @@ pub enum SealError {
         /// Declared bytes.
         length: u64,
     },
-    /// More definitions than anything a collector writes.
-    #[error("epoch holds more definitions than the limit of {limit}")]
-    TooMany {
-        /// Definitions allowed.
-        limit: usize,
+    /// More than anything a collector writes.
+    #[error("epoch would take {memory} bytes in memory, more than the limit of {limit}")]
+    TooMuch {
+        /// Bytes it would take.
+        memory: u64,
+        /// Bytes allowed.
+        limit: u64,
     },
     /// The decompressed bytes are not an epoch.
     #[error("epoch does not decode: {0}")]
@@ -66,12 +72,45 @@ pub fn seal_epoch(epoch: &Epoch) -> SealedEpoch {
 /// # Errors
 /// See [`SealError`].
 pub fn open_epoch(sealed: &SealedEpoch) -> Result<Epoch, SealError> {
-    let bytes =
-        decompress("epoch", &sealed.zstd, u64::from(sealed.length), u64::from(MAX_EPOCH_BYTES))?;
-    if entries(&bytes) > MAX_EPOCH_ENTRIES {
-        return Err(SealError::TooMany { limit: MAX_EPOCH_ENTRIES });
+    Unsealed::of(sealed)?.decode(MAX_EPOCH_MEMORY)
+}
+
+/// An epoch that is decompressed and not decoded yet.
+#[derive(Debug)]
+pub struct Unsealed {
+    bytes: Vec<u8>,
+    memory: u64,
+}
+
+impl Unsealed {
+    /// Decompresses an epoch.
+    ///
+    /// # Errors
+    /// See [`SealError`].
+    pub fn of(sealed: &SealedEpoch) -> Result<Self, SealError> {
+        let length = u64::from(sealed.length);
+        let bytes = decompress("epoch", &sealed.zstd, length, u64::from(MAX_EPOCH_BYTES))?;
+        let memory = memory(&bytes);
+        Ok(Self { bytes, memory })
     }
-    Ok(Epoch::decode(bytes.as_slice())?)
+
+    /// Bytes it will take in memory once it is decoded, at most.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        self.memory
+    }
+
+    /// Decodes it, unless it would take more than `limit` bytes.
+    ///
+    /// # Errors
+    /// See [`SealError`].
+    pub fn decode(self, limit: u64) -> Result<Epoch, SealError> {
+        let memory = self.memory;
+        if memory > limit {
+            return Err(SealError::TooMuch { memory, limit });
+        }
+        Ok(Epoch::decode(self.bytes.as_slice())?)
+    }
 }
 
 /// A piece of an artifact of `length` bytes: where it starts, and its bytes,
@@ -111,17 +150,53 @@ pub fn open_piece(chunk: &ArtifactChunk) -> Result<Vec<u8>, SealError> {
     decompress("artifact", &chunk.zstd, length, ARTIFACT_PIECE_BYTES as u64)
 }
 
-/// Fields at the top of an encoded message, up to where it stops making sense.
-fn entries(mut bytes: &[u8]) -> usize {
-    use prost::encoding::{decode_key, skip_field};
-    let mut count = 0;
+/// What an encoded epoch takes in memory at most, found without decoding it; up to where it stops
+/// making sense.
+fn memory(mut bytes: &[u8]) -> u64 {
+    use prost::encoding::{WireType, decode_key, decode_varint, skip_field};
+    let mut memory = 0u64;
     while let Ok((tag, wire_type)) = decode_key(&mut bytes) {
-        if skip_field(wire_type, tag, &mut bytes, Default::default()).is_err() {
-            break;
+        if wire_type != WireType::LengthDelimited {
+            if skip_field(wire_type, tag, &mut bytes, Default::default()).is_err() {
+                break;
+            }
+            continue;
         }
-        count += 1;
+        let Ok(length) = decode_varint(&mut bytes) else { break };
+        let Some(inside) = usize::try_from(length).ok().and_then(|length| bytes.get(..length))
+        else {
+            break;
+        };
+        bytes = &bytes[inside.len()..];
+        // A Vec has up to twice the places it needs.
+        memory += 2 * in_memory(tag, inside);
     }
-    count
+    memory
+}
+
+/// The same of one field, whose content is `inside`. Numbers follow the tags of `Epoch`.
+fn in_memory(tag: u32, inside: &[u8]) -> u64 {
+    let bytes = inside.len();
+    let held = match tag {
+        // Bytes, and messages of fixed size.
+        4 | 14 => size_of::<String>() + bytes,
+        5 => size_of::<Executable>() + bytes,
+        // They have lists: an entry of those may be empty, and takes two bytes on the wire.
+        6 => size_of::<Process>() + 12 * bytes,
+        15 => size_of::<SchedStats>() + 12 * bytes,
+        7 => size_of::<Mapping>(),
+        8 => size_of::<Thread>(),
+        10 => size_of::<Stack>(),
+        16 => size_of::<Waker>(),
+        // Columns of numbers, packed: the last byte of each has its top bit clear.
+        9 | 11 => size_of::<Samples>() + 8 * bytes_that_end_numbers(inside),
+        _ => size_of::<Lost>() + bytes,
+    };
+    held as u64
+}
+
+fn bytes_that_end_numbers(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
 fn compress(bytes: &[u8]) -> Vec<u8> {
@@ -175,10 +250,44 @@ mod tests {
     }
 
     #[test]
-    fn many_empty_definitions_are_refused_before_they_are_decoded() {
-        let bytes = [0x2a, 0x00].repeat(MAX_EPOCH_ENTRIES + 1);
-        let sealed = SealedEpoch { number: 0, length: bytes.len() as u32, zstd: compress(&bytes) };
-        assert!(matches!(open_epoch(&sealed), Err(SealError::TooMany { .. })));
+    fn what_is_small_on_the_wire_and_large_in_memory_is_refused_before_it_is_decoded() {
+        use crate::v1::StackNodes;
+        // Definitions that are empty, of each kind.
+        for tag in [4u8, 5, 6, 7, 8, 10, 11, 14, 15, 16] {
+            let bytes = if tag < 16 {
+                [tag << 3 | 2, 0].repeat(20 << 20)
+            } else {
+                [0x82, 0x01, 0].repeat(20 << 20)
+            };
+            let (length, zstd) = (bytes.len() as u32, compress(&bytes));
+            assert!(zstd.len() < 20_000, "{}", zstd.len());
+            let sealed = SealedEpoch { number: 0, length, zstd };
+            assert!(matches!(open_epoch(&sealed), Err(SealError::TooMuch { .. })), "{tag}");
+        }
+        // Columns of zeros, and lists of what is empty in one process.
+        let columns = StackNodes { parent: vec![0; 40 << 20], ..StackNodes::default() };
+        let lists = Process { perf_map: vec![Vec::new(); 12 << 20], ..Process::default() };
+        for epoch in [
+            Epoch { nodes: Some(columns), ..Epoch::default() },
+            Epoch { processes: vec![lists], ..Epoch::default() },
+        ] {
+            let refused = open_epoch(&seal_epoch(&epoch));
+            assert!(matches!(refused, Err(SealError::TooMuch { .. })));
+        }
+    }
+
+    #[test]
+    fn what_an_epoch_takes_is_not_underestimated() {
+        let growth = vec![crate::v1::Growth::default(); 100];
+        let epoch = Epoch {
+            strings: vec!["x".repeat(30); 100],
+            processes: vec![Process { perf_map_growth: growth, ..Process::default() }; 10],
+            samples: vec![Samples { time_delta: vec![-1; 1000], ..Samples::default() }],
+            ..Epoch::default()
+        };
+        let held = 100 * (24 + 30) + 10 * (size_of::<Process>() + 100 * 16) + 1000 * 8;
+        let memory = Unsealed::of(&seal_epoch(&epoch)).unwrap().memory();
+        assert!((held as u64..held as u64 * 4).contains(&memory), "{memory} of {held}");
     }
 
     #[test]

@@ -1,15 +1,14 @@
 //! Captures: makes a profile, and the artifacts it needs, from frames. `record`, `serve` and
 //! `resolve` all use this code, so that they give the same profile for the same stream.
 
-use std::borrow::Cow;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io::Read;
 use std::sync::Arc;
 
-use sha2::{Digest, Sha256};
 use stackwire_proto::v1::collector_message::Body;
-use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, open_piece, v1};
+use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, v1};
 
+use crate::artifacts::Artifacts;
 use crate::ingest::{self, Context, IngestError, Met};
 use crate::profile::{ArtifactHash, Builder, Executable, ExecutableId, Profile};
 use crate::receive::handed::Handed;
@@ -29,90 +28,6 @@ pub enum CaptureError {
     /// An epoch of a stream that does not hold together. In a capture it is left out, with a note.
     #[error(transparent)]
     Ingest(#[from] IngestError),
-}
-
-/// Most bytes of artifacts kept of one capture.
-const MAX_ARTIFACTS: usize = 512 << 20;
-
-/// Artifacts by hash, verified.
-#[derive(Clone, Debug, Default)]
-pub struct Artifacts {
-    handed: Arc<Handed>,
-    whole: HashMap<ArtifactHash, Vec<u8>>,
-    partial: HashMap<ArtifactHash, Vec<u8>>,
-    bytes: usize,
-}
-
-impl Artifacts {
-    /// The content behind a hash.
-    #[must_use]
-    pub fn get(&self, hash: &ArtifactHash) -> Option<&[u8]> {
-        self.whole.get(hash).map(Vec::as_slice)
-    }
-
-    /// Symbols of a kernel or module by the hash of all of them: what is here of them.
-    #[must_use]
-    pub fn kernel_symbols(&self, profile: &Profile, hash: &ArtifactHash) -> Option<Cow<'_, [u8]>> {
-        if let Some(all) = self.get(hash) {
-            return Some(Cow::Borrowed(all));
-        }
-        let pieces = profile.kernel_symbols.get(hash)?.iter().filter_map(|piece| self.get(piece));
-        let pieces: Vec<&[u8]> = pieces.collect();
-        (!pieces.is_empty()).then(|| Cow::Owned(pieces.concat()))
-    }
-
-    /// Files that came with the capture.
-    #[must_use]
-    pub fn handed(&self) -> &Handed {
-        &self.handed
-    }
-
-    /// Adds a whole one that did not come with a capture, if there is room for it.
-    pub(crate) fn add_whole(&mut self, content: Vec<u8>) -> Option<ArtifactHash> {
-        let hash = ArtifactHash::from(Sha256::digest(&content));
-        if !self.whole.contains_key(&hash) {
-            if self.bytes + content.len() > MAX_ARTIFACTS {
-                return None;
-            }
-            self.bytes += content.len();
-            self.whole.insert(hash, content);
-        }
-        Some(hash)
-    }
-
-    /// Adds a piece; true when the artifact is whole now. Pieces that do not fit are ignored, and
-    /// so the artifact stays missing.
-    pub fn add(&mut self, chunk: &v1::ArtifactChunk) -> bool {
-        let Ok(hash) = ArtifactHash::try_from(chunk.hash.as_slice()) else { return false };
-        if self.whole.contains_key(&hash) {
-            return true;
-        }
-        let Ok(piece) = open_piece(chunk) else { return false };
-        if self.bytes + piece.len() > MAX_ARTIFACTS {
-            return false;
-        }
-        let partial = self.partial.entry(hash).or_default();
-        if chunk.offset == 0 {
-            self.bytes -= partial.len();
-            partial.clear();
-        }
-        if partial.len() as u64 != chunk.offset {
-            return false;
-        }
-        self.bytes += piece.len();
-        partial.extend(piece);
-        if partial.len() as u64 != chunk.length {
-            return false;
-        }
-        let content = self.partial.remove(&hash).unwrap_or_default();
-        let honest = ArtifactHash::from(Sha256::digest(&content)) == hash;
-        if honest {
-            self.whole.insert(hash, content);
-        } else {
-            self.bytes -= content.len();
-        }
-        honest
-    }
 }
 
 /// Puts messages together: those of a file as they are read, those of a stream as they come.
@@ -164,7 +79,7 @@ impl Assembler {
     /// The same, with a place for files that are handed over.
     #[must_use]
     pub fn beside(mut self, handed: Arc<Handed>) -> Self {
-        self.artifacts.handed = handed;
+        self.artifacts = Artifacts::beside(handed);
         self
     }
 
@@ -221,7 +136,7 @@ impl Assembler {
             }
             Some(Body::Epoch(sealed)) => self.epoch(sealed)?,
             Some(Body::Artifact(chunk)) if chunk.kind() == v1::ArtifactKind::File => {
-                self.artifacts.handed.take_unasked(chunk);
+                self.artifacts.handed().take_unasked(chunk);
             }
             Some(Body::Artifact(chunk)) => {
                 self.artifacts.add(chunk);
@@ -280,7 +195,7 @@ impl Assembler {
     /// Files that were handed over.
     #[must_use]
     pub fn handed(&self) -> &Arc<Handed> {
-        &self.artifacts.handed
+        self.artifacts.handed()
     }
 
     /// The profile with what it needs to be resolved.

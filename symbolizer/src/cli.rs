@@ -426,6 +426,8 @@ pub struct Serve {
     /// Put a comment into every pprof (repeatable).
     #[arg(long = "tag", value_name = "KEY=VALUE", value_parser = tag)]
     pub tags: Vec<String>,
+    #[command(flatten)]
+    pub limits: LimitOptions,
     /// Let executables that collectors hand over name the samples of everybody, before files of
     /// debuginfod. Without it, they name samples of the same client, where nothing else does.
     #[arg(long)]
@@ -435,6 +437,35 @@ pub struct Serve {
     #[command(flatten)]
     pub metrics: MetricsOption,
 }
+
+/// What clients of a server may take. What is beyond is refused, and the refusal names the option.
+#[derive(Clone, Copy, Debug, ClapArgs)]
+pub struct LimitOptions {
+    /// Most streams and requests of one client at a time.
+    #[arg(long, value_name = "NUMBER", default_value_t = 1024, help_heading = LIMITS)]
+    pub streams_max: usize,
+    /// Most MiB a second from one client, before compression. Who sends more has to wait.
+    #[arg(long, value_name = "MIB", default_value_t = 256, help_heading = LIMITS)]
+    pub rate_max: u64,
+    /// Most MiB of memory that an epoch takes.
+    #[arg(long, value_name = "MIB", default_value_t = 128, help_heading = LIMITS)]
+    pub epoch_max: u64,
+    /// Most MiB of artifacts and executables from one client in an hour, before compression.
+    #[arg(long, value_name = "MIB", default_value_t = 16_384, help_heading = LIMITS)]
+    pub artifacts_max: u64,
+    /// Most executables that one client hands over in a day, each counted once.
+    #[arg(long, value_name = "NUMBER", default_value_t = 16_384, help_heading = LIMITS)]
+    pub executables_max: usize,
+    /// Most bytes of a name: of a thread, a path, a cgroup, a service.
+    #[arg(long, value_name = "BYTES", default_value_t = 131_072, help_heading = LIMITS)]
+    pub label_max: usize,
+    /// MiB of memory for what all clients send, and for windows that are resolved: half for each.
+    /// Where it is short, collectors wait and windows end early.
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(128..), help_heading = LIMITS)]
+    pub memory_max: u64,
+}
+
+const LIMITS: &str = "Limits of clients";
 
 /// Labels a sample must have, as `comm=postgres,thread=worker`. A comma without a `=` behind it
 /// belongs to the value.

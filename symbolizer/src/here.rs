@@ -15,7 +15,7 @@ use stackwire_formats::{Host, Module};
 use stackwire_model::{BuildId, KernelAddr, MapsLine};
 use stackwire_proto::kallsyms::{Symbol, symbols};
 
-use crate::capture::Artifacts;
+use crate::artifacts::Artifacts;
 use crate::profile::{ArtifactHash, Executable};
 use crate::resolve::{Sources, open_executable, open_regular};
 

@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use stackwire_formats::{ReadError, folded, gperftools, perf_data, pprof};
 
-use crate::capture::{Artifacts, Assembler, CaptureError, read_into};
+use crate::artifacts::Artifacts;
+use crate::capture::{Assembler, CaptureError, read_into};
 use crate::here::{Here, Kallsyms};
 use crate::profile::Profile;
 use crate::receive::handed::{Handed, Tenant};

@@ -30,6 +30,7 @@
 //!
 //! What goes wrong beside a capture is told as events of `tracing`.
 
+mod artifacts;
 mod capture;
 #[cfg(fuzzing)]
 pub mod fuzz;
@@ -42,13 +43,16 @@ mod resolve;
 mod serve;
 mod session;
 
-pub use capture::{Artifacts, Assembler, CaptureError, read as read_capture, read_into, read_with};
+pub use artifacts::Artifacts;
+pub use capture::{Assembler, CaptureError, read as read_capture, read_into, read_with};
 pub use input::{InputError, Inputs};
 pub use resolve::{
     AddError, Answer, DEBUG_DIR, Debuginfod, DebuginfodError, FileError, Sources, Symbols,
     SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
-pub use serve::{Allowed, Config as ServeConfig, Keep, Listen, ServeError, Tls, run as serve};
+pub use serve::{
+    Allowed, Config as ServeConfig, Keep, Limits, Listen, ServeError, Tls, run as serve,
+};
 pub use session::{
     Builder, Kept, MetricsExporter, Session, SessionError, Spawned, WriteExporter, find_collector,
 };

@@ -12,7 +12,8 @@ use super::authority::Authority;
 #[derive(Clone)]
 pub(crate) struct Client {
     address: String,
-    tls: Option<(Vec<u8>, String)>,
+    ca: Vec<u8>,
+    token: String,
 }
 
 /// What a server answered to a stream.
@@ -27,34 +28,24 @@ pub(crate) struct Heard {
 }
 
 impl Client {
-    /// In clear text.
-    pub(crate) fn of(address: &str) -> Self {
-        Self { address: address.to_owned(), tls: None }
-    }
-
     /// One with a token.
     pub(crate) fn with_token(address: &str, authority: &Authority, token: &str) -> Self {
         let ca = std::fs::read(authority.file("ca.pem")).unwrap();
-        Self { address: address.to_owned(), tls: Some((ca, token.to_owned())) }
+        Self { address: address.to_owned(), ca, token: token.to_owned() }
     }
 
     pub(crate) async fn connect(&self) -> Channel {
-        let scheme = if self.tls.is_some() { "https" } else { "http" };
-        let mut endpoint = Endpoint::try_from(format!("{scheme}://{}", self.address)).unwrap();
-        if let Some((ca, _)) = &self.tls {
-            let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca));
-            endpoint = endpoint.tls_config(tls).unwrap();
-        }
+        let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(&self.ca));
+        let endpoint = Endpoint::try_from(format!("https://{}", self.address)).unwrap();
+        let endpoint = endpoint.tls_config(tls).unwrap();
         endpoint.connect().await.unwrap()
     }
 
     /// A request that says who asks.
     pub(crate) fn request<T>(&self, message: T) -> tonic::Request<T> {
         let mut request = tonic::Request::new(message);
-        if let Some((_, token)) = &self.tls {
-            let bearer = format!("Bearer {token}").parse().unwrap();
-            request.metadata_mut().insert("authorization", bearer);
-        }
+        let bearer = format!("Bearer {}", self.token).parse().unwrap();
+        request.metadata_mut().insert("authorization", bearer);
         request
     }
 

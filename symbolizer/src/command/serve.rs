@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use anyhow::Context;
-use stackwire::{Allowed, Keep, ServeConfig, Tls, serve};
+use stackwire::{Allowed, Keep, Limits, ServeConfig, Tls, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
 use super::place::confine;
-use crate::cli::Serve;
+use crate::cli::{LimitOptions, Serve};
 use crate::say::say;
 
 pub fn run(arguments: Serve) -> Result<(), Failure> {
@@ -45,6 +45,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         keep_logs: Keep { bytes: mib(arguments.log_max), age: arguments.log_max_age },
         keep_profiles: Keep { bytes: mib(arguments.output_max), age: arguments.output_max_age },
         drain_timeout: arguments.drain_timeout,
+        limits: limits(&arguments.limits),
         window: arguments.window,
         tags: arguments.tags,
         sources: Arc::new(sources),
@@ -74,6 +75,18 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
 /// They open epochs and sync logs: as many as a disk can use together, and no more, because each
 /// may hold an epoch.
 const BLOCKING_THREADS: usize = 32;
+
+fn limits(options: &LimitOptions) -> Limits {
+    Limits {
+        streams: options.streams_max,
+        rate: mib(options.rate_max),
+        epoch: mib(options.epoch_max),
+        artifacts: mib(options.artifacts_max),
+        executables: options.executables_max,
+        label: options.label_max,
+        memory: mib(options.memory_max),
+    }
+}
 
 fn mib(mib: u64) -> u64 {
     mib.saturating_mul(1 << 20)

@@ -88,6 +88,8 @@ pub struct Met {
     pub executables: Vec<ExecutableId>,
     /// Which it says are mapped, each with the pid of a process.
     pub mapped: Vec<(ExecutableId, u32)>,
+    /// Bytes of names of its entries, however often they share one.
+    pub names: usize,
 }
 
 /// Adds an epoch to a profile.
@@ -260,7 +262,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         evicted: tables.evicted,
     });
     into.span(context.wall(epoch.start_ns), context.wall(epoch.end_ns));
-    Ok(Met { executables, mapped })
+    Ok(Met { executables, mapped, names: MAX_NAMES - names_left.get() })
 }
 
 /// What is lost after the last epoch, or in epochs that are not there: totals at the end less what

@@ -13,7 +13,7 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_message::Body as Reply;
 use stackwire_proto::v1::symbolizer_server::{Symbolizer, SymbolizerServer};
 use stackwire_proto::{FORMAT, MAX_FRAME_BYTES, SealError, v1};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_stream::Stream as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -21,13 +21,17 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::capture::CaptureError;
 use crate::receive::handed::FileWanted;
 use crate::receive::log::LogError;
-use crate::receive::peer::{Caller, Connected};
+use crate::receive::peer::{Caller, Connected, TOKEN};
 use crate::receive::wants::Wanted;
 
 /// Keeps one stream. Its methods block: they write and sync files.
 pub trait Keep: Send + 'static {
     /// Number of the first epoch that is not durable.
     fn next_epoch(&self) -> u64;
+    /// How long to wait, after these, before more are read.
+    fn pace(&self, _messages: &[v1::CollectorMessage]) -> Duration {
+        Duration::ZERO
+    }
     /// Takes messages, in order, as many as it can.
     fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken;
     /// The stream is over, with or without an end.
@@ -62,6 +66,9 @@ pub enum Stopped {
     /// An epoch that does not hold together.
     #[error(transparent)]
     Capture(#[from] CaptureError),
+    /// More than its sender may send.
+    #[error("{0}")]
+    TooMuch(String),
 }
 
 /// A stream that is accepted.
@@ -70,6 +77,19 @@ pub struct Accepted {
     pub keeper: Box<dyn Keep>,
     /// Turns true, or loses its sender, when the stream is to make room for another of its capture.
     pub replaced: watch::Receiver<bool>,
+    /// One is needed to keep a thread busy: other streams of the same sender have them too.
+    pub turns: Arc<Semaphore>,
+}
+
+/// Why somebody is not let in, in words for the caller.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum NotAdmitted {
+    /// Nobody knows who it is.
+    #[error("{0}")]
+    Unknown(String),
+    /// It has as much as it may have.
+    #[error("{0}")]
+    TooMuch(String),
 }
 
 /// Makes keepers.
@@ -80,8 +100,8 @@ pub trait Accept: Send + Sync + 'static {
     /// Lets a caller in, before anything it sends is read; `None`: nobody knows who it is.
     ///
     /// # Errors
-    /// Why it is not let in, for the caller to read.
-    fn admit(&self, caller: Option<&Caller>) -> Result<Self::Name, String>;
+    /// See [`NotAdmitted`].
+    fn admit(&self, caller: Option<&Caller>) -> Result<Self::Name, NotAdmitted>;
 
     /// Accepts a stream by its greeting.
     ///
@@ -125,6 +145,8 @@ pub fn service<A: Accept>(
         .max_decoding_message_size(MAX_FRAME_BYTES as usize + 1024)
 }
 
+/// Bytes of a greeting: lists of processes and of their names are in it.
+const MAX_GREETING: usize = 256 << 10;
 /// How long a collector may take to greet.
 const GREETING: Duration = Duration::from_secs(10);
 /// How long to wait before a message is tried again that cannot be taken now. The collector is
@@ -142,12 +164,17 @@ impl<A: Accept> Symbolizer for Service<A> {
         &self,
         request: Request<Streaming<v1::CollectorMessage>>,
     ) -> Result<Response<Self::CaptureStream>, Status> {
-        let name = self.acceptor.admit(caller(&request).as_ref()).map_err(|why| {
+        let (connected, token) = (request.extensions().get(), request.metadata().get(TOKEN));
+        let caller = Caller::of(connected, token.and_then(|token| token.to_str().ok()));
+        let name = self.acceptor.admit(caller.as_ref()).map_err(|why| {
             tracing::warn!("a stream is refused: {why}");
-            Status::unauthenticated(why)
+            match why {
+                NotAdmitted::Unknown(why) => Status::unauthenticated(why),
+                NotAdmitted::TooMuch(why) => Status::resource_exhausted(why),
+            }
         })?;
-        if let Some(connected) = request.extensions().get::<Connected>() {
-            connected.admitted.set();
+        if let Some(Connected { admitted, .. }) = connected {
+            admitted.set();
         }
         let mut incoming = request.into_inner();
         let first = tokio::time::timeout(GREETING, incoming.message())
@@ -156,6 +183,10 @@ impl<A: Accept> Symbolizer for Service<A> {
         let Some(v1::CollectorMessage { body: Some(Body::Hello(hello)) }) = first else {
             return Err(Status::invalid_argument("a capture starts with a greeting"));
         };
+        if prost::Message::encoded_len(&hello) > MAX_GREETING {
+            let why = format!("a greeting has {MAX_GREETING} bytes at most");
+            return Err(Status::invalid_argument(why));
+        }
         // Unbounded, but answers are few and small: one a message taken.
         let (replies, outgoing) = mpsc::unbounded_channel();
         if hello.format > FORMAT {
@@ -168,7 +199,7 @@ impl<A: Accept> Symbolizer for Service<A> {
             ))));
             return Ok(Response::new(UnboundedReceiverStream::new(outgoing)));
         }
-        let Accepted { keeper, replaced } =
+        let Accepted { keeper, replaced, turns } =
             self.acceptor.accept(name, hello).await.map_err(|why| {
                 tracing::warn!("cannot keep a capture: {why}");
                 match &why {
@@ -178,7 +209,8 @@ impl<A: Accept> Symbolizer for Service<A> {
                 }
             })?;
         let _ = replies.send(Ok(welcome(keeper.next_epoch())));
-        let stream = Stream { incoming, replies, replaced, closing: self.closing.clone() };
+        let closing = self.closing.clone();
+        let stream = Stream { incoming, replies, replaced, turns, closing };
         tokio::spawn(stream.keep(keeper));
         Ok(Response::new(UnboundedReceiverStream::new(outgoing)))
     }
@@ -188,27 +220,40 @@ struct Stream {
     incoming: Streaming<v1::CollectorMessage>,
     replies: mpsc::UnboundedSender<Result<v1::SymbolizerMessage, Status>>,
     replaced: watch::Receiver<bool>,
+    turns: Arc<Semaphore>,
     closing: watch::Receiver<bool>,
 }
 
 impl Stream {
     async fn keep(mut self, mut keeper: Box<dyn Keep>) {
         loop {
-            let mut messages = tokio::select! {
-                messages = group(&mut self.incoming) => messages,
+            let group = tokio::select! {
+                group = group(&mut self.incoming) => group,
                 () = over(&mut self.replaced, &mut self.closing) => break,
             };
+            let mut messages = match group {
+                Ok(messages) => messages,
+                Err(status) => {
+                    // Said by a limit of ours; where the connection is broken, to nobody.
+                    tracing::warn!("a stream is cut: {}", status.message());
+                    let _ = self.replies.send(Err(status));
+                    break;
+                }
+            };
             if messages.is_empty() {
-                // A broken connection ends the stream like a closed one: what came is kept.
                 break;
             }
+            let pause = keeper.pace(&messages);
             let mut failed = None;
             while !messages.is_empty() {
+                // Never closed.
+                let turn = Arc::clone(&self.turns).acquire_owned().await;
                 let work = blocking(move || {
                     let taken = keeper.add(&messages);
                     (keeper, messages, taken)
                 });
                 let Ok((back, rest, taken)) = work.await else { return };
+                drop(turn);
                 (keeper, messages) = (back, rest);
                 messages.drain(..taken.messages);
                 self.answer(&taken);
@@ -216,12 +261,8 @@ impl Stream {
                     None => {}
                     Some(Stopped::Later(why)) => {
                         tracing::debug!("a collector has to wait: {why}");
-                        self.reply(Reply::Slow(v1::Slow {
-                            milliseconds: LATER.as_millis() as u32,
-                        }));
-                        tokio::select! {
-                            () = tokio::time::sleep(LATER) => {}
-                            () = over(&mut self.replaced, &mut self.closing) => break,
+                        if !self.pause(LATER).await {
+                            break;
                         }
                     }
                     Some(error) => {
@@ -234,7 +275,9 @@ impl Stream {
                 tracing::warn!("cannot keep a capture: {error}");
                 let status = match &error {
                     Stopped::Later(_) | Stopped::Write(_) => Status::unavailable,
-                    Stopped::Seal(_) | Stopped::Capture(_) => Status::invalid_argument,
+                    Stopped::Seal(_) | Stopped::Capture(_) | Stopped::TooMuch(_) => {
+                        Status::invalid_argument
+                    }
                 };
                 let _ = self.replies.send(Err(status(error.to_string())));
                 break;
@@ -242,9 +285,22 @@ impl Stream {
             if *self.replaced.borrow() || *self.closing.borrow() {
                 break;
             }
+            if !pause.is_zero() && !self.pause(pause).await {
+                break;
+            }
         }
         // Before the replies close: who waits for the end of the stream finds everything finished.
         let _ = blocking(move || keeper.finish()).await;
+    }
+
+    /// Waits, as the collector is asked to; false when the stream is over.
+    async fn pause(&mut self, time: Duration) -> bool {
+        let milliseconds = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+        self.reply(Reply::Slow(v1::Slow { milliseconds }));
+        tokio::select! {
+            () = tokio::time::sleep(time) => true,
+            () = over(&mut self.replaced, &mut self.closing) => false,
+        }
     }
 
     fn answer(&self, taken: &Taken) {
@@ -266,19 +322,16 @@ impl Stream {
     }
 }
 
-/// Who sends a request, if its connection tells.
-fn caller<T>(request: &Request<T>) -> Option<Caller> {
-    let peer = request.extensions().get::<Connected>()?.peer.clone();
-    let token = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
-    let token = token.and_then(|value| value.strip_prefix("Bearer ")).map(str::to_owned);
-    Some(Caller { peer, token })
-}
-
 /// Messages that have come, waiting for the first alone; none at the end of the stream.
-async fn group(incoming: &mut Streaming<v1::CollectorMessage>) -> Vec<v1::CollectorMessage> {
+///
+/// # Errors
+/// A connection that broke. What came before it is kept.
+async fn group(
+    incoming: &mut Streaming<v1::CollectorMessage>,
+) -> Result<Vec<v1::CollectorMessage>, Status> {
     let mut messages = Vec::new();
     let mut bytes = 0;
-    let Ok(Some(first)) = incoming.message().await else { return messages };
+    let Some(first) = incoming.message().await? else { return Ok(messages) };
     messages.push(first);
     while messages.len() < GROUP_MESSAGES {
         bytes += messages.last().map_or(0, prost::Message::encoded_len);
@@ -293,7 +346,7 @@ async fn group(incoming: &mut Streaming<v1::CollectorMessage>) -> Vec<v1::Collec
         let Some(next) = next.await else { break };
         messages.push(next);
     }
-    messages
+    Ok(messages)
 }
 
 /// Waits until the stream is to end from this side.

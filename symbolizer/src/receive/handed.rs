@@ -243,6 +243,12 @@ impl Handed {
         Self { scratch, tenant, inner: Mutex::default() }
     }
 
+    /// Where temporary files go.
+    #[must_use]
+    pub fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
     /// A file is needed by a window that has not asked for it.
     pub fn ask(&self, key: ExecutableKey) -> Ask {
         let mut inner = self.lock();
@@ -265,6 +271,21 @@ impl Handed {
             State::Whole(whole) => Ask::Known(Box::new(announcement(key, whole))),
             State::Refused(reason) => Ask::Known(Box::new(refusal(Some(key.into()), reason))),
         }
+    }
+
+    /// A file is not to come, unless it is here: what the log is to say of it.
+    pub fn refuse(&self, key: ExecutableKey, why: String) -> v1::CollectorMessage {
+        let mut inner = self.lock();
+        let Inner { files, partial, .. } = &mut *inner;
+        let state = files.entry(key).or_insert(State::Asked);
+        if let State::Whole(whole) = state {
+            return announcement(key, whole);
+        }
+        *partial -= usize::from(matches!(state, State::Partial(_)));
+        let reason = NotTaken::Said(why);
+        let refused = refusal(Some(key.into()), &reason);
+        *state = State::Refused(Arc::new(reason));
+        refused
     }
 
     /// Takes a piece of a capture that is in a file: what is there was asked for.

@@ -39,6 +39,8 @@ pub struct Tally {
     pub span: Option<(u64, u64)>,
     /// Number of the epoch expected next, if there is one.
     pub next_epoch: u64,
+    /// Bytes they take in memory, if somebody has measured that.
+    pub memory: u64,
 }
 
 impl Tally {
@@ -54,6 +56,7 @@ impl Tally {
             span: Some((epoch.start_ns, epoch.end_ns)),
             next_epoch: number.saturating_add(1),
             lost: BTreeMap::new(),
+            memory: 0,
         };
         lose(&mut tally.lost, &epoch.lost);
         tally
@@ -67,6 +70,7 @@ impl Tally {
         lose(&mut self.lost, other.lost.values());
         self.span = self.span_with(other);
         self.next_epoch = self.next_epoch.max(other.next_epoch);
+        self.memory = self.memory.saturating_add(other.memory);
     }
 
     /// From the start of its first epoch to the end of the last of what came after it.

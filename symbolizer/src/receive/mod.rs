@@ -3,8 +3,10 @@
 //!
 //! What becomes of a stream is decided by `session/` (one client, one log) and `serve/` (many).
 
+pub mod allowance;
 pub mod grpc;
 pub mod handed;
 pub mod log;
+pub mod meter;
 pub mod peer;
 pub mod wants;

@@ -71,3 +71,15 @@ pub struct Caller {
     /// What was sent as `authorization: Bearer TOKEN`.
     pub token: Option<String>,
 }
+
+/// The header of a request that has a token: `Bearer TOKEN`.
+pub const TOKEN: &str = "authorization";
+
+impl Caller {
+    /// Who sends a request, if its connection tells.
+    #[must_use]
+    pub fn of(connected: Option<&Connected>, authorization: Option<&str>) -> Option<Self> {
+        let token = authorization.and_then(|value| value.strip_prefix("Bearer "));
+        Some(Self { peer: connected?.peer.clone(), token: token.map(str::to_owned) })
+    }
+}

@@ -11,6 +11,7 @@ use stackwire_model::{BuildId, ExecutableKey};
 use stackwire_proto::{MAX_ARTIFACT_BYTES, v1};
 use stackwire_symbols::table;
 
+use super::allowance::Allowance;
 use super::handed::{Ask, FileWanted, HANDED_OVER, Handed, Taken, key};
 use super::log::{Log, LogError};
 use crate::capture::Assembler;
@@ -48,6 +49,8 @@ pub struct Place {
     pub cache: Option<Arc<Cache>>,
     /// See [`Sources::trust_executables`].
     pub trust_executables: bool,
+    /// How much may be asked for, if not everything.
+    pub allowance: Option<Arc<dyn Allowance>>,
 }
 
 /// What a window has asked for, and what has come.
@@ -60,6 +63,9 @@ pub struct Wants {
     met: HashSet<Executable>,
     files: Vec<ExecutableKey>,
 }
+
+/// Most artifacts that a window asks for: a perf-map for each process of a large host.
+const MAX_ASKED: usize = 65_536;
 
 /// Of an artifact.
 #[derive(Debug, PartialEq, Eq)]
@@ -88,6 +94,7 @@ impl Wants {
         let mut known = Vec::new();
         let mut wanted = Wanted { artifacts: assembler.wanted(), files: Vec::new() };
         wanted.artifacts.retain(|hash| !self.asked.contains_key(hash));
+        wanted.artifacts.truncate(MAX_ASKED.saturating_sub(self.asked.len()));
         self.asked.extend(wanted.artifacts.iter().map(|hash| (*hash, Progress::Part(0))));
         for &id in &met.executables {
             let executable = assembler.executable(id);
@@ -108,10 +115,13 @@ impl Wants {
             }
             match key.map_or(Ask::Nothing, |key| self.handed.ask(key)) {
                 Ask::Nothing => {}
-                Ask::For(file) => {
-                    self.files.push(file.key);
-                    wanted.files.push(file);
-                }
+                Ask::For(file) => match self.allowed(|allowance| allowance.executable(file.key)) {
+                    Ok(()) => {
+                        self.files.push(file.key);
+                        wanted.files.push(file);
+                    }
+                    Err(why) => known.push(self.handed.refuse(file.key, why)),
+                },
                 Ask::Known(message) => known.push(*message),
             }
         }
@@ -128,6 +138,13 @@ impl Wants {
         if chunk.offset != come || chunk.length > MAX_ARTIFACT_BYTES {
             return false;
         }
+        let allowance = self.place.allowance.as_ref();
+        let bytes = chunk.piece_length.into();
+        if let Some(Err(why)) = allowance.map(|allowance| allowance.artifact(bytes)) {
+            tracing::debug!("an artifact is not taken: {why}");
+            *progress = Progress::Whole;
+            return false;
+        }
         let come = come + u64::from(chunk.piece_length);
         *progress = if come >= chunk.length { Progress::Whole } else { Progress::Part(come) };
         true
@@ -140,6 +157,12 @@ impl Wants {
     /// # Errors
     /// When the log cannot be written.
     pub fn file(&mut self, chunk: &v1::ArtifactChunk, log: &mut Log) -> Result<Wanted, LogError> {
+        let bytes = chunk.piece_length.into();
+        if let Err(why) = self.allowed(|allowance| allowance.artifact(bytes)) {
+            let refused = key(chunk).map(|key| self.handed.refuse(key, why));
+            refused.map_or(Ok(()), |message| log.append_one(&message))?;
+            return Ok(Wanted::default());
+        }
         match self.handed.take(chunk) {
             Taken::Nothing => {}
             Taken::Known(message) if !self.place.share_all => log.append_one(&message)?,
@@ -168,6 +191,13 @@ impl Wants {
     pub fn are_fulfilled(&self) -> bool {
         self.asked.values().all(|progress| *progress == Progress::Whole)
             && self.handed.is_complete()
+    }
+
+    fn allowed(
+        &self,
+        ask: impl FnOnce(&dyn Allowance) -> Result<(), String>,
+    ) -> Result<(), String> {
+        self.place.allowance.as_deref().map_or(Ok(()), ask)
     }
 
     /// Whether the cache has the file or what was made of it, and not from any collector.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use stackwire_symbols::jit::{Functions, Made, parse_jitdump, parse_perf_map};
 
-use crate::capture::Artifacts;
+use crate::artifacts::Artifacts;
 use crate::profile::{
     Address, ArtifactHash, ExecutableId, JitFile, Line, Location, LocationId, Missing,
     MissingReason, Names, Process, ProcessId, Profile, Quality, Resolution, Snapshot, UserAddr,

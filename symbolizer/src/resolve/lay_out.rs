@@ -17,7 +17,7 @@ use tempfile::NamedTempFile;
 
 use super::local::Local;
 use super::{Sources, running_in};
-use crate::capture::Artifacts;
+use crate::artifacts::Artifacts;
 use crate::profile::{Executable, ExecutableId, Named, Profile};
 
 /// Puts executables, debug files, kernel symbols and files for code made at run time below a

@@ -39,7 +39,7 @@ use self::mapped_tables::MappedTables;
 pub use self::one::{Answer, Symbols, SymbolsError, build_ids};
 pub use self::pinned::{Pinned, Pins};
 use self::recent::Recent;
-use crate::capture::Artifacts;
+use crate::artifacts::Artifacts;
 use crate::metrics::Metrics;
 use crate::profile::{
     Address, ArtifactHash, Executable, ExecutableId, LocationId, Missing, MissingReason, Names,

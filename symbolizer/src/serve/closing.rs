@@ -1,5 +1,5 @@
-//! Threads that write the profiles of closed windows: one for each CPU, so that memory does not
-//! grow with the number of collectors. They are not nice: on a host that others keep busy they
+//! Threads that write the profiles of closed windows: one for each CPU that there is memory for,
+//! whatever the number of collectors. They are not nice: on a host that others keep busy they
 //! would never be done, and threads that acknowledge sleep most of the time and need not wait.
 
 use std::io;
@@ -31,9 +31,8 @@ impl Closing {
     /// When there can be no thread at all.
     pub(super) fn start(self) -> io::Result<Vec<JoinHandle<()>>> {
         let shared = Arc::new(self);
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let mut threads = Vec::new();
-        for _ in 0..cpus {
+        for _ in 0..shared.config.limits.closings() {
             let shared = Arc::clone(&shared);
             let thread = std::thread::Builder::new().name("close".to_owned());
             match thread.spawn(move || shared.run()) {

@@ -10,22 +10,24 @@ use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use stackwire_proto::open_epoch;
-use stackwire_proto::v1;
 use stackwire_proto::v1::collector_message::Body;
+use stackwire_proto::{SealError, Unsealed, v1};
 use tokio::sync::watch;
+use tonic::codegen::http;
 
 use super::Config;
 use super::id::{CaptureId, WindowId};
-use super::identity::{Door, Identity};
+use super::identity::Door;
 use super::index::Before;
+use super::limits::{Account, Exceeded, Ledger};
 use super::store::{Store, StoreError};
 use super::turns::{Turn, Turns};
 use crate::capture::Assembler;
-use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
+use crate::receive::grpc::{Accept, Accepted, Keep, NotAdmitted, NotKept, Stopped, Taken};
 use crate::receive::handed::{Handed, Tenant};
 use crate::receive::log::{Batch, Log, LogError, Tally, lose};
-use crate::receive::peer::Caller;
+use crate::receive::meter::{Share, Shares};
+use crate::receive::peer::{Caller, TOKEN};
 use crate::receive::wants::{Place, Wants};
 use crate::resolve::Pins;
 
@@ -38,6 +40,7 @@ pub(super) struct Keepers {
     pub config: Arc<Config>,
     pub shared: Arc<Shared>,
     pub door: Door,
+    pub ledger: Arc<Ledger>,
     /// How many keepers there are, so that the server can wait for the last.
     pub alive: watch::Sender<usize>,
 }
@@ -78,31 +81,42 @@ impl AllHanded {
 }
 
 impl Accept for Keepers {
-    type Name = Identity;
+    type Name = Account;
 
-    fn admit(&self, caller: Option<&Caller>) -> Result<Identity, String> {
-        let caller = caller.ok_or("nobody knows where it is from")?;
-        self.door.name(caller).map_err(|denied| denied.to_string())
+    fn admit(&self, caller: Option<&Caller>) -> Result<Account, NotAdmitted> {
+        let unknown = || NotAdmitted::Unknown("nobody knows where it is from".to_owned());
+        let name = self.door.name(caller.ok_or_else(unknown)?);
+        let name = name.map_err(|denied| NotAdmitted::Unknown(denied.to_string()))?;
+        self.ledger.enter(name).map_err(|exceeded| NotAdmitted::TooMuch(exceeded.to_string()))
     }
 
-    async fn accept(&self, owner: Identity, hello: v1::Hello) -> Result<Accepted, NotKept> {
+    async fn accept(&self, account: Account, hello: v1::Hello) -> Result<Accepted, NotKept> {
         let capture = CaptureId::of(&hello.capture_id)
             .ok_or(NotKept::Malformed("a capture id has 16 bytes"))?;
         // A stranger's stream is in nobody's way.
-        let taken = self.shared.turns.take((owner.clone(), capture)).await;
+        let taken = self.shared.turns.take((account.who.clone(), capture)).await;
         let (turn, replaced) = taken.ok_or_else(|| {
             NotKept::Failed("another stream of this capture is in the way".to_owned())
         })?;
         let (config, shared) = (Arc::clone(&self.config), Arc::clone(&self.shared));
         let alive = Alive::of(&self.alive);
-        let begin = move || Keeper::begin(config, shared, owner, capture, hello, turn, alive);
+        let turns = Arc::clone(&account.turns);
+        let begin = move || Keeper::begin(config, shared, account, capture, hello, turn, alive);
         let keeper = tokio::task::spawn_blocking(begin).await;
         let keeper = keeper.map_err(|error| NotKept::Failed(error.to_string()))?;
         let keeper = keeper.map_err(|error| match error {
             StoreError::NotTheirs => NotKept::NotTheirs,
             error => NotKept::Failed(error.to_string()),
         })?;
-        Ok(Accepted { keeper: Box::new(keeper), replaced })
+        Ok(Accepted { keeper: Box::new(keeper), replaced, turns })
+    }
+}
+
+impl Share for Keepers {
+    fn of(&self, extensions: &http::Extensions, headers: &http::HeaderMap) -> Option<Shares> {
+        let token = headers.get(TOKEN).and_then(|token| token.to_str().ok());
+        let caller = Caller::of(extensions.get(), token)?;
+        Some(self.ledger.shares(&self.door.name(&caller).ok()?))
     }
 }
 
@@ -124,6 +138,7 @@ struct Keeper {
     closing: Option<Window>,
     /// Said by the collector to be all.
     end: Option<v1::End>,
+    account: Arc<Account>,
     _turn: Turn,
     _alive: Alive,
 }
@@ -164,13 +179,15 @@ impl Keeper {
     fn begin(
         config: Arc<Config>,
         shared: Arc<Shared>,
-        owner: Identity,
+        account: Account,
         capture: CaptureId,
         hello: v1::Hello,
         turn: Turn,
         alive: Alive,
     ) -> Result<Self, StoreError> {
         // Who is elsewhere could say so as well, to have files of this host read.
+        let account = Arc::new(account);
+        let owner = &account.who;
         let is_here = owner.is_of_this_host()
             && fs::read_to_string("/proc/sys/kernel/random/boot_id")
                 .is_ok_and(|boot_id| boot_id.trim() == hello.boot_id);
@@ -180,11 +197,12 @@ impl Keeper {
             share_all: hello.share_all,
             cache: sources.cache.clone(),
             trust_executables: sources.trust_executables,
+            allowance: Some(Arc::<Account>::clone(&account)),
         };
         let tenant = Tenant { owner: owner.to_string(), cache: sources.cache.clone() };
         let scratch = sources.scratch.clone();
         Ok(Self {
-            before: shared.store.before(capture, &owner)?,
+            before: shared.store.before(capture, owner)?,
             handed: shared.handed.of(capture, || Handed::new(scratch, tenant)),
             config,
             shared,
@@ -195,6 +213,7 @@ impl Keeper {
             window: None,
             closing: None,
             end: None,
+            account,
             _turn: turn,
             _alive: alive,
         })
@@ -234,7 +253,10 @@ impl Keeper {
         let (length, half) = (self.config.window.as_nanos(), self.epoch.as_nanos() / 2);
         let span = window.log.tally().span_with(added);
         let span = span.map_or(0, |(start, end)| end.saturating_sub(start));
-        u128::from(span) + half >= length || window.log.bytes() + bytes > MAX_WINDOW_BYTES
+        let memory = window.log.tally().memory.saturating_add(added.memory);
+        u128::from(span) + half >= length
+            || window.log.bytes() + bytes > MAX_WINDOW_BYTES
+            || memory > self.account.ledger.limits.window()
     }
 
     /// The window that grows waits for its artifacts, and the one that did so is closed.
@@ -324,14 +346,28 @@ impl Keeper {
                 limit: i64::MAX as u64,
             })));
         }
-        let epoch = open_epoch(sealed).map_err(|error| Stop::Refused(error.into()))?;
+        let ledger = Arc::clone(&self.account.ledger);
+        let unsealed_part = ledger.unsealed.take(sealed.length.into());
+        let refused = |error: SealError| Stop::Refused(error.into());
+        let unsealed = Unsealed::of(sealed).map_err(refused)?;
+        let (memory, limit) = (unsealed.memory(), ledger.limits.epoch);
+        if memory > limit {
+            return Err(Exceeded::Epoch { memory, limit }.into());
+        }
+        // As it is decoded, and in tables.
+        let _decoded_part = ledger.decoded.take(2 * memory);
+        let epoch = unsealed.decode(limit).map_err(refused)?;
+        drop(unsealed_part);
+        self.account.check_labels(&epoch)?;
         let mut assembler = Assembler::default();
         let added = assembler.add(&self.hello).and_then(|()| assembler.take(&epoch));
         let met = added.map_err(|error| Stop::Refused(error.into()))?;
         let pins = Arc::clone(&self.shared.pins);
         let (wanted, known) = self.window()?.wants.look(&assembler, &met, &pins);
         taken.wanted.extend(wanted);
-        Ok((Tally::of(&epoch, sealed.number), known))
+        let mut tally = Tally::of(&epoch, sealed.number);
+        tally.memory = memory.saturating_add(met.names as u64);
+        Ok((tally, known))
     }
 
     fn add_artifact(
@@ -398,6 +434,12 @@ impl From<StoreError> for Stop {
     }
 }
 
+impl From<Exceeded> for Stop {
+    fn from(exceeded: Exceeded) -> Self {
+        Self::Refused(Stopped::TooMuch(exceeded.to_string()))
+    }
+}
+
 impl From<LogError> for Stop {
     fn from(error: LogError) -> Self {
         Self::Store(error.into())
@@ -407,6 +449,10 @@ impl From<LogError> for Stop {
 impl Keep for Keeper {
     fn next_epoch(&self) -> u64 {
         self.next_epoch()
+    }
+
+    fn pace(&self, messages: &[v1::CollectorMessage]) -> Duration {
+        self.account.pace(messages)
     }
 
     fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken {

@@ -10,6 +10,7 @@ mod id;
 mod identity;
 mod index;
 mod keeper;
+mod limits;
 mod listen;
 mod profiles;
 mod queue;
@@ -32,6 +33,8 @@ use self::closing::Closing;
 pub use self::identity::Allowed;
 use self::identity::Door;
 use self::keeper::{AllHanded, Keepers, Shared};
+use self::limits::Ledger;
+pub use self::limits::Limits;
 pub use self::listen::Listen;
 use self::listen::Listener;
 pub use self::store::Keep;
@@ -39,6 +42,7 @@ use self::store::{Places, Store};
 use self::tls::Certificates;
 pub use self::tls::Tls;
 use crate::receive::grpc::service;
+use crate::receive::meter::Metered;
 use crate::resolve::Sources;
 
 /// How to serve.
@@ -63,6 +67,8 @@ pub struct Config {
     /// How long profiles may take that are written when the server stops. What is left is written
     /// by the next one.
     pub drain_timeout: Duration,
+    /// What clients may take.
+    pub limits: Limits,
     /// Length of a window by the stream's clock.
     pub window: Duration,
     /// `key=value` comments for every profile.
@@ -168,10 +174,13 @@ pub async fn run(
     }
     .start()
     .map_err(ServeError::Thread)?;
-    let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, alive });
+    let ledger = Arc::new(Ledger::new(config.limits));
+    let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, ledger, alive });
+    let service = service(Arc::clone(&keepers), closing);
+    let service = Metered::new(service, keepers, config.limits.message());
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
-        .add_service(service(keepers, closing));
+        .add_service(service);
     let (accepted, incoming) = mpsc::channel(16);
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     for (listener, address) in listeners {

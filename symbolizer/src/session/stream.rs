@@ -9,12 +9,12 @@ use stackwire_cache::Cache;
 use stackwire_elf::Scratch;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{open_epoch, v1};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use super::Kept;
 use super::exporter::Exporting;
 use crate::capture::Assembler;
-use crate::receive::grpc::{Accept, Accepted, Keep, NotKept, Stopped, Taken};
+use crate::receive::grpc::{Accept, Accepted, Keep, NotAdmitted, NotKept, Stopped, Taken};
 use crate::receive::handed::{Handed, Tenant};
 use crate::receive::log::{Batch, Log, LogError, Tally};
 use crate::receive::peer::Caller;
@@ -47,7 +47,7 @@ impl Accept for OneStream {
     type Name = ();
 
     /// Its socket is in a directory of its user's own.
-    fn admit(&self, _caller: Option<&Caller>) -> Result<(), String> {
+    fn admit(&self, _caller: Option<&Caller>) -> Result<(), NotAdmitted> {
         Ok(())
     }
 
@@ -61,7 +61,8 @@ impl Accept for OneStream {
         // There is no other stream that this one could make room for.
         static NEVER: std::sync::OnceLock<watch::Sender<bool>> = std::sync::OnceLock::new();
         let replaced = NEVER.get_or_init(|| watch::channel(false).0).subscribe();
-        Ok(Accepted { keeper: Box::new(keeper?), replaced })
+        let turns = Arc::new(Semaphore::new(1));
+        Ok(Accepted { keeper: Box::new(keeper?), replaced, turns })
     }
 }
 
@@ -84,6 +85,7 @@ impl OneStream {
             share_all: hello.share_all,
             cache: self.cache.clone(),
             trust_executables: false,
+            allowance: None,
         };
         let hello = v1::CollectorMessage { body: Some(Body::Hello(hello)) };
         let log = Log::start(path, file, &hello).map_err(|error| failed(&error))?;
