@@ -22,6 +22,9 @@ pub use seal::{
 /// Version of the contract: of the messages and of the framing. A reader takes this one and older.
 pub const FORMAT: u32 = 2;
 
+/// The same contract as a `FileDescriptorSet`, for who asks a server what it speaks.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
+
 /// Generated from `stackwire/v1/stackwire.proto`.
 #[expect(missing_docs, clippy::all, reason = "generated; the .proto file carries the comments")]
 #[allow(clippy::allow_attributes_without_reason, reason = "generated")]

@@ -6,12 +6,14 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use axum::http::header::{ACCEPT, CONTENT_TYPE};
+use axum::http::{HeaderMap, StatusCode};
 use prometheus_client::encoding::EncodeLabelSet;
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
@@ -84,7 +86,11 @@ struct Fetch {
 /// The counters. Cheap to count with from any thread.
 #[derive(Debug)]
 pub struct Metrics {
+    /// What `/readyz` says.
+    pub readiness: Readiness,
     registry: Registry,
+    /// Of `serve`.
+    more: OnceLock<Registry>,
     executables: Family<Source, Counter>,
     named: Family<ByQuality, Counter>,
     missing: Family<Reason, Counter>,
@@ -100,10 +106,12 @@ pub struct Metrics {
 
 impl Default for Metrics {
     fn default() -> Self {
-        let mut registry = Registry::with_prefix("stackwire");
+        let mut registry = Registry::with_prefix(PREFIX);
         // From a millisecond to half a minute, which is as long as servers are waited for.
         let seconds: fn() -> Histogram = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
         let metrics = Self {
+            readiness: Readiness::default(),
+            more: OnceLock::new(),
             executables: Family::default(),
             named: Family::default(),
             missing: Family::default(),
@@ -172,7 +180,31 @@ impl Default for Metrics {
     }
 }
 
+/// Whether a process can do what it is there for.
+#[derive(Debug, Default)]
+pub struct Readiness(Mutex<Option<String>>);
+
+impl Readiness {
+    /// It can, or why not.
+    pub fn set(&self, why_not: Option<String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why_not;
+    }
+
+    fn get(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// What the counters of a server are called, too.
+pub const PREFIX: &str = "stackwire";
+
 impl Metrics {
+    /// Adds those of a server, once.
+    pub fn add(&self, more: Registry) {
+        // A second server of a process is not counted.
+        let _ = self.more.set(more);
+    }
+
     /// A fetch is over. `outcome`: "ok" with its bytes, "missing", "malformed", "failed".
     pub fn fetched(&self, kind: &'static str, outcome: &'static str, took: Duration, bytes: u64) {
         self.fetches.get_or_create(&Fetch { kind, outcome }).observe(took.as_secs_f64());
@@ -245,12 +277,41 @@ impl Metrics {
         self.unwind_compiling.inc_by(tables.compile_ns as f64 / 1e9);
     }
 
-    /// All of them, as Prometheus reads them.
+    /// All of them as OpenMetrics.
     #[must_use]
     pub fn text(&self) -> String {
         let mut text = String::new();
-        // A String takes everything.
-        let _ = encode(&mut text, &self.registry);
+        for registry in std::iter::once(&self.registry).chain(self.more.get()) {
+            // A String takes everything.
+            let _ = encode_registry(&mut text, registry);
+        }
+        let _ = encode_eof(&mut text);
+        text
+    }
+
+    /// All of them in Prometheus's text format 0.0.4, for who does not ask for OpenMetrics. There a
+    /// counter is called as its samples are, and units are part of names alone.
+    #[must_use]
+    pub fn text_0_0_4(&self) -> String {
+        let mut text = String::new();
+        let openmetrics = self.text();
+        let is_said = |line: &&str| !line.starts_with("# UNIT") && *line != "# EOF";
+        let lines: Vec<&str> = openmetrics.lines().filter(is_said).collect();
+        for (index, line) in lines.iter().enumerate() {
+            let words: Vec<&str> = line.splitn(4, ' ').collect();
+            // HELP comes before TYPE, each with the name of the family.
+            let kind = [index, index + 1].into_iter().find_map(|at| {
+                let of_family = lines.get(at)?.strip_prefix("# TYPE ")?;
+                let (name, kind) = of_family.split_once(' ')?;
+                (words.get(2) == Some(&name)).then_some(kind)
+            });
+            match words.as_slice() {
+                ["#", what, name, rest] if kind == Some("counter") => {
+                    text.push_str(&format!("# {what} {name}_total {rest}\n"));
+                }
+                _ => text.push_str(&format!("{line}\n")),
+            }
+        }
         text
     }
 }
@@ -268,8 +329,8 @@ fn reason(profile: Named<'_>, executable: usize) -> &'static str {
     }
 }
 
-/// Serves `/metrics` on `host:port` until the process ends; returns the address that is listened
-/// on.
+/// Serves `/metrics`, `/healthz` and `/readyz` on `host:port` until the process ends; returns the
+/// address that is listened on.
 ///
 /// # Errors
 /// When the address cannot be listened on, or no thread be started.
@@ -280,11 +341,28 @@ pub fn listen(address: &str, metrics: Arc<Metrics>) -> io::Result<String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
         runtime.block_on(async {
-            let page = axum::routing::get(|| async move {
-                let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-                ([(axum::http::header::CONTENT_TYPE, kind)], metrics.text())
+            let ready = Arc::clone(&metrics);
+            let page = axum::routing::get(|headers: HeaderMap| async move {
+                let accepts = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
+                let (kind, text) = match accepts {
+                    Some(accepts) if accepts.contains("application/openmetrics-text") => (
+                        "application/openmetrics-text; version=1.0.0; charset=utf-8",
+                        metrics.text(),
+                    ),
+                    _ => ("text/plain; version=0.0.4; charset=utf-8", metrics.text_0_0_4()),
+                };
+                ([(CONTENT_TYPE, kind)], text)
             });
-            let router = axum::Router::new().route("/metrics", page);
+            let readiness = axum::routing::get(|| async move {
+                match ready.readiness.get() {
+                    None => (StatusCode::OK, "ready\n".to_owned()),
+                    Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+                }
+            });
+            let router = axum::Router::new()
+                .route("/metrics", page)
+                .route("/healthz", axum::routing::get(|| async { "ok\n" }))
+                .route("/readyz", readiness);
             if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
                 // Ends with the process.
                 let _ = axum::serve(listener, router).await;
@@ -313,5 +391,16 @@ mod tests {
         ] {
             assert!(text.contains(line), "no {line} in {text}");
         }
+        assert!(text.ends_with("# EOF\n"));
+        let older = metrics.text_0_0_4();
+        for line in [
+            "# TYPE stackwire_executables_total counter",
+            "# HELP stackwire_fetched_bytes_total What came from servers.",
+            "# TYPE stackwire_conversion_seconds histogram",
+            "stackwire_fetched_bytes_total 1000",
+        ] {
+            assert!(older.lines().any(|it| it == line), "no {line} in {older}");
+        }
+        assert!(!older.contains("# UNIT") && !older.contains("# EOF"));
     }
 }

@@ -7,7 +7,7 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_message::Body as Reply;
@@ -32,6 +32,8 @@ pub trait Keep: Send + 'static {
     fn pace(&self, _messages: &[v1::CollectorMessage]) -> Duration {
         Duration::ZERO
     }
+    /// Messages were acknowledged, this long after they came.
+    fn acknowledged(&self, _after: Duration) {}
     /// Takes messages, in order, as many as it can.
     fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken;
     /// The stream is over, with or without an end.
@@ -243,6 +245,7 @@ impl Stream {
             if messages.is_empty() {
                 break;
             }
+            let come = Instant::now();
             let pause = keeper.pace(&messages);
             let mut failed = None;
             while !messages.is_empty() {
@@ -257,6 +260,9 @@ impl Stream {
                 (keeper, messages) = (back, rest);
                 messages.drain(..taken.messages);
                 self.answer(&taken);
+                if taken.ack.is_some() {
+                    keeper.acknowledged(come.elapsed());
+                }
                 match taken.stopped {
                     None => {}
                     Some(Stopped::Later(why)) => {

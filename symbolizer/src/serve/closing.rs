@@ -5,9 +5,11 @@
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use stackwire_proto::ReadError;
 
+use super::counts::{Counts, Outcome};
 use super::id::WindowId;
 use super::index::{Due, State};
 use super::store::Store;
@@ -21,6 +23,7 @@ use crate::resolve::Pins;
 pub(super) struct Closing {
     pub config: Arc<Config>,
     pub store: Arc<Store>,
+    pub counts: Counts,
     pub pins: Arc<Pins>,
 }
 
@@ -59,18 +62,24 @@ impl Closing {
             .map_or_else(Tenant::default, |owner| Tenant { owner, cache: sources.cache.clone() });
         let handed = Handed::new(sources.scratch.clone(), tenant);
         let assembler = Assembler::default().beside(Arc::new(handed));
-        match profiles::write(&self.config, &due, assembler, &self.pins) {
+        let begun = Instant::now();
+        let written = profiles::write(&self.config, &due, assembler, &self.pins);
+        let count = |outcome| self.counts.window(outcome, begun.elapsed());
+        match written {
             Ok(written) => {
                 for (name, _) in &written {
                     tracing::info!("wrote {}", self.config.output_dir.join(name).display());
                 }
+                count(Outcome::Written);
                 self.store.done(&due, State::Written, &written);
             }
             Err(error) if is_final(&error, due.id, &self.config) => {
                 tracing::warn!("window {} has no profile: {error}", due.id);
+                count(Outcome::GivenUp);
                 self.store.done(&due, State::GivenUp, &[]);
             }
             Err(error) => {
+                count(Outcome::Failed);
                 let wait = self.store.failed(&due);
                 tracing::warn!(
                     "cannot write the profile of window {}: {error}; the next attempt is in {} s",

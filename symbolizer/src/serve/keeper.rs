@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use tonic::codegen::http;
 
 use super::Config;
+use super::counts::{Counts, Refused};
 use super::id::{CaptureId, WindowId};
 use super::identity::Door;
 use super::index::Before;
@@ -49,6 +50,7 @@ pub(super) struct Keepers {
 #[derive(Debug)]
 pub(super) struct Shared {
     pub store: Arc<Store>,
+    pub counts: Counts,
     pub pins: Arc<Pins>,
     pub handed: AllHanded,
     pub turns: Arc<Turns>,
@@ -84,15 +86,28 @@ impl Accept for Keepers {
     type Name = Account;
 
     fn admit(&self, caller: Option<&Caller>) -> Result<Account, NotAdmitted> {
-        let unknown = || NotAdmitted::Unknown("nobody knows where it is from".to_owned());
-        let name = self.door.name(caller.ok_or_else(unknown)?);
-        let name = name.map_err(|denied| NotAdmitted::Unknown(denied.to_string()))?;
-        self.ledger.enter(name).map_err(|exceeded| NotAdmitted::TooMuch(exceeded.to_string()))
+        let name = match caller.map(|caller| self.door.name(caller)) {
+            Some(Ok(name)) => Ok(name),
+            Some(Err(denied)) => Err(denied.to_string()),
+            None => Err("nobody knows where it is from".to_owned()),
+        };
+        let counts = &self.shared.counts;
+        let name = name.map_err(|why| {
+            counts.refuse(Refused::Unknown);
+            NotAdmitted::Unknown(why)
+        })?;
+        self.ledger.enter(name).map_err(|exceeded| {
+            counts.refuse(Refused::Limit);
+            NotAdmitted::TooMuch(exceeded.to_string())
+        })
     }
 
     async fn accept(&self, account: Account, hello: v1::Hello) -> Result<Accepted, NotKept> {
-        let capture = CaptureId::of(&hello.capture_id)
-            .ok_or(NotKept::Malformed("a capture id has 16 bytes"))?;
+        let counts = &self.shared.counts;
+        let capture = CaptureId::of(&hello.capture_id).ok_or_else(|| {
+            counts.refuse(Refused::Malformed);
+            NotKept::Malformed("a capture id has 16 bytes")
+        })?;
         // A stranger's stream is in nobody's way.
         let taken = self.shared.turns.take((account.who.clone(), capture)).await;
         let (turn, replaced) = taken.ok_or_else(|| {
@@ -105,7 +120,10 @@ impl Accept for Keepers {
         let keeper = tokio::task::spawn_blocking(begin).await;
         let keeper = keeper.map_err(|error| NotKept::Failed(error.to_string()))?;
         let keeper = keeper.map_err(|error| match error {
-            StoreError::NotTheirs => NotKept::NotTheirs,
+            StoreError::NotTheirs => {
+                counts.refuse(Refused::NotTheirs);
+                NotKept::NotTheirs
+            }
             error => NotKept::Failed(error.to_string()),
         })?;
         Ok(Accepted { keeper: Box::new(keeper), replaced, turns })
@@ -325,6 +343,10 @@ impl Keeper {
         }
         if batch.tally().epochs > 0 {
             self.window()?.log.append(&batch)?;
+            let Tally { epochs, samples, .. } = *batch.tally();
+            let lost = batch.tally().lost.values().filter(|lost| lost.samples);
+            let lost = lost.fold(0u64, |sum, lost| sum.saturating_add(lost.count));
+            self.shared.counts.taken(epochs, samples, lost);
         }
         taken.messages += count;
         taken.ack = taken.ack.max(last);
@@ -455,6 +477,10 @@ impl Keep for Keeper {
         self.account.pace(messages)
     }
 
+    fn acknowledged(&self, after: Duration) {
+        self.shared.counts.acknowledged(after);
+    }
+
     fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken {
         let mut taken = Taken::default();
         while taken.messages < messages.len() {
@@ -467,6 +493,10 @@ impl Keep for Keeper {
                     break;
                 }
                 Err(Stop::Refused(stopped)) => {
+                    self.shared.counts.refuse(match stopped {
+                        Stopped::TooMuch(_) => Refused::Limit,
+                        _ => Refused::Malformed,
+                    });
                     taken.stopped = Some(stopped);
                     break;
                 }

@@ -6,6 +6,7 @@
 
 mod changed;
 mod closing;
+mod counts;
 mod id;
 mod identity;
 mod index;
@@ -13,6 +14,7 @@ mod keeper;
 mod limits;
 mod listen;
 mod profiles;
+mod pulse;
 mod queue;
 mod retention;
 mod store;
@@ -30,6 +32,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 use self::closing::Closing;
+use self::counts::Counts;
 pub use self::identity::Allowed;
 use self::identity::Door;
 use self::keeper::{AllHanded, Keepers, Shared};
@@ -37,6 +40,7 @@ use self::limits::Ledger;
 pub use self::limits::Limits;
 pub use self::listen::Listen;
 use self::listen::Listener;
+use self::pulse::Pulse;
 pub use self::store::Keep;
 use self::store::{Places, Store};
 use self::tls::Certificates;
@@ -119,6 +123,9 @@ pub enum ServeError {
         /// What the system said.
         error: io::Error,
     },
+    /// The contract that is built in.
+    #[error("cannot tell what is spoken here: {0}")]
+    Reflection(#[from] tonic_reflection::server::Error),
     /// tonic.
     #[error("the server failed: {0}")]
     Server(#[from] tonic::transport::Error),
@@ -160,8 +167,11 @@ pub async fn run(
     })?);
     profiles::remove_unfinished(&config);
     let config = Arc::new(config);
+    let (counts, registry) = Counts::new();
+    config.sources.metrics.add(registry);
     let shared = Arc::new(Shared {
         store: Arc::clone(&store),
+        counts: counts.clone(),
         pins: Arc::default(),
         handed: AllHanded::default(),
         turns: Arc::default(),
@@ -170,16 +180,32 @@ pub async fn run(
     let threads = Closing {
         config: Arc::clone(&config),
         store: Arc::clone(&store),
+        counts: counts.clone(),
         pins: Arc::clone(&shared.pins),
     }
     .start()
     .map_err(ServeError::Thread)?;
     let ledger = Arc::new(Ledger::new(config.limits));
     let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, ledger, alive });
+    let (reporter, health) = tonic_health::server::health_reporter();
+    let pulse = Pulse {
+        store: Arc::clone(&store),
+        ledger: Arc::clone(&keepers.ledger),
+        counts,
+        metrics: Arc::clone(&config.sources.metrics),
+        reporter,
+    };
+    let pulse = tokio::spawn(pulse.beat(closing.clone()));
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(stackwire_proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()?;
     let service = service(Arc::clone(&keepers), closing);
     let service = Metered::new(service, keepers, config.limits.message());
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
+        .add_service(health)
+        .add_service(reflection)
         .add_service(service);
     let (accepted, incoming) = mpsc::channel(16);
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -194,6 +220,8 @@ pub async fn run(
     }
     // Each stream ends here and closes its window; collectors keep the rest.
     let _ = close.send(true);
+    // It says that nobody is served any more.
+    let _ = pulse.await;
     let deadline = Instant::now() + config.drain_timeout;
     let _ =
         tokio::time::timeout(config.drain_timeout, all_gone.wait_for(|count| *count == 0)).await;

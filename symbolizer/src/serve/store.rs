@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use stackwire_proto::v1;
 
 use super::ServeError;
+use super::counts::Now;
 use super::id::{CaptureId, EXTENSION, WindowId};
 use super::identity::Identity;
 use super::index::{Before, Due, Index, State};
@@ -143,6 +144,20 @@ impl Store {
             return Err(StoreError::Full { path, free: free >> 20, least: least >> 20 });
         }
         Ok(())
+    }
+
+    /// How much there is.
+    pub(super) fn now(&self) -> Now {
+        let inner = self.lock();
+        Now {
+            open: inner.live.len() as u64,
+            // An index that cannot be used is told elsewhere.
+            waiting: inner.index.waiting().unwrap_or(0),
+            log_bytes: inner.done,
+            waiting_bytes: inner.waiting,
+            profile_bytes: inner.profiles,
+            ..Now::default()
+        }
     }
 
     /// What is known of a capture. Windows of it that have no stream any more are closed first.
