@@ -29,19 +29,25 @@ impl Server {
     }
 
     pub(crate) fn of(command: &mut Command) -> Self {
+        Self::and_what_it_said(command).0
+    }
+
+    /// The same, with the lines before the one that says where it listens.
+    pub(crate) fn and_what_it_said(command: &mut Command) -> (Self, Vec<String>) {
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
-        let mut address = String::new();
+        let (mut address, mut said) = (String::new(), Vec::new());
         while address.is_empty() {
             let mut line = String::new();
             assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "the server ended");
             if let Some(found) = line.trim().strip_prefix("stackwire: listening on ") {
                 address = found.to_owned();
             }
+            said.push(line.trim().to_owned());
         }
         // Read on, so that it never blocks on a full pipe.
         std::thread::spawn(move || std::io::copy(&mut stderr, &mut std::io::sink()));
-        Self { child, address }
+        (Self { child, address }, said)
     }
 
     pub(crate) fn pid(&self) -> u32 {

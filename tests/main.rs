@@ -8,6 +8,8 @@
 
 /// Names, files, lines and inlined calls against llvm-symbolizer, in many real binaries.
 mod agreement;
+/// `ps` and `fetch`, and the same over HTTP; probes.
+mod asked;
 /// What cannot work says so: processes, options, outputs, captures, perf-maps, permissions.
 mod bad_input;
 /// Waits of servers beside offcputime.

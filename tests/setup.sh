@@ -10,7 +10,7 @@ declare -A packages=(
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
   [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
   [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs [hotspot]=hotspot [runqlat]=libbpf-tools [create_llvm_prof]=autofdo [clang-22]=clang-22 [ghc]=ghc
-  [debootstrap]=debootstrap [rpmbuild]=rpm [jq]=jq [wrk]=wrk [losetup]=mount [strace]=strace
+  [debootstrap]=debootstrap [rpmbuild]=rpm [jq]=jq [wrk]=wrk [losetup]=mount [strace]=strace [curl]=curl
 )
 wanted=()
 for command in "${!packages[@]}"; do

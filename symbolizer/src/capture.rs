@@ -10,7 +10,7 @@ use stackwire_proto::{FORMAT, FrameReader, ReadError, open_epoch, v1};
 
 use crate::artifacts::Artifacts;
 use crate::ingest::{self, Context, IngestError, Met};
-use crate::profile::{ArtifactHash, Builder, Executable, ExecutableId, Profile};
+use crate::profile::{ArtifactHash, Builder, Executable, ExecutableId, Only, Profile};
 use crate::receive::handed::Handed;
 
 /// A capture that gives no profile.
@@ -81,6 +81,22 @@ impl Assembler {
     pub fn beside(mut self, handed: Arc<Handed>) -> Self {
         self.artifacts = Artifacts::beside(handed);
         self
+    }
+
+    /// Takes these samples alone.
+    pub fn keep_only(&mut self, only: Only) {
+        self.builder.keep_only(only);
+    }
+
+    /// Bytes the profile takes, roughly.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        self.builder.memory()
+    }
+
+    /// Ends a capture of which more is to come elsewhere: nothing is said of its end.
+    pub fn pause(&mut self) {
+        self.current = None;
     }
 
     /// What was added so far.

@@ -29,6 +29,10 @@ pub enum Command {
     Record(Record),
     /// Receive captures from many collectors and write a profile for each window.
     Serve(Serve),
+    /// List the captures of a server: hosts, rates, how whole stacks are, what was lost.
+    Ps(Ps),
+    /// Get a profile of what a server keeps: of some time, hosts, processes.
+    Fetch(Fetch),
     /// Turn saved captures into profiles.
     Resolve(Resolve),
     /// Print what a capture shows: hot functions, how well they are named, what was lost.
@@ -397,6 +401,10 @@ pub struct Serve {
     /// Group whose processes may use the unix socket, by number (repeatable).
     #[arg(long, value_name = "GID")]
     pub allow_gid: Vec<u32>,
+    /// Client that sees with `ps` and `fetch` what others sent, as token:NAME, certificate:NAME,
+    /// uid:NUMBER or loopback (repeatable). Others see what they sent themselves.
+    #[arg(long, value_name = "CLIENT")]
+    pub reader: Vec<String>,
     /// Where profiles go.
     #[arg(long, value_name = "DIRECTORY")]
     pub output_dir: PathBuf,
@@ -438,6 +446,100 @@ pub struct Serve {
     pub metrics: MetricsOption,
 }
 
+/// Which server, and how it knows us.
+#[derive(Clone, Debug, ClapArgs)]
+pub struct FromOptions {
+    /// The server: https://host:port, http://host:port on this host, or unix:/path.
+    #[arg(long, value_name = "ADDRESS")]
+    pub from: String,
+    /// CA that signs the certificate of the server (PEM); without it, those of this host.
+    #[arg(long, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+    /// Certificate that says who we are (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Its key (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// File with the token that says who we are.
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Send a token to other hosts in clear text.
+    #[arg(long)]
+    pub insecure: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Ps {
+    #[command(flatten)]
+    pub from: FromOptions,
+    /// Only captures that come in now.
+    #[arg(long)]
+    pub live: bool,
+    /// For people, or as the server says it.
+    #[arg(long, value_name = "HOW", default_value = "text")]
+    pub format: PsFormat,
+}
+
+/// How captures are listed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PsFormat {
+    /// A table.
+    Text,
+    /// What `/v1/captures` answers.
+    Json,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Fetch {
+    #[command(flatten)]
+    pub from: FromOptions,
+    /// From this long ago up to now, as "15m".
+    #[arg(long, value_name = "TIME", value_parser = time, conflicts_with_all = ["since", "until"])]
+    pub last: Option<Duration>,
+    /// From this moment on, as 2026-01-31T12:00:00Z.
+    #[arg(long, value_name = "TIME")]
+    pub since: Option<jiff::Timestamp>,
+    /// Up to this moment.
+    #[arg(long, value_name = "TIME")]
+    pub until: Option<jiff::Timestamp>,
+    /// Samples that have these labels, as comm=postgres,pod_uid=…; of values for one label any.
+    /// host and client choose captures.
+    #[arg(long = "where", value_name = "LABEL=VALUE,…", value_parser = labels_as_typed)]
+    pub labels: Option<String>,
+    /// Samples of one event alone.
+    #[arg(long, value_name = "EVENT")]
+    pub event: Option<String>,
+    /// What to write; without it, as the name of the output ends: .svg, .folded, .data, .txt,
+    /// .json, else pprof.
+    #[arg(long, value_name = "FORMAT")]
+    pub format: Option<FetchFormat>,
+    /// Where it goes; "-" is standard output.
+    #[arg(long, short, value_name = "FILE")]
+    pub output: PathBuf,
+}
+
+/// What a server writes a profile as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FetchFormat {
+    /// For pprof and what reads its files.
+    Pprof,
+    /// A line a stack.
+    Folded,
+    /// An SVG.
+    Flamegraph,
+    /// For perf.
+    PerfData,
+    /// How threads were scheduled, for people.
+    PmuText,
+    /// The same for programs.
+    PmuJson,
+}
+
+fn labels_as_typed(text: &str) -> anyhow::Result<String> {
+    labels(text).map(|_| text.to_owned())
+}
+
 /// What clients of a server may take. What is beyond is refused, and the refusal names the option.
 #[derive(Clone, Copy, Debug, ClapArgs)]
 pub struct LimitOptions {
@@ -473,17 +575,7 @@ const LIMITS: &str = "Limits of clients";
 pub struct Labels(pub Vec<(String, String)>);
 
 fn labels(text: &str) -> anyhow::Result<Labels> {
-    let mut labels: Vec<(String, String)> = Vec::new();
-    for piece in text.split(',') {
-        match (piece.split_once('='), labels.last_mut()) {
-            (Some(("", _)), _) | (None, None) => {
-                bail!("a label is LABEL=VALUE, as comm=postgres");
-            }
-            (Some((key, value)), _) => labels.push((key.to_owned(), value.to_owned())),
-            (None, Some((_, value))) => *value = format!("{value},{piece}"),
-        }
-    }
-    Ok(Labels(labels))
+    Ok(Labels(stackwire::labels::parse(text)?))
 }
 
 /// Which part of a profile, and how it is divided.
@@ -649,18 +741,4 @@ pub struct Launch {
     pub socket: PathBuf,
     #[arg(last = true, required = true)]
     pub command: Vec<std::ffi::OsString>,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn labels_are_taken_apart() {
-        let label = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-        assert_eq!(labels("comm=a").unwrap(), Labels(vec![label("comm", "a")]));
-        let several = Labels(vec![label("comm", "a,b"), label("thread", "x=y"), label("cpu", "")]);
-        assert_eq!(labels("comm=a,b,thread=x=y,cpu=").unwrap(), several);
-        assert!(labels("comm").is_err() && labels("=a").is_err() && labels("").is_err());
-    }
 }

@@ -37,6 +37,7 @@ pub mod fuzz;
 mod here;
 mod ingest;
 mod input;
+pub mod labels;
 pub mod metrics;
 mod receive;
 mod resolve;

@@ -102,7 +102,8 @@ impl Client {
                         Some(Answer::Slow(_)) => heard.slow += 1,
                         Some(Answer::Want(want)) => {
                             for message in answer(&want) {
-                                let _ = out.as_ref().map(|out| out.send(message));
+                                let Some(out) = &out else { break };
+                                let _ = out.send(message);
                             }
                             heard.wants.push(want);
                         }

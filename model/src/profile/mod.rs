@@ -32,7 +32,7 @@ pub use crate::{
     LostReason, UserAddr,
 };
 
-pub use self::builder::{Builder, Full, Taken, ValueError};
+pub use self::builder::{Builder, Full, Only, Taken, ValueError};
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::jit_file::{JitFile, Mark, Snapshot};
 pub use self::location::{FrameKind, Location, lookup_address};

@@ -1,13 +1,16 @@
 //! What each subcommand does.
 
 mod advice;
+mod ask;
 mod beginning;
 mod cache;
 mod doctor;
 mod events;
+mod fetch;
 mod launch;
 mod output;
 mod place;
+mod ps;
 mod record;
 mod resolve;
 mod run_time;
@@ -41,6 +44,8 @@ pub fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Record(arguments) => record::run(arguments),
         Command::Serve(arguments) => serve::run(arguments),
+        Command::Ps(arguments) => ps::run(&arguments),
+        Command::Fetch(arguments) => fetch::run(&arguments),
         Command::Resolve(arguments) => resolve::run(arguments),
         Command::Report(arguments) => resolve::report(&arguments),
         Command::Symbolize(arguments) => {

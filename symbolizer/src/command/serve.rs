@@ -40,6 +40,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
             gids: arguments.allow_gid,
             tokens: arguments.token_file,
         },
+        readers: arguments.reader,
         log_dir: arguments.log_dir.unwrap_or_else(|| arguments.output_dir.join("captures")),
         output_dir: arguments.output_dir,
         keep_logs: Keep { bytes: mib(arguments.log_max), age: arguments.log_max_age },

@@ -163,6 +163,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
             into.thread(thread).map(|id| (id, wire.process)).map_err(|e| reader.invalid(e))
         })
         .collect::<Result<_, _>>()?;
+    let is_taken: Vec<bool> = threads.iter().map(|(id, _)| into.takes_thread(*id)).collect();
     let nowhere = executables.len() as u32;
     let nodes = reader.nodes(executables.len(), nowhere)?;
     if nodes.iter().any(|node| node.executable == nowhere) {
@@ -192,6 +193,11 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         for index in 0..count {
             time_ns = time_ns.wrapping_add(samples.time_delta[index] as u64);
             let (thread, process) = reader.at(&threads, samples.thread[index], "thread")?;
+            if !is_taken[samples.thread[index] as usize] || !into.takes_time(context.wall(time_ns))
+            {
+                keys.push(None);
+                continue;
+            }
             let seen_ns = writing[process as usize].seen(context.wall(time_ns));
             let of = (processes[process as usize], seen_ns);
             let waker = waits.waker(samples, index)?;
@@ -210,13 +216,13 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
                     waits.labels(wait, Some((number, user, kernel)), into)?
                 }
             };
-            keys.push(SampleKey {
+            keys.push(Some(SampleKey {
                 series,
                 thread,
                 user: stacks.stack(samples.user_stack[index], of, into)?,
                 kernel: stacks.stack(samples.kernel_stack[index], of, into)?,
                 labels,
-            });
+            }));
         }
     }
     let mut sched = Vec::with_capacity(epoch.sched.len());
@@ -238,6 +244,7 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         for ((index, delta), key) in samples.time_delta.iter().enumerate().zip(&mut keys) {
             let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
             time_ns = time_ns.wrapping_add(*delta as u64);
+            let Some(key) = key else { continue };
             let taken = Taken {
                 count: samples.events(index),
                 value,

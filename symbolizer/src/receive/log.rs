@@ -31,6 +31,11 @@ pub struct Tally {
     pub epochs: u64,
     /// Samples in them.
     pub samples: u64,
+    /// Samples they say were lost.
+    pub lost_samples: u64,
+    /// Samples with a user stack, and those whose stacks reach their roots.
+    pub stacks: u64,
+    pub whole: u64,
     /// They say how somebody was scheduled.
     pub scheduled: bool,
     /// What they say was lost, by reason.
@@ -56,9 +61,22 @@ impl Tally {
             span: Some((epoch.start_ns, epoch.end_ns)),
             next_epoch: number.saturating_add(1),
             lost: BTreeMap::new(),
-            memory: 0,
+            ..Self::default()
         };
         lose(&mut tally.lost, &epoch.lost);
+        let lost = tally.lost.values().filter(|lost| lost.samples);
+        tally.lost_samples = lost.fold(0, |sum, lost| sum.saturating_add(lost.count));
+        for samples in &epoch.samples {
+            for (at, stack) in samples.user_stack.iter().enumerate() {
+                let stack = stack.checked_sub(1).and_then(|at| epoch.stacks.get(at as usize));
+                let Some(stack) = stack else { continue };
+                let events = samples.events(at);
+                tally.stacks = tally.stacks.saturating_add(events);
+                if stack.end() == v1::EndReason::Root {
+                    tally.whole = tally.whole.saturating_add(events);
+                }
+            }
+        }
         tally
     }
 
@@ -66,6 +84,9 @@ impl Tally {
     pub fn add(&mut self, other: &Self) {
         self.epochs += other.epochs;
         self.samples = self.samples.saturating_add(other.samples);
+        self.lost_samples = self.lost_samples.saturating_add(other.lost_samples);
+        self.stacks = self.stacks.saturating_add(other.stacks);
+        self.whole = self.whole.saturating_add(other.whole);
         self.scheduled |= other.scheduled;
         lose(&mut self.lost, other.lost.values());
         self.span = self.span_with(other);
@@ -106,6 +127,8 @@ pub struct Log {
     bytes: u64,
     tally: Tally,
     ended: bool,
+    /// The same instant on two clocks, by its greeting: monotonic and wall, nanoseconds.
+    clocks: (u64, u64),
 }
 
 /// Messages that are added to a log together.
@@ -175,7 +198,8 @@ impl Log {
         file: File,
         hello: &v1::CollectorMessage,
     ) -> Result<Self, LogError> {
-        let mut log = Self { path, file, bytes: 0, tally: Tally::default(), ended: false };
+        let (tally, clocks) = (Tally::default(), clocks(hello));
+        let mut log = Self { path, file, bytes: 0, tally, ended: false, clocks };
         log.append_one(hello)?;
         Ok(log)
     }
@@ -250,6 +274,16 @@ impl Log {
         self.bytes
     }
 
+    /// From when to when its epochs are, milliseconds since the Unix epoch.
+    #[must_use]
+    pub fn span_ms(&self) -> Option<(u64, u64)> {
+        let (monotonic, wall) = self.clocks;
+        let at =
+            |time: u64| (i128::from(time) - i128::from(monotonic) + i128::from(wall)) / 1_000_000;
+        let ms = |time: u64| u64::try_from(at(time)).unwrap_or(0);
+        self.tally.span.map(|(start, end)| (ms(start), ms(end)))
+    }
+
     /// It has an end.
     #[must_use]
     pub fn has_ended(&self) -> bool {
@@ -283,21 +317,22 @@ pub fn recover(path: &Path) -> Result<Log, LogError> {
     let failed = |error| LogError { path: path.to_owned(), error };
     let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
     let mut reader = FrameReader::new(BufReader::new(&file));
-    let (mut tally, mut ended) = (Tally::default(), false);
+    let (mut tally, mut ended, mut times) = (Tally::default(), false, (0, 0));
     loop {
         let message = reader
             .next_message()
             .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidData, error)))?;
-        match message.and_then(|message| message.body) {
-            Some(Body::Epoch(sealed)) => {
+        match message.map(|message| (clocks(&message), message.body)) {
+            Some((_, Some(Body::Epoch(sealed)))) => {
                 // One that does not open was checked before it was written: its samples are lost
                 // with the disk that lost them. Its number must not be given out again.
                 let epoch = open_epoch(&sealed).unwrap_or_default();
                 tally.add(&Tally::of(&epoch, sealed.number));
             }
-            Some(Body::End(_)) => ended = true,
-            Some(Body::Hello(_) | Body::Artifact(_)) => {}
-            None => break,
+            Some((_, Some(Body::End(_)))) => ended = true,
+            Some((clocks, Some(Body::Hello(_)))) => times = clocks,
+            Some((_, Some(Body::Artifact(_)))) => {}
+            Some((_, None)) | None => break,
         }
     }
     let bytes = reader.offset_of_the_end();
@@ -313,7 +348,14 @@ pub fn recover(path: &Path) -> Result<Log, LogError> {
             file.set_len(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
         }
     }
-    Ok(Log { path: path.to_owned(), file, bytes, tally, ended })
+    Ok(Log { path: path.to_owned(), file, bytes, tally, ended, clocks: times })
+}
+
+fn clocks(message: &v1::CollectorMessage) -> (u64, u64) {
+    match &message.body {
+        Some(Body::Hello(hello)) => (hello.clock_monotonic_ns, hello.clock_realtime_ns),
+        _ => (0, 0),
+    }
 }
 
 /// Whether a whole message lies behind a place where none begins.

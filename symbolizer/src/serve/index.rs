@@ -13,6 +13,7 @@ use rusqlite::{Connection, OptionalExtension, Row, params};
 use stackwire_proto::v1;
 
 use super::id::{CaptureId, WindowId};
+use crate::receive::log::Tally;
 
 /// How far a window has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -66,13 +67,13 @@ pub(super) struct Old<T> {
 /// An index.
 #[derive(Debug)]
 pub(super) struct Index {
-    connection: Connection,
+    pub(super) connection: Connection,
     path: PathBuf,
     inode: u64,
 }
 
 /// Version of the schema.
-const VERSION: i32 = 1;
+const VERSION: i32 = 2;
 const SCHEMA: &str = "
     CREATE TABLE captures (
         id BLOB PRIMARY KEY, owner TEXT, next_epoch INTEGER NOT NULL,
@@ -89,8 +90,20 @@ const SCHEMA: &str = "
     CREATE INDEX windows_done ON windows (since_ms) WHERE state >= 2;
     CREATE TABLE profiles (
         name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, since_ms INTEGER NOT NULL) WITHOUT ROWID;
-    CREATE INDEX profiles_by_age ON profiles (since_ms);
-    PRAGMA user_version = 1;";
+    CREATE INDEX profiles_by_age ON profiles (since_ms);";
+/// Since version 2: what collectors are asked about.
+const ADDED: &str = "
+    ALTER TABLE captures ADD COLUMN hostname TEXT NOT NULL DEFAULT '';
+    ALTER TABLE captures ADD COLUMN collector TEXT NOT NULL DEFAULT '';
+    ALTER TABLE captures ADD COLUMN kernel TEXT NOT NULL DEFAULT '';
+    ALTER TABLE captures ADD COLUMN begun_ms INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN start_ms INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN end_ms INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN samples INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN lost INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN stacks INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN whole INTEGER NOT NULL DEFAULT 0;
+    PRAGMA user_version = 2;";
 
 /// With the number of the state in it, as the partial index has it: SQLite uses that for no other
 /// query, and would look at all windows.
@@ -153,7 +166,12 @@ impl Index {
             return Err(IndexError::Newer { path: path.to_owned() });
         }
         if version == 0 {
-            connection.execute_batch(&format!("BEGIN; {SCHEMA} COMMIT;")).map_err(sqlite)?;
+            connection
+                .execute_batch(&format!("BEGIN; {SCHEMA} {ADDED} COMMIT;"))
+                .map_err(sqlite)?;
+        }
+        if version == 1 {
+            connection.execute_batch(&format!("BEGIN; {ADDED} COMMIT;")).map_err(sqlite)?;
         }
         // Read once, so that damage shows now and not when a window closes.
         let sound: String =
@@ -170,14 +188,33 @@ impl Index {
         std::fs::metadata(&self.path).is_ok_and(|found| found.ino() == self.inode)
     }
 
-    /// What is known of a capture. If nobody is known to have begun it, `owner` has.
-    pub(super) fn claim(&mut self, capture: CaptureId, owner: &str) -> Result<Before> {
+    /// What is known of a capture. If nobody is known to have begun it, `owner` has, by this
+    /// greeting.
+    pub(super) fn claim(
+        &mut self,
+        capture: CaptureId,
+        owner: &str,
+        hello: &v1::Hello,
+    ) -> Result<Before> {
+        let begun_ms = integer(hello.clock_realtime_ns / 1_000_000);
         self.connection
             .prepare_cached(
-                "INSERT INTO captures VALUES (?1, ?2, 0, 0, ?3)
-             ON CONFLICT (id) DO UPDATE SET owner = coalesce(owner, ?2)",
+                "INSERT INTO captures (id, owner, next_epoch, next_window, seen_ms, hostname,
+                                       collector, kernel, begun_ms)
+                 VALUES (?1, ?2, 0, 0, ?3, ?4, ?5, ?6, ?7)
+                 ON CONFLICT (id) DO UPDATE SET owner = coalesce(owner, ?2),
+                 hostname = ?4, collector = ?5, kernel = ?6, begun_ms = ?7
+                 WHERE owner IS NULL OR owner = ?2",
             )?
-            .execute(params![capture.0, owner, now_ms()])?;
+            .execute(params![
+                capture.0,
+                owner,
+                now_ms(),
+                hello.hostname,
+                hello.collector_version,
+                hello.kernel_release,
+                begun_ms
+            ])?;
         let sql = "SELECT owner, next_epoch, next_window FROM captures WHERE id = ?1";
         let mut statement = self.connection.prepare_cached(sql)?;
         let known = |row: &Row<'_>| Ok((row.get(0)?, number(row, 1)?, number(row, 2)?));
@@ -196,29 +233,33 @@ impl Index {
         let now = now_ms();
         let transaction = self.connection.transaction()?;
         transaction.execute(
-            "INSERT INTO captures VALUES (?1, NULL, 0, ?2, ?3)
+            "INSERT INTO captures (id, next_epoch, next_window, seen_ms) VALUES (?1, 0, ?2, ?3)
              ON CONFLICT (id) DO UPDATE SET next_window = max(next_window, ?2), seen_ms = ?3",
             params![id.capture.0, integer(id.number + 1), now],
         )?;
         transaction.execute(
-            "INSERT INTO windows VALUES (?1, ?2, ?3, 0, ?4, 0, 0, 0)",
+            "INSERT INTO windows (capture, number, state, bytes, since_ms, interrupted, failures, due_ms)
+             VALUES (?1, ?2, ?3, 0, ?4, 0, 0, 0)",
             params![id.capture.0, integer(id.number), State::Open as u8, now],
         )?;
         transaction.commit()
     }
 
-    /// A window whose log is whole.
+    /// A window whose log is whole, with this many bytes; what its epochs hold, and from when to
+    /// when they are.
     pub(super) fn close(
         &mut self,
         id: WindowId,
         bytes: u64,
-        next_epoch: u64,
-        lost: &BTreeMap<i32, v1::Lost>,
+        tally: &Tally,
+        span_ms: Option<(u64, u64)>,
     ) -> Result<()> {
+        let (start_ms, end_ms) = span_ms.unwrap_or_default();
         let now = now_ms();
         let transaction = self.connection.transaction()?;
         let changed = transaction.execute(
-            "UPDATE windows SET state = ?3, bytes = ?4, since_ms = ?5
+            "UPDATE windows SET state = ?3, bytes = ?4, since_ms = ?5, start_ms = ?7, end_ms = ?8,
+             samples = ?9, lost = ?10, stacks = ?11, whole = ?12
              WHERE capture = ?1 AND number = ?2 AND state = ?6",
             params![
                 id.capture.0,
@@ -226,16 +267,22 @@ impl Index {
                 State::Closed as u8,
                 integer(bytes),
                 now,
-                State::Open as u8
+                State::Open as u8,
+                integer(start_ms),
+                integer(end_ms),
+                integer(tally.samples),
+                integer(tally.lost_samples),
+                integer(tally.stacks),
+                integer(tally.whole)
             ],
         )?;
         // Twice closed is once closed.
         if changed > 0 {
             transaction.execute(
                 "UPDATE captures SET next_epoch = max(next_epoch, ?2), seen_ms = ?3 WHERE id = ?1",
-                params![id.capture.0, integer(next_epoch), now],
+                params![id.capture.0, integer(tally.next_epoch), now],
             )?;
-            for lost in lost.values() {
+            for lost in tally.lost.values() {
                 transaction.execute(
                     "INSERT INTO lost VALUES (?1, ?2, ?3, ?4)
                      ON CONFLICT (capture, reason) DO UPDATE SET count = count + ?4",
@@ -385,7 +432,7 @@ pub(super) fn now_ms() -> i64 {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }
 
-fn window(row: &Row<'_>) -> Result<WindowId> {
+pub(super) fn window(row: &Row<'_>) -> Result<WindowId> {
     Ok(WindowId { capture: CaptureId(row.get(0)?), number: number(row, 1)? })
 }
 
@@ -394,7 +441,7 @@ fn integer(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-fn number(row: &Row<'_>, column: usize) -> Result<u64> {
+pub(super) fn number(row: &Row<'_>, column: usize) -> Result<u64> {
     Ok(u64::try_from(row.get::<_, i64>(column)?).unwrap_or(0))
 }
 

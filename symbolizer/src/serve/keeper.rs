@@ -21,6 +21,7 @@ use super::id::{CaptureId, WindowId};
 use super::identity::Door;
 use super::index::Before;
 use super::limits::{Account, Exceeded, Ledger};
+use super::live::{Live, OnAir};
 use super::store::{Store, StoreError};
 use super::turns::{Turn, Turns};
 use crate::capture::Assembler;
@@ -54,6 +55,7 @@ pub(super) struct Shared {
     pub pins: Arc<Pins>,
     pub handed: AllHanded,
     pub turns: Arc<Turns>,
+    pub live: Arc<Live>,
 }
 
 /// Files that collectors hand over, by capture: a transfer that broke off goes on in the next
@@ -157,6 +159,7 @@ struct Keeper {
     /// Said by the collector to be all.
     end: Option<v1::End>,
     account: Arc<Account>,
+    on_air: OnAir,
     _turn: Turn,
     _alive: Alive,
 }
@@ -219,8 +222,9 @@ impl Keeper {
         };
         let tenant = Tenant { owner: owner.to_string(), cache: sources.cache.clone() };
         let scratch = sources.scratch.clone();
+        let on_air = shared.live.begin(capture);
         Ok(Self {
-            before: shared.store.before(capture, owner)?,
+            before: shared.store.before(capture, owner, &hello)?,
             handed: shared.handed.of(capture, || Handed::new(scratch, tenant)),
             config,
             shared,
@@ -232,6 +236,7 @@ impl Keeper {
             closing: None,
             end: None,
             account,
+            on_air,
             _turn: turn,
             _alive: alive,
         })
@@ -343,10 +348,10 @@ impl Keeper {
         }
         if batch.tally().epochs > 0 {
             self.window()?.log.append(&batch)?;
-            let Tally { epochs, samples, .. } = *batch.tally();
-            let lost = batch.tally().lost.values().filter(|lost| lost.samples);
-            let lost = lost.fold(0u64, |sum, lost| sum.saturating_add(lost.count));
-            self.shared.counts.taken(epochs, samples, lost);
+            let Tally { epochs, samples, lost_samples, .. } = *batch.tally();
+            self.shared.counts.taken(epochs, samples, lost_samples);
+            let open = [&self.window, &self.closing].into_iter().flatten();
+            self.on_air.came(samples, open.map(|window| window.log.tally().clone()));
         }
         taken.messages += count;
         taken.ack = taken.ack.max(last);

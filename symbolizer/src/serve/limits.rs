@@ -49,11 +49,15 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Windows that are resolved at a time: each may take a quarter of a GiB, all of them half of
-    /// the memory.
+    /// Windows that are resolved at a time, in three eighths of the memory.
     pub(super) fn closings(&self) -> usize {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        usize::try_from(self.memory / 2 / CLOSING).unwrap_or(usize::MAX).clamp(1, cpus)
+        usize::try_from(self.memory * 3 / 8 / CLOSING).unwrap_or(usize::MAX).clamp(1, cpus)
+    }
+
+    /// What the profile of a request may take.
+    pub(super) fn request(&self) -> u64 {
+        self.memory / 8
     }
 
     /// Largest message, compressed: what one client may have of the memory for those.
@@ -64,14 +68,14 @@ impl Limits {
     /// What the epochs of a window may take. Resolved, where no two have anything in common, they
     /// take three times as much: places, frames and stacks are in tables by their content as well.
     pub(super) fn window(&self) -> u64 {
-        self.memory / 2 / self.closings() as u64 / 3
+        self.memory / 8 / self.closings() as u64
     }
 }
 
 /// No collector sends larger ones.
 const MESSAGE: u32 = 32 << 20;
 /// Memory of a window that is resolved.
-const CLOSING: u64 = 256 << 20;
+const CLOSING: u64 = 192 << 20;
 /// Threads that one client may keep busy at a time, of those that may block.
 const TURNS: usize = 8;
 /// Clients that are remembered while they have no stream.
@@ -424,7 +428,8 @@ mod tests {
     fn memory_of_windows_is_within_the_whole() {
         for memory in [64 << 20, 1 << 30, 64 << 30] {
             let limits = Limits { memory, ..<_>::default() };
-            assert!(limits.closings() as u64 * limits.window() * 3 <= memory / 2);
+            let closings = limits.closings() as u64 * limits.window() * 3;
+            assert!(closings + limits.request() <= memory / 2);
         }
     }
 }

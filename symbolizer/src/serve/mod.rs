@@ -4,15 +4,19 @@
 //! how far it has come: open, closed, written. A server that was killed goes on from there at the
 //! next start; a collector that comes back is told which epochs are held already.
 
+mod api;
+mod asked;
 mod changed;
 mod closing;
 mod counts;
+mod fetch;
 mod id;
 mod identity;
 mod index;
 mod keeper;
 mod limits;
 mod listen;
+mod live;
 mod profiles;
 mod pulse;
 mod queue;
@@ -30,7 +34,9 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::service::Routes;
 
+use self::api::Api;
 use self::closing::Closing;
 use self::counts::Counts;
 pub use self::identity::Allowed;
@@ -71,6 +77,8 @@ pub struct Config {
     /// How long profiles may take that are written when the server stops. What is left is written
     /// by the next one.
     pub drain_timeout: Duration,
+    /// Names of clients that see what others sent: `token:NAME`, `certificate:NAME`, `uid:NUMBER`.
+    pub readers: Vec<String>,
     /// What clients may take.
     pub limits: Limits,
     /// Length of a window by the stream's clock.
@@ -175,6 +183,7 @@ pub async fn run(
         pins: Arc::default(),
         handed: AllHanded::default(),
         turns: Arc::default(),
+        live: Arc::default(),
     });
     let (alive, mut all_gone) = tokio::sync::watch::channel(0);
     let threads = Closing {
@@ -201,12 +210,15 @@ pub async fn run(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?;
     let service = service(Arc::clone(&keepers), closing);
-    let service = Metered::new(service, keepers, config.limits.message());
+    let service = Metered::new(service, Arc::clone(&keepers), config.limits.message());
+    let turns = Arc::new(Semaphore::new(api::FETCHES));
+    let api = api::router(Arc::new(Api { keepers, readers: config.readers.clone(), turns }));
+    let grpc = Routes::new(service).add_service(health).add_service(reflection);
     let server = tonic::transport::Server::builder()
+        // For who asks as people do.
+        .accept_http1(true)
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
-        .add_service(health)
-        .add_service(reflection)
-        .add_service(service);
+        .add_routes(Routes::from(grpc.into_axum_router().merge(api)));
     let (accepted, incoming) = mpsc::channel(16);
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     for (listener, address) in listeners {

@@ -5,7 +5,7 @@
 //! A restart at any point finds either, and goes on from there. Nothing here reads what a log is
 //! about. What becomes of closed windows is in `queue.rs`, what is removed in `retention.rs`.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io;
 use std::mem::Discriminant;
@@ -168,12 +168,13 @@ impl Store {
         &self,
         capture: CaptureId,
         owner: &Identity,
+        hello: &v1::Hello,
     ) -> Result<Before, StoreError> {
         // An index that is made again finds windows that are to be closed.
         drop(self.usable()?);
         self.close_left(capture)?;
         let owner = owner.to_string();
-        let before = self.usable()?.index.claim(capture, &owner)?;
+        let before = self.usable()?.index.claim(capture, &owner, hello)?;
         if before.owner == owner { Ok(before) } else { Err(StoreError::NotTheirs) }
     }
 
@@ -309,14 +310,12 @@ impl Store {
         }
         if log.tally().is_empty() && more.is_empty() {
             // Nothing happened in it that anyone could miss. Its epochs must not come again.
-            let next_epoch = log.tally().next_epoch;
-            self.usable()?.index.close(id, 0, next_epoch, &BTreeMap::new())?;
+            self.usable()?.index.close(id, 0, log.tally(), None)?;
             return self.discard(id);
         }
         log.end_window(more)?;
         let mut inner = self.usable()?;
-        let tally = log.tally();
-        inner.index.close(id, log.bytes(), tally.next_epoch, &tally.lost)?;
+        inner.index.close(id, log.bytes(), log.tally(), log.span_ms())?;
         inner.live.remove(&id);
         inner.waiting += log.bytes();
         drop(inner);

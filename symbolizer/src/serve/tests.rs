@@ -45,14 +45,14 @@ fn a_window_is_resolved_once_wherever_servers_end() {
     let directory = tempfile::tempdir().unwrap();
     let owner = Identity::Loopback;
     let store = open(directory.path());
-    let before = store.before(ONE.capture, &owner).unwrap();
+    let before = store.before(ONE.capture, &owner, &v1::Hello::default()).unwrap();
     assert_eq!((before.next_epoch, before.next_window), (0, 0));
     let mut log = store.begin(ONE, &hello()).unwrap();
     add(&mut log, 0..3);
     drop((log, store));
     // It was open. Its collector comes back, and is told what is there.
     let store = open(directory.path());
-    let before = store.before(ONE.capture, &owner).unwrap();
+    let before = store.before(ONE.capture, &owner, &v1::Hello::default()).unwrap();
     assert_eq!((before.next_epoch, before.next_window), (3, 1));
     assert_eq!(before.lost.values().map(|lost| lost.count).sum::<u64>(), 6);
     let due = store.next_due().unwrap();
@@ -60,7 +60,7 @@ fn a_window_is_resolved_once_wherever_servers_end() {
     drop(store);
     // It was being resolved. It is not tried at once, and the log says the same as before.
     let store = open(directory.path());
-    assert_eq!(store.before(ONE.capture, &owner).unwrap(), before);
+    assert_eq!(store.before(ONE.capture, &owner, &v1::Hello::default()).unwrap(), before);
     assert_eq!(store.drain(Duration::ZERO), 1);
     drop(store);
     let store = open(directory.path());
@@ -85,7 +85,7 @@ fn windows_without_anything_leave_nothing() {
     drop(store.begin(two, &hello()).unwrap());
     drop(store);
     let store = open(directory.path());
-    let before = store.before(ONE.capture, &Identity::Loopback).unwrap();
+    let before = store.before(ONE.capture, &Identity::Loopback, &v1::Hello::default()).unwrap();
     assert_eq!((before.next_epoch, before.next_window), (0, 2));
     assert_eq!(store.drain(Duration::ZERO), 0);
     assert!(!two.log(&directory.path().join("logs")).exists());
@@ -138,8 +138,8 @@ fn logs_without_a_profile_are_never_removed_and_make_collectors_wait() {
 fn a_capture_is_of_who_began_it() {
     let directory = tempfile::tempdir().unwrap();
     let store = open(directory.path());
-    store.before(ONE.capture, &Identity::User(1)).unwrap();
-    let theirs = store.before(ONE.capture, &Identity::User(2));
+    store.before(ONE.capture, &Identity::User(1), &v1::Hello::default()).unwrap();
+    let theirs = store.before(ONE.capture, &Identity::User(2), &v1::Hello::default());
     assert!(matches!(theirs, Err(StoreError::NotTheirs)));
     // Of an index that is lost, nobody knows: who comes first has it.
     let mut log = store.begin(ONE, &hello()).unwrap();
@@ -147,8 +147,11 @@ fn a_capture_is_of_who_began_it() {
     drop((log, store));
     std::fs::remove_file(directory.path().join("logs/windows.db")).unwrap();
     let store = open(directory.path());
-    assert_eq!(store.before(ONE.capture, &Identity::User(2)).unwrap().next_epoch, 3);
-    assert!(store.before(ONE.capture, &Identity::User(1)).is_err());
+    assert_eq!(
+        store.before(ONE.capture, &Identity::User(2), &v1::Hello::default()).unwrap().next_epoch,
+        3
+    );
+    assert!(store.before(ONE.capture, &Identity::User(1), &v1::Hello::default()).is_err());
 }
 
 #[test]
@@ -166,12 +169,12 @@ fn an_index_that_is_removed_under_a_server_costs_nothing() {
         std::fs::remove_file(directory.path().join("logs").join(name)).unwrap();
     }
     // Made again from the logs, but for the one that still grows.
-    assert_eq!(store.before(ONE.capture, &owner).unwrap().next_epoch, 2);
+    assert_eq!(store.before(ONE.capture, &owner, &v1::Hello::default()).unwrap().next_epoch, 2);
     assert_eq!(store.next_due().unwrap().id, ONE);
     add(&mut growing, 3..4);
     store.close(two, &mut growing, &[]).unwrap();
     assert_eq!(store.next_due().unwrap().id, two);
-    assert_eq!(store.before(ONE.capture, &owner).unwrap().next_epoch, 4);
+    assert_eq!(store.before(ONE.capture, &owner, &v1::Hello::default()).unwrap().next_epoch, 4);
 }
 
 #[test]

@@ -88,7 +88,7 @@ fn read(tls: &Tls) -> io::Result<Arc<ServerConfig>> {
     let mut config = builder
         .with_single_cert(certificates(&tls.certificate)?, key)
         .map_err(|error| at(&tls.certificate, &error))?;
-    config.alpn_protocols = vec![b"h2".to_vec()];
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
 

@@ -1,6 +1,7 @@
 //! Interning: epochs come in with ids of their own and leave as one set of tables.
 
 mod ids;
+mod only;
 mod samples;
 mod whole;
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use self::ids::Ids;
+pub use self::only::Only;
 pub use self::samples::{Taken, ValueError};
 use super::labels::Label;
 use super::{
@@ -39,6 +41,7 @@ pub struct Builder {
     timeline: bool,
     /// Each sample has its CPU as a label.
     by_cpu: bool,
+    only: Only,
     /// Stretches of time that captures are of: the start of each, and its end.
     observed: BTreeMap<u64, u64>,
     /// Where that of this capture begins.

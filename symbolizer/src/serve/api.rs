@@ -1,0 +1,346 @@
+//! What people and programs ask of a server over HTTP, on the addresses collectors come to:
+//! which captures there are, and profiles of them. Everybody sees what they sent, readers see
+//! everything.
+//!
+//! `openapi.json` says the same for programs. Requests and answers in `stackwire ps` and
+//! `stackwire fetch` are these.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{Query, State};
+use axum::http::header::{CONTENT_TYPE, HeaderMap, HeaderName};
+use axum::http::{Extensions, Request, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use serde::{Deserialize, Serialize};
+use tokio::sync::Semaphore;
+
+use super::asked::{Kept, Known};
+use super::fetch::{self, Format, NoProfile, Wanted};
+use super::index::now_ms;
+use super::keeper::Keepers;
+use super::limits::Account;
+use super::live::Streamed;
+use crate::receive::grpc::{Accept, NotAdmitted};
+use crate::receive::peer::{Caller, Connected, TOKEN};
+
+/// What handlers share.
+pub(super) struct Api {
+    pub keepers: Arc<Keepers>,
+    /// Who sees everything, by name.
+    pub readers: Vec<String>,
+    /// Profiles that are made at a time.
+    pub turns: Arc<Semaphore>,
+}
+
+/// Profiles that are made at a time: each has an eighth of the memory.
+pub(super) const FETCHES: usize = 1;
+/// How long a request waits for its turn.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes of an answer in one piece.
+const PIECE: usize = 64 << 10;
+
+/// The paths.
+pub(super) fn router(api: Arc<Api>) -> Router {
+    Router::new()
+        .route("/v1/captures", get(captures))
+        .route("/v1/profile", get(profile))
+        .route("/v1/openapi.json", get(openapi))
+        // Whatever else is asked for is answered in gRPC's way.
+        .route("/v1/{*path}", get(nothing))
+        .with_state(api)
+}
+
+/// What is said where there is no answer.
+struct Refusal(StatusCode, String);
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let Self(status, error) = self;
+        let body = serde_json::json!({ "error": error }).to_string();
+        (status, [(CONTENT_TYPE, JSON)], body).into_response()
+    }
+}
+
+const JSON: &str = "application/json";
+
+/// Which captures are shown.
+struct Sight<'a> {
+    account: Account,
+    readers: &'a [String],
+}
+
+impl Api {
+    /// Lets somebody in who asks.
+    fn admit(&self, extensions: &Extensions, headers: &HeaderMap) -> Result<Sight<'_>, Refusal> {
+        let connected: Option<&Connected> = extensions.get();
+        let token = headers.get(TOKEN).and_then(|token| token.to_str().ok());
+        let caller = Caller::of(connected, token);
+        let account = self.keepers.admit(caller.as_ref()).map_err(|why| {
+            let status = match &why {
+                NotAdmitted::Unknown(_) => StatusCode::UNAUTHORIZED,
+                NotAdmitted::TooMuch(_) => StatusCode::TOO_MANY_REQUESTS,
+            };
+            Refusal(status, why.to_string())
+        })?;
+        if let Some(connected) = connected {
+            connected.admitted.set();
+        }
+        Ok(Sight { account, readers: &self.readers })
+    }
+}
+
+impl Sight<'_> {
+    fn sees(&self, owner: &str) -> bool {
+        let who = self.account.who.to_string();
+        owner == who || self.readers.contains(&who)
+    }
+}
+
+/// Which captures.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CapturesQuery {
+    /// Only those with a stream.
+    #[serde(default)]
+    live: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Captures {
+    captures: Vec<Capture>,
+}
+
+#[derive(Debug, Serialize)]
+struct Capture {
+    capture: String,
+    client: String,
+    host: String,
+    collector: String,
+    kernel: String,
+    live: bool,
+    since: String,
+    last: String,
+    samples_per_second: f64,
+    samples: u64,
+    lost_samples: u64,
+    stacks: u64,
+    whole_stacks: u64,
+    windows: Windows,
+}
+
+#[derive(Debug, Serialize)]
+struct Windows {
+    open: u64,
+    waiting: u64,
+    written: u64,
+    given_up: u64,
+}
+
+impl Capture {
+    fn of(known: Known, live: Option<Streamed>) -> Self {
+        let now = live.unwrap_or_default();
+        let [open, waiting, written, given_up] = known.windows;
+        let time = |ms: u64| {
+            let at = jiff::Timestamp::from_millisecond(i64::try_from(ms).unwrap_or(0));
+            at.unwrap_or_default().to_string()
+        };
+        Self {
+            capture: known.id.to_string(),
+            client: known.owner,
+            host: known.hostname,
+            collector: known.collector,
+            kernel: known.kernel,
+            live: live.is_some(),
+            since: time(known.begun_ms),
+            last: time(known.seen_ms.max(now.last_ms)),
+            samples_per_second: (now.samples_per_second * 10.0).round() / 10.0,
+            samples: known.samples + now.samples,
+            lost_samples: known.lost + now.lost,
+            stacks: known.stacks + now.stacks,
+            whole_stacks: known.whole + now.whole,
+            windows: Windows { open, waiting, written, given_up },
+        }
+    }
+}
+
+async fn captures(
+    State(api): State<Arc<Api>>,
+    query: Result<Query<CapturesQuery>, axum::extract::rejection::QueryRejection>,
+    request: Request<axum::body::Body>,
+) -> Result<Response, Refusal> {
+    let sight = api.admit(request.extensions(), request.headers())?;
+    let Query(query) = query.map_err(|why| Refusal(StatusCode::BAD_REQUEST, why.body_text()))?;
+    let known =
+        blocking(&api, |keepers| Ok(keepers.shared.store.usable()?.index.captures()?)).await?;
+    let seen = known.into_iter().filter(|known| sight.sees(&known.owner));
+    let captures = seen.map(|known| {
+        let live = api.keepers.shared.live.of(&known.id);
+        Capture::of(known, live)
+    });
+    let captures = captures.filter(|capture| capture.live || !query.live).collect();
+    let body = serde_json::to_string(&Captures { captures });
+    let body = body.map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why.to_string()))?;
+    Ok(([(CONTENT_TYPE, JSON)], body).into_response())
+}
+
+/// Which profile.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ProfileQuery {
+    /// As "15m"; instead of `from` and `to`.
+    last: Option<String>,
+    /// RFC 3339.
+    from: Option<String>,
+    to: Option<String>,
+    /// `LABEL=VALUE,…`; the labels `host` and `client` choose captures.
+    #[serde(rename = "where")]
+    labels: Option<String>,
+    event: Option<String>,
+    format: Option<String>,
+}
+
+impl ProfileQuery {
+    fn wanted(&self) -> Result<(Wanted, Chosen), String> {
+        let now = u64::try_from(now_ms()).unwrap_or(0);
+        let time = |text: &String| {
+            let at: jiff::Timestamp = text.parse().map_err(|why| format!("{text:?}: {why}"))?;
+            Ok::<u64, String>(u64::try_from(at.as_millisecond()).unwrap_or(0))
+        };
+        let time_ms = match (&self.last, &self.from, &self.to) {
+            (Some(_), Some(_), _) | (Some(_), _, Some(_)) => {
+                return Err("ask for `last`, or for `from` and `to`".to_owned());
+            }
+            (Some(last), None, None) => {
+                let last =
+                    humantime::parse_duration(last).map_err(|why| format!("{last:?}: {why}"))?;
+                let last = u64::try_from(last.as_millis()).unwrap_or(u64::MAX);
+                now.saturating_sub(last)..u64::MAX
+            }
+            (None, from, to) => {
+                from.as_ref().map_or(Ok(0), time)?..to.as_ref().map_or(Ok(u64::MAX), time)?
+            }
+        };
+        let labels = match self.labels.as_deref() {
+            None | Some("") => Vec::new(),
+            Some(text) => crate::labels::parse(text).map_err(|bad| bad.to_string())?,
+        };
+        let format = self.format.as_deref().unwrap_or("pprof");
+        let known = Format::ALL.iter().find(|(name, _)| *name == format);
+        let &(_, format) = known.ok_or_else(|| {
+            let names = Format::ALL.map(|(name, _)| name).join(", ");
+            format!("{format:?} is no format: there are {names}")
+        })?;
+        let (chosen, labels) = Chosen::of(labels);
+        Ok((Wanted { time_ms, labels, event: self.event.clone(), format }, chosen))
+    }
+}
+
+/// Captures by what is known of all of one.
+#[derive(Debug, Default)]
+struct Chosen {
+    hosts: Vec<String>,
+    clients: Vec<String>,
+}
+
+impl Chosen {
+    /// What chooses captures, and what chooses samples.
+    fn of(labels: Vec<(String, String)>) -> (Self, Vec<(String, String)>) {
+        let (mut chosen, mut others) = (Self::default(), Vec::new());
+        for (label, value) in labels {
+            match label.as_str() {
+                "host" => chosen.hosts.push(value),
+                "client" => chosen.clients.push(value),
+                _ => others.push((label, value)),
+            }
+        }
+        (chosen, others)
+    }
+
+    fn has(&self, window: &Kept) -> bool {
+        (self.hosts.is_empty() || self.hosts.contains(&window.hostname))
+            && (self.clients.is_empty() || self.clients.contains(&window.owner))
+    }
+}
+
+async fn profile(
+    State(api): State<Arc<Api>>,
+    query: Result<Query<ProfileQuery>, axum::extract::rejection::QueryRejection>,
+    request: Request<axum::body::Body>,
+) -> Result<Response, Refusal> {
+    let sight = api.admit(request.extensions(), request.headers())?;
+    let bad = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
+    let Query(query) = query.map_err(|why| bad(why.body_text()))?;
+    let (wanted, chosen) = query.wanted().map_err(bad)?;
+    let time = wanted.time_ms.clone();
+    let windows = blocking(&api, move |keepers| {
+        Ok(keepers.shared.store.usable()?.index.windows_of(time.start, time.end)?)
+    });
+    let mut windows = windows.await?;
+    windows.retain(|window| sight.sees(&window.owner) && chosen.has(window));
+    let turn = tokio::time::timeout(PATIENCE, Arc::clone(&api.turns).acquire_owned()).await;
+    let Ok(Ok(turn)) = turn else {
+        let why = "other profiles are being made: ask again later".to_owned();
+        return Err(Refusal(StatusCode::SERVICE_UNAVAILABLE, why));
+    };
+    let format = wanted.format;
+    let made = blocking(&api, move |keepers| {
+        // Whoever asked may be gone, and another who asks waits all the same.
+        let _turn = turn;
+        Ok(fetch::make(keepers, &windows, &wanted))
+    });
+    let made = made.await?;
+    let file = made.map_err(|why| {
+        let status = match why {
+            NoProfile::Nothing | NoProfile::NoEvent(_) => StatusCode::NOT_FOUND,
+            NoProfile::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            NoProfile::Capture(_) | NoProfile::Io(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        Refusal(status, why.to_string())
+    })?;
+    let body = axum::body::Body::from_stream(pieces(file));
+    let nosniff = (HeaderName::from_static("x-content-type-options"), "nosniff");
+    Ok(([(CONTENT_TYPE, format.content_type()), nosniff], body).into_response())
+}
+
+/// A file piece by piece, read as fast as it is taken.
+fn pieces(mut file: std::fs::File) -> impl tokio_stream::Stream<Item = std::io::Result<Vec<u8>>> {
+    let (out, pieces) = tokio::sync::mpsc::channel(2);
+    tokio::task::spawn_blocking(move || {
+        loop {
+            let mut piece = vec![0; PIECE];
+            let read = std::io::Read::read(&mut file, &mut piece).map(|read| {
+                piece.truncate(read);
+                piece
+            });
+            let failed = read.is_err();
+            let is_end = read.as_ref().is_ok_and(Vec::is_empty);
+            if is_end || out.blocking_send(read).is_err() || failed {
+                break;
+            }
+        }
+    });
+    tokio_stream::wrappers::ReceiverStream::new(pieces)
+}
+
+async fn openapi() -> Response {
+    ([(CONTENT_TYPE, JSON)], include_str!("openapi.json")).into_response()
+}
+
+async fn nothing() -> Refusal {
+    Refusal(StatusCode::NOT_FOUND, "there is no such path; see /v1/openapi.json".to_owned())
+}
+
+/// Asks what blocks.
+async fn blocking<T: Send + 'static>(
+    api: &Arc<Api>,
+    ask: impl FnOnce(&Keepers) -> anyhow::Result<T> + Send + 'static,
+) -> Result<T, Refusal> {
+    let keepers = Arc::clone(&api.keepers);
+    let asked = tokio::task::spawn_blocking(move || ask(&keepers)).await;
+    let failed = |why: String| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why);
+    let asked = asked.map_err(|why| failed(why.to_string()))?;
+    asked.map_err(|why| failed(format!("{why:#}")))
+}
