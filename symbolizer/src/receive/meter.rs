@@ -202,8 +202,8 @@ impl Framing {
         self.have == 0 && self.left == 0
     }
 
-    /// Goes on by some bytes. The length of the message that is not whole then, if it began in them;
-    /// or that of one that is longer than `most`.
+    /// Goes on by some bytes. The length of the message that is not whole then, if it began in
+    /// them; or that of one that is longer than `most`.
     fn read(&mut self, mut bytes: &[u8], most: u32) -> Result<Option<u32>, u32> {
         let mut begun = None;
         while !bytes.is_empty() {
