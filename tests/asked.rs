@@ -101,12 +101,16 @@ fn everybody_sees_what_they_sent_and_readers_see_all() {
     // The second epoch of each: the greeting is at one second, the first epoch at two.
     let second = ["--since=2023-11-14T22:13:22Z", "--until=2023-11-14T22:13:23Z"];
     assert_eq!(samples("alice", &second), 20);
+    let profile = Pprof::read(Path::new(&setting.file("out.pb.gz")));
+    assert_eq!(profile.duration, 1_000_000_000, "it is of that second");
     assert_eq!(samples("alice", &["--where=comm=program"]), 50);
     setting
         .ask("alice", &["fetch", "-o", "-", "--where=comm=other"])
         .failed(1, "nothing that is kept");
     setting.ask("alice", &["fetch", "-o", "-", "--event=faults"]).failed(1, "no samples of faults");
     setting.ask("alice", &["fetch", "-o", "-", "--where=comm"]).failed(2, "LABEL=VALUE");
+    let arguments = ["serve", "--output-dir=x", "--reader=tokens:ops"];
+    stackwire(arguments).failed(2, "write token:NAME");
     setting.server.terminate();
 }
 
@@ -157,13 +161,15 @@ fn a_live_host_shows_its_rate_and_its_samples_in_every_format() {
     let lines: Vec<_> = lines.collect();
     let of_source =
         |(_, file, line): &&(String, String, u64)| file.ends_with("work.c") && *line > 0;
-    assert!(lines.iter().any(|line| of_source(line)), "no function has its line: {lines:?}");
+    assert!(lines.iter().any(of_source), "no function has its line: {lines:?}");
     let folded = String::from_utf8(fetch("x.folded", &[])).unwrap();
     assert!(folded.lines().all(|line| line.rsplit(' ').next().unwrap().parse::<u64>().is_ok()));
     let svg = String::from_utf8(fetch("x.svg", &[])).unwrap();
     assert!(svg.starts_with("<?xml") && svg.trim_end().ends_with("</svg>"));
     let pmu: serde_json::Value = serde_json::from_slice(&fetch("x.json", &[])).unwrap();
     assert!(pmu.is_object());
+    let other = ["fetch", &from, "--format=pmu-json", "--where=comm=other", "-o", "-"];
+    stackwire(other).failed(1, "nothing that is kept");
     assert!(String::from_utf8(fetch("x.txt", &[])).unwrap().contains("work"));
     fetch("x.data", &[]);
     let perf = Ran::of(Command::new("perf").args(["script", "-i", &at("x.data")])).succeeded();

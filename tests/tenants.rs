@@ -78,7 +78,8 @@ impl Setting {
         let directory = tempfile::tempdir().unwrap();
         let authority = Authority::new(&directory.path().join("ca"));
         authority.server("server");
-        std::fs::write(directory.path().join("tokens"), "mallory m-1\nalice a-1\n").unwrap();
+        std::fs::write(directory.path().join("tokens"), "mallory m-1\nalice a-1\nops o-1\n")
+            .unwrap();
         let honest = library(directory.path(), "honest_name");
         let forged = library(directory.path(), "forged_name");
         assert_eq!(offset(&honest), offset(&forged));
@@ -92,6 +93,7 @@ impl Setting {
             format!("--tls-key={}", self.authority.file("server.key")),
             format!("--token-file={}", self.directory.path().join("tokens").display()),
             format!("--symbol-cache-dir={}", self.cache().display()),
+            "--reader=token:ops".to_owned(),
         ];
         let all: Vec<&str> =
             arguments.iter().map(String::as_str).chain(more.iter().copied()).collect();
@@ -145,6 +147,22 @@ fn what_one_hands_over_names_no_samples_of_another() {
         |want: &v1::Want| if want.hash_only { vec![announced(want, &honest)] } else { vec![] };
     let asked = setting.send(&server, "m-1", 4, only_its_hash);
     assert_eq!(asked.wants.len(), 2, "{asked:?}");
+    // Nor in a profile of both.
+    let out = setting.directory.path().join("both.folded");
+    let (from, ca) = (
+        format!("--from=https://{}", server.address),
+        format!("--tls-ca={}", setting.authority.file("ca.pem")),
+    );
+    std::fs::write(setting.directory.path().join("ops"), "o-1").unwrap();
+    let token = format!("--token-file={}", setting.directory.path().join("ops").display());
+    let fetch = |choice: &str| {
+        let out = out.to_str().unwrap();
+        stackwire(["fetch", &from, &ca, &token, "-o", out, choice]).succeeded();
+        std::fs::read_to_string(out).unwrap()
+    };
+    let both = fetch("--where=comm=program");
+    assert!(!both.contains("_name") && both.trim_end().ends_with(" 36"), "{both}");
+    assert!(fetch("--where=client=token:alice").contains("honest_name"));
     server.terminate();
     let named = [1, 2, 3, 4].map(|capture| name(&outputs, capture));
     let [forged_name, honest_name] =

@@ -403,7 +403,7 @@ pub struct Serve {
     pub allow_gid: Vec<u32>,
     /// Client that sees with `ps` and `fetch` what others sent, as token:NAME, certificate:NAME,
     /// uid:NUMBER or loopback (repeatable). Others see what they sent themselves.
-    #[arg(long, value_name = "CLIENT")]
+    #[arg(long, value_name = "CLIENT", value_parser = reader)]
     pub reader: Vec<String>,
     /// Where profiles go.
     #[arg(long, value_name = "DIRECTORY")]
@@ -444,6 +444,16 @@ pub struct Serve {
     pub symbols: SymbolOptions,
     #[command(flatten)]
     pub metrics: MetricsOption,
+}
+
+fn reader(text: &str) -> anyhow::Result<String> {
+    let known = ["token:", "certificate:", "uid:"];
+    let is_known = |kind: &&str| text.strip_prefix(*kind).is_some_and(|name| !name.is_empty());
+    ensure!(
+        known.iter().any(is_known) || matches!(text, "loopback" | "anyone"),
+        "write token:NAME, certificate:NAME, uid:NUMBER, loopback or anyone"
+    );
+    Ok(text.to_owned())
 }
 
 /// Which server, and how it knows us.
@@ -549,8 +559,8 @@ pub struct LimitOptions {
     /// Most MiB a second from one client, before compression. Who sends more has to wait.
     #[arg(long, value_name = "MIB", default_value_t = 256, help_heading = LIMITS)]
     pub rate_max: u64,
-    /// Most MiB of memory that an epoch takes.
-    #[arg(long, value_name = "MIB", default_value_t = 128, help_heading = LIMITS)]
+    /// Most MiB of memory that an epoch takes, 256 at most.
+    #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=256), help_heading = LIMITS)]
     pub epoch_max: u64,
     /// Most MiB of artifacts and executables from one client in an hour, before compression.
     #[arg(long, value_name = "MIB", default_value_t = 16_384, help_heading = LIMITS)]

@@ -46,6 +46,8 @@ pub(crate) struct Pprof {
     pub(crate) period: i64,
     /// Nanoseconds since 1970. 0 of one that was read as text.
     pub(crate) start: i64,
+    /// Nanoseconds, likewise.
+    pub(crate) duration: i64,
     /// Kind and unit of each value, as "cpu/nanoseconds".
     pub(crate) kinds: Vec<String>,
 }
@@ -127,6 +129,7 @@ impl Pprof {
             mappings: mappings.collect(),
             period: wire.period,
             start: wire.time_nanos,
+            duration: wire.duration_nanos,
             kinds: wire
                 .sample_type
                 .iter()
@@ -325,6 +328,8 @@ mod wire {
         pub(super) string_table: Vec<String>,
         #[prost(int64, tag = "9")]
         pub(super) time_nanos: i64,
+        #[prost(int64, tag = "10")]
+        pub(super) duration_nanos: i64,
         #[prost(int64, tag = "12")]
         pub(super) period: i64,
     }

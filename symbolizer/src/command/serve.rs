@@ -1,6 +1,7 @@
 //! `stackwire serve`: the server until Ctrl-C.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use stackwire::{Allowed, Keep, Limits, ServeConfig, Tls, serve};
@@ -56,7 +57,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         .max_blocking_threads(BLOCKING_THREADS)
         .build()
         .context("cannot start the runtime")?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
         let mut hang_up = signal(SignalKind::hangup())?;
@@ -70,12 +71,14 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         serve(config, |address| say(&format!("stackwire: listening on {address}")), shutdown)
             .await?;
         Ok(())
-    })
+    });
+    // A profile that is being made for somebody keeps nothing waiting.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    served
 }
 
-/// They open epochs and sync logs: as many as a disk can use together, and no more, because each
-/// may hold an epoch.
-const BLOCKING_THREADS: usize = 32;
+/// They open epochs and sync logs. What these take in memory is limited elsewhere.
+const BLOCKING_THREADS: usize = 128;
 
 fn limits(options: &LimitOptions) -> Limits {
     Limits {

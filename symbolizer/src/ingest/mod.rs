@@ -17,7 +17,7 @@ use stackwire_model::{FileOffset, UserAddr};
 use stackwire_proto::v1;
 
 pub use self::greeting::{Context, hello};
-use self::stacks::Stacks;
+use self::stacks::{FRAME_BYTES, Stacks};
 use self::tables::{MAX_NAMES, Reader};
 use self::waits::Waits;
 
@@ -89,7 +89,17 @@ pub struct Met {
     /// Which it says are mapped, each with the pid of a process.
     pub mapped: Vec<(ExecutableId, u32)>,
     /// Bytes of names of its entries, however often they share one.
-    pub names: usize,
+    names: usize,
+    /// Frames it made.
+    frames: u64,
+}
+
+impl Met {
+    /// Bytes it takes in a profile beyond what it took decoded.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        (self.names as u64).saturating_add(self.frames.saturating_mul(FRAME_BYTES))
+    }
 }
 
 /// Adds an epoch to a profile.
@@ -97,6 +107,10 @@ pub struct Met {
 /// # Errors
 /// See [`IngestError`].
 pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result<Met, IngestError> {
+    let (start, end) = (context.wall(epoch.start_ns), context.wall(epoch.end_ns));
+    if !into.takes_span(start, end) {
+        return Ok(Met::default());
+    }
     let names_left = &Cell::new(MAX_NAMES);
     let reader = Reader { epoch, context, names_left };
     let mut executables: Vec<ExecutableId> = epoch
@@ -231,11 +245,12 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         let process = process.map(|index| reader.at(&processes, index, "process")).transpose()?;
         let thread = wire.thread.checked_sub(1);
         let thread = thread.map(|index| reader.at(&threads, index, "thread")).transpose()?;
-        sched.push(match (process, thread) {
+        let who = match (process, thread) {
             (_, Some((thread, _))) => Who::Thread(thread),
             (Some(process), None) => Who::Process(process),
             (None, None) => Who::TheRest,
-        });
+        };
+        sched.push(into.takes(who).then_some(who));
     }
     // Nothing can be wrong from here on: an epoch counts whole or not at all.
     let mut keys = keys.into_iter();
@@ -244,7 +259,10 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         for ((index, delta), key) in samples.time_delta.iter().enumerate().zip(&mut keys) {
             let value = samples.value.get(index).or(samples.value.first()).copied().unwrap_or(0);
             time_ns = time_ns.wrapping_add(*delta as u64);
-            let Some(key) = key else { continue };
+            let Some(key) = key else {
+                into.leave_out(samples.events(index));
+                continue;
+            };
             let taken = Taken {
                 count: samples.events(index),
                 value,
@@ -255,7 +273,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         }
     }
     for (who, wire) in sched.into_iter().zip(&epoch.sched) {
-        into.sched(who, &context.sched(wire));
+        if let Some(who) = who {
+            into.sched(who, &context.sched(wire));
+        }
     }
     for lost in &epoch.lost {
         into.lost(lost.reason().into(), lost.count, lost.samples);
@@ -268,8 +288,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         failed: tables.failed,
         evicted: tables.evicted,
     });
-    into.span(context.wall(epoch.start_ns), context.wall(epoch.end_ns));
-    Ok(Met { executables, mapped, names: MAX_NAMES - names_left.get() })
+    into.span(start, end);
+    let names = MAX_NAMES - names_left.get();
+    Ok(Met { executables, mapped, names, frames: stacks.made })
 }
 
 /// What is lost after the last epoch, or in epochs that are not there: totals at the end less what

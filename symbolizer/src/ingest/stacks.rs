@@ -12,8 +12,14 @@ use crate::profile::{
 
 /// Deepest stack taken: nodes are shared, so a small message could describe very many deep stacks.
 pub(super) const MAX_DEPTH: u32 = 4096;
-/// Most frames of all stacks of an epoch, for the same reason. A collector cuts at some millions.
-pub(super) const MAX_FRAMES: u64 = 16 << 20;
+/// Most frames that an epoch makes, for the same reason: each is in three tables. Shared stacks
+/// make one for each node.
+pub(super) const MAX_FRAMES: u64 = 2 << 20;
+/// Most frames of all stacks, shared ones among them: as many are written. A collector cuts at some
+/// millions.
+const MAX_WALKED: u64 = 16 << 20;
+/// Bytes a frame takes, in those tables.
+pub(super) const FRAME_BYTES: u64 = 160;
 
 /// What the places of a node and its callers depend on.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,8 +45,9 @@ pub(super) struct Stacks<'e> {
     depth: Vec<u32>,
     frames: FxHashMap<(u32, Option<Of>), FrameId>,
     stacks: FxHashMap<(u32, Of), StackId>,
-    /// Frames of all stacks.
+    /// Frames of all stacks, and those that were made for them.
     total: u64,
+    pub(super) made: u64,
     /// Of a stack, until its callers are known.
     new: Vec<((u32, Option<Of>), LocationId)>,
 }
@@ -73,6 +80,7 @@ impl<'e> Stacks<'e> {
             frames: FxHashMap::default(),
             stacks: FxHashMap::default(),
             total: 0,
+            made: 0,
             new: Vec::new(),
         })
     }
@@ -90,14 +98,14 @@ impl<'e> Stacks<'e> {
         let leaf = wire.node.checked_sub(1).map(|node| node as usize);
         let to_time = leaf.is_some_and(|node| self.private[node] == Private::ToTime);
         // Of many deep stacks there is not one for each time.
-        let seen_ns = if to_time && self.total < MAX_FRAMES / 2 { seen_ns } else { 0 };
+        let seen_ns = if to_time && self.made < MAX_FRAMES / 4 { seen_ns } else { 0 };
         let of = (process, seen_ns);
         if let Some(&known) = self.stacks.get(&(at, of)) {
             return Ok(Some(known));
         }
         let depth = leaf.map_or(0, |node| self.depth[node]);
         self.total += u64::from(depth);
-        if depth > MAX_DEPTH || self.total > MAX_FRAMES {
+        if depth > MAX_DEPTH || self.total > MAX_WALKED || self.made > MAX_FRAMES {
             return Err(self.reader.invalid("stacks are deeper than any collector records"));
         }
         let leaf = self.frame(wire.node, of, into)?;
@@ -136,6 +144,7 @@ impl<'e> Stacks<'e> {
             self.new.push((key, location));
             node = found.parent;
         }
+        self.made += self.new.len() as u64;
         for (key, location) in self.new.drain(..).rev() {
             let frame = into.frame(Frame { location, caller });
             let frame = frame.map_err(|full| self.reader.invalid(full))?;

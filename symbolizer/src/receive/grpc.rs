@@ -1,26 +1,31 @@
-//! The gRPC service, thin: greet, hand messages to a [`Keep`], pass on what it answers.
+//! The gRPC service, thin: greet, hand messages to a [`Keep`], pass on what it answers. Messages
+//! are received by `messages.rs`.
 //!
 //! Decides nothing about files or profiles: `record` keeps one log and `serve` many, each with a
 //! keeper.
 
-use std::future::poll_fn;
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_message::Body as Reply;
-use stackwire_proto::v1::symbolizer_server::{Symbolizer, SymbolizerServer};
+use stackwire_proto::v1::symbolizer_server::SERVICE_NAME;
 use stackwire_proto::{FORMAT, MAX_FRAME_BYTES, SealError, v1};
 use tokio::sync::{Semaphore, mpsc, watch};
-use tokio_stream::Stream as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::Status;
+use tonic::body::Body as HttpBody;
+use tonic::codec::{Codec as _, EncodeBody, SingleMessageCompressionOverride};
+use tonic::codegen::http;
+use tonic_prost::ProstCodec;
 
 use crate::capture::CaptureError;
 use crate::receive::handed::FileWanted;
 use crate::receive::log::LogError;
+use crate::receive::messages::{Memory, Messages, Received, Shares};
 use crate::receive::peer::{Caller, Connected, TOKEN};
 use crate::receive::wants::Wanted;
 
@@ -105,6 +110,11 @@ pub trait Accept: Send + Sync + 'static {
     /// See [`NotAdmitted`].
     fn admit(&self, caller: Option<&Caller>) -> Result<Self::Name, NotAdmitted>;
 
+    /// Memory for what somebody sends, and how large a message may be; none: as much as comes.
+    fn memory(&self, _name: &Self::Name) -> (Option<Shares>, u32) {
+        (None, MAX_FRAME_BYTES + 1024)
+    }
+
     /// Accepts a stream by its greeting.
     ///
     /// # Errors
@@ -130,25 +140,73 @@ pub enum NotKept {
     Failed(String),
 }
 
-/// The service.
+/// The service, ready to be served.
 #[derive(Debug)]
 pub struct Service<A> {
     acceptor: Arc<A>,
     closing: watch::Receiver<bool>,
 }
 
-/// A tonic service ready to be served. Streams end when `closing` turns true or its sender is gone.
-#[must_use]
-pub fn service<A: Accept>(
-    acceptor: Arc<A>,
-    closing: watch::Receiver<bool>,
-) -> SymbolizerServer<Service<A>> {
-    SymbolizerServer::new(Service { acceptor, closing })
-        .max_decoding_message_size(MAX_FRAME_BYTES as usize + 1024)
+impl<A> Clone for Service<A> {
+    fn clone(&self) -> Self {
+        Self { acceptor: Arc::clone(&self.acceptor), closing: self.closing.clone() }
+    }
 }
 
-/// Bytes of a greeting: lists of processes and of their names are in it.
-const MAX_GREETING: usize = 256 << 10;
+/// A service. Streams end when `closing` turns true or its sender is gone.
+#[must_use]
+pub fn service<A: Accept>(acceptor: Arc<A>, closing: watch::Receiver<bool>) -> Service<A> {
+    Service { acceptor, closing }
+}
+
+impl<A> tonic::server::NamedService for Service<A> {
+    const NAME: &'static str = SERVICE_NAME;
+}
+
+/// Its one method.
+const CAPTURE: &str = "/stackwire.v1.Symbolizer/Capture";
+
+impl<A: Accept> tonic::codegen::Service<http::Request<HttpBody>> for Service<A> {
+    type Response = http::Response<HttpBody>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<HttpBody>) -> Self::Future {
+        let service = self.clone();
+        Box::pin(async move {
+            let (parts, body) = request.into_parts();
+            if parts.uri.path() != CAPTURE {
+                return Ok(Status::unimplemented("there is no such method").into_http());
+            }
+            Ok(match service.capture(&parts, body).await {
+                Ok(answers) => respond(answers),
+                Err(status) => status.into_http(),
+            })
+        })
+    }
+}
+
+/// What is answered, one after the other.
+type Answers = UnboundedReceiverStream<Result<v1::SymbolizerMessage, Status>>;
+
+fn respond(answers: Answers) -> http::Response<HttpBody> {
+    let encoder = ProstCodec::<v1::SymbolizerMessage, v1::CollectorMessage>::default().encoder();
+    let one_by_one = SingleMessageCompressionOverride::default();
+    let body = EncodeBody::new_server(encoder, answers, None, one_by_one, None);
+    let mut response = http::Response::new(HttpBody::new(body));
+    let kind = http::HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
+    response
+}
+
+/// Bytes of the name of a host and of versions.
+const MAX_WORD: usize = 255;
+/// Events and counters of a capture, and names that choose processes.
+const MAX_CHOSEN: usize = 1024;
 /// How long a collector may take to greet.
 const GREETING: Duration = Duration::from_secs(10);
 /// How long to wait before a message is tried again that cannot be taken now. The collector is
@@ -157,17 +215,18 @@ const LATER: Duration = Duration::from_secs(1);
 /// Bytes and number of messages that are taken together, with one sync for all.
 const GROUP_BYTES: usize = 1 << 20;
 const GROUP_MESSAGES: usize = 64;
+/// Entries of the lists of an end: one for each reason.
+const MAX_LISTED: usize = 1024;
 
-#[tonic::async_trait]
-impl<A: Accept> Symbolizer for Service<A> {
-    type CaptureStream = UnboundedReceiverStream<Result<v1::SymbolizerMessage, Status>>;
-
+impl<A: Accept> Service<A> {
     async fn capture(
         &self,
-        request: Request<Streaming<v1::CollectorMessage>>,
-    ) -> Result<Response<Self::CaptureStream>, Status> {
-        let (connected, token) = (request.extensions().get(), request.metadata().get(TOKEN));
-        let caller = Caller::of(connected, token.and_then(|token| token.to_str().ok()));
+        parts: &http::request::Parts,
+        body: HttpBody,
+    ) -> Result<Answers, Status> {
+        let connected: Option<&Connected> = parts.extensions.get();
+        let token = parts.headers.get(TOKEN).and_then(|token| token.to_str().ok());
+        let caller = Caller::of(connected, token);
         let name = self.acceptor.admit(caller.as_ref()).map_err(|why| {
             tracing::warn!("a stream is refused: {why}");
             match why {
@@ -178,15 +237,16 @@ impl<A: Accept> Symbolizer for Service<A> {
         if let Some(Connected { admitted, .. }) = connected {
             admitted.set();
         }
-        let mut incoming = request.into_inner();
-        let first = tokio::time::timeout(GREETING, incoming.message())
+        let (shares, most) = self.acceptor.memory(&name);
+        let mut incoming = Messages::new(body, shares, most);
+        let first = tokio::time::timeout(GREETING, incoming.next())
             .await
             .map_err(|_elapsed| Status::deadline_exceeded("no greeting"))??;
+        let first = first.map(|received| received.message);
         let Some(v1::CollectorMessage { body: Some(Body::Hello(hello)) }) = first else {
             return Err(Status::invalid_argument("a capture starts with a greeting"));
         };
-        if prost::Message::encoded_len(&hello) > MAX_GREETING {
-            let why = format!("a greeting has {MAX_GREETING} bytes at most");
+        if let Some(why) = too_long(&hello) {
             return Err(Status::invalid_argument(why));
         }
         // Unbounded, but answers are few and small: one a message taken.
@@ -199,7 +259,7 @@ impl<A: Accept> Symbolizer for Service<A> {
                 "the collector writes format {}, this symbolizer reads up to {FORMAT}; use a newer stackwire",
                 hello.format
             ))));
-            return Ok(Response::new(UnboundedReceiverStream::new(outgoing)));
+            return Ok(UnboundedReceiverStream::new(outgoing));
         }
         let Accepted { keeper, replaced, turns } =
             self.acceptor.accept(name, hello).await.map_err(|why| {
@@ -214,12 +274,30 @@ impl<A: Accept> Symbolizer for Service<A> {
         let closing = self.closing.clone();
         let stream = Stream { incoming, replies, replaced, turns, closing };
         tokio::spawn(stream.keep(keeper));
-        Ok(Response::new(UnboundedReceiverStream::new(outgoing)))
+        Ok(UnboundedReceiverStream::new(outgoing))
     }
 }
 
+/// What is wrong with a greeting that is kept for as long as its stream is.
+fn too_long(hello: &v1::Hello) -> Option<String> {
+    let words = [&hello.hostname, &hello.collector_version, &hello.kernel_release, &hello.machine];
+    if words.iter().any(|word| word.len() > MAX_WORD) {
+        return Some(format!("a word of its greeting has more than {MAX_WORD} bytes"));
+    }
+    let sampling = hello.sampling.as_ref()?;
+    let lists = [
+        sampling.events.len(),
+        sampling.counters.len(),
+        sampling.comms.len(),
+        sampling.containers.len(),
+        sampling.pods.len(),
+    ];
+    (lists.iter().any(|length| *length > MAX_CHOSEN))
+        .then(|| format!("a list of its greeting has more than {MAX_CHOSEN} entries"))
+}
+
 struct Stream {
-    incoming: Streaming<v1::CollectorMessage>,
+    incoming: Messages,
     replies: mpsc::UnboundedSender<Result<v1::SymbolizerMessage, Status>>,
     replaced: watch::Receiver<bool>,
     turns: Arc<Semaphore>,
@@ -233,8 +311,9 @@ impl Stream {
                 group = group(&mut self.incoming) => group,
                 () = over(&mut self.replaced, &mut self.closing) => break,
             };
-            let mut messages = match group {
-                Ok(messages) => messages,
+            // The memory they came in is given back when they are written.
+            let (mut messages, memory) = match group {
+                Ok(received) => received,
                 Err(status) => {
                     // Said by a limit of ours; where the connection is broken, to nobody.
                     tracing::warn!("a stream is cut: {}", status.message());
@@ -277,6 +356,7 @@ impl Stream {
                     }
                 }
             }
+            drop(memory);
             if let Some(error) = failed {
                 tracing::warn!("cannot keep a capture: {error}");
                 let status = match &error {
@@ -328,31 +408,35 @@ impl Stream {
     }
 }
 
-/// Messages that have come, waiting for the first alone; none at the end of the stream.
+/// Messages that have come, waiting for the first alone, with the memory they came in; none at the
+/// end of the stream.
 ///
 /// # Errors
-/// A connection that broke. What came before it is kept.
+/// A connection that broke, or what is refused. What came before it is kept.
 async fn group(
-    incoming: &mut Streaming<v1::CollectorMessage>,
-) -> Result<Vec<v1::CollectorMessage>, Status> {
-    let mut messages = Vec::new();
+    incoming: &mut Messages,
+) -> Result<(Vec<v1::CollectorMessage>, Vec<Memory>), Status> {
+    let (mut messages, mut memory) = (Vec::new(), Vec::new());
     let mut bytes = 0;
-    let Some(first) = incoming.message().await? else { return Ok(messages) };
-    messages.push(first);
-    while messages.len() < GROUP_MESSAGES {
-        bytes += messages.last().map_or(0, prost::Message::encoded_len);
-        if bytes >= GROUP_BYTES {
+    let mut next = incoming.next().await?;
+    while let Some(Received { message, bytes: more, memory: held }) = next {
+        let is_odd = match &message.body {
+            Some(Body::Hello(_)) => true,
+            Some(Body::End(end)) => end.lost.len().max(end.python.len()) > MAX_LISTED,
+            _ => false,
+        };
+        if is_odd {
+            return Err(Status::invalid_argument("a second greeting, or an end that is none"));
+        }
+        messages.push(message);
+        memory.push(held);
+        bytes += more;
+        if bytes >= GROUP_BYTES || messages.len() >= GROUP_MESSAGES {
             break;
         }
-        let next = poll_fn(|context| match Pin::new(&mut *incoming).poll_next(context) {
-            Poll::Ready(Some(Ok(message))) => Poll::Ready(Some(message)),
-            // An error is the end of the stream, which is found when it is asked next.
-            _ => Poll::Ready(None),
-        });
-        let Some(next) = next.await else { break };
-        messages.push(next);
+        next = incoming.ready().await;
     }
-    Ok(messages)
+    Ok((messages, memory))
 }
 
 /// Waits until the stream is to end from this side.

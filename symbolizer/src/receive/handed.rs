@@ -273,6 +273,14 @@ impl Handed {
         }
     }
 
+    /// Whether a file was asked for and is not here.
+    #[must_use]
+    pub fn is_wanted(&self, key: ExecutableKey) -> bool {
+        let inner = self.lock();
+        let state = inner.files.get(&key);
+        state.is_some_and(|state| !matches!(state, State::Whole(_) | State::Refused(_)))
+    }
+
     /// A file is not to come, unless it is here: what the log is to say of it.
     pub fn refuse(&self, key: ExecutableKey, why: String) -> v1::CollectorMessage {
         let mut inner = self.lock();
@@ -383,6 +391,9 @@ impl Handed {
                     },
                 };
                 *open += usize::from(file.is_some());
+                if file.is_none() {
+                    *bytes = bytes.saturating_sub(chunk.length);
+                }
                 *state = State::Whole(Whole { hash, length: chunk.length, file });
                 Ok(Taken::Whole)
             }

@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use stackwire_proto::v1::collector_message::Body;
-use stackwire_proto::{FrameReader, find_frame, open_epoch, v1, write_frame};
+use stackwire_proto::{FrameReader, Unsealed, find_frame, open_epoch, v1, write_frame};
 
 /// A file that cannot be written now.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +23,9 @@ pub struct LogError {
     /// What the system said.
     pub error: io::Error,
 }
+
+/// More samples than any epoch has: sums of sums do not overflow.
+const MOST: u64 = 1 << 40;
 
 /// What epochs hold, added up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -56,7 +59,7 @@ impl Tally {
             |samples: &v1::Samples| (0..samples.thread.len()).map(|at| samples.events(at)).sum();
         let mut tally = Self {
             epochs: 1,
-            samples: epoch.samples.iter().map(events).fold(0, u64::saturating_add),
+            samples: epoch.samples.iter().map(events).fold(0, u64::saturating_add).min(MOST),
             scheduled: !epoch.sched.is_empty(),
             span: Some((epoch.start_ns, epoch.end_ns)),
             next_epoch: number.saturating_add(1),
@@ -65,7 +68,8 @@ impl Tally {
         };
         lose(&mut tally.lost, &epoch.lost);
         let lost = tally.lost.values().filter(|lost| lost.samples);
-        tally.lost_samples = lost.fold(0, |sum, lost| sum.saturating_add(lost.count));
+        let lost = lost.fold(0u64, |sum, lost| sum.saturating_add(lost.count));
+        tally.lost_samples = lost.min(MOST);
         for samples in &epoch.samples {
             for (at, stack) in samples.user_stack.iter().enumerate() {
                 let stack = stack.checked_sub(1).and_then(|at| epoch.stacks.get(at as usize));
@@ -77,6 +81,7 @@ impl Tally {
                 }
             }
         }
+        (tally.stacks, tally.whole) = (tally.stacks.min(MOST), tally.whole.min(MOST));
         tally
     }
 
@@ -326,8 +331,9 @@ pub fn recover(path: &Path) -> Result<Log, LogError> {
             Some((_, Some(Body::Epoch(sealed)))) => {
                 // One that does not open was checked before it was written: its samples are lost
                 // with the disk that lost them. Its number must not be given out again.
+                let memory = Unsealed::of(&sealed).map_or(0, |unsealed| unsealed.memory());
                 let epoch = open_epoch(&sealed).unwrap_or_default();
-                tally.add(&Tally::of(&epoch, sealed.number));
+                tally.add(&Tally { memory, ..Tally::of(&epoch, sealed.number) });
             }
             Some((_, Some(Body::End(_)))) => ended = true,
             Some((clocks, Some(Body::Hello(_)))) => times = clocks,

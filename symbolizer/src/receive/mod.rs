@@ -7,6 +7,6 @@ pub mod allowance;
 pub mod grpc;
 pub mod handed;
 pub mod log;
-pub mod meter;
+pub mod messages;
 pub mod peer;
 pub mod wants;

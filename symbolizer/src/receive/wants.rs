@@ -157,10 +157,12 @@ impl Wants {
     /// # Errors
     /// When the log cannot be written.
     pub fn file(&mut self, chunk: &v1::ArtifactChunk, log: &mut Log) -> Result<Wanted, LogError> {
+        let Some(key) = key(chunk).filter(|key| self.handed.is_wanted(*key)) else {
+            return Ok(Wanted::default());
+        };
         let bytes = chunk.piece_length.into();
         if let Err(why) = self.allowed(|allowance| allowance.artifact(bytes)) {
-            let refused = key(chunk).map(|key| self.handed.refuse(key, why));
-            refused.map_or(Ok(()), |message| log.append_one(&message))?;
+            log.append_one(&self.handed.refuse(key, why))?;
             return Ok(Wanted::default());
         }
         match self.handed.take(chunk) {
@@ -168,8 +170,7 @@ impl Wants {
             Taken::Known(message) if !self.place.share_all => log.append_one(&message)?,
             Taken::Refused(message) => log.append_one(&message)?,
             Taken::Again => {
-                let wanted = |key| FileWanted { key, offset: 0, hash_only: false };
-                let files = key(chunk).into_iter().map(wanted).collect();
+                let files = vec![FileWanted { key, offset: 0, hash_only: false }];
                 return Ok(Wanted { files, ..Wanted::default() });
             }
             Taken::Whole | Taken::Known(_) => {

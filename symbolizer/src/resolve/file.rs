@@ -34,6 +34,9 @@ pub enum FileError {
     /// Nobody could tell which file is meant.
     #[error("the profile has neither its build-id nor its path")]
     Unknown,
+    /// What tells it from others means nothing here.
+    #[error("it has no build-id, and is on another host")]
+    OtherHost,
     /// Nothing is at any of the places.
     #[error("no file found")]
     NotFound,
@@ -111,10 +114,28 @@ impl Opened {
 /// # Errors
 /// See [`FileError`].
 pub fn open(executable: &Executable, pids: &[u32], handed: &Handed) -> Result<Opened, FileError> {
-    let here = match find(executable, pids) {
-        Ok(opened) => return Ok(opened),
-        Err(reason) => reason,
-    };
+    match find(executable, pids) {
+        Ok(opened) => Ok(opened),
+        Err(here) => or_handed(here, executable, handed),
+    }
+}
+
+/// The same, of a capture of another host: by its build-id alone.
+///
+/// # Errors
+/// See [`FileError`].
+pub fn open_elsewhere(executable: &Executable, handed: &Handed) -> Result<Opened, FileError> {
+    if executable.build_id().is_some() {
+        return open(executable, &[], handed);
+    }
+    or_handed(FileError::OtherHost, executable, handed)
+}
+
+fn or_handed(
+    here: FileError,
+    executable: &Executable,
+    handed: &Handed,
+) -> Result<Opened, FileError> {
     match handed.get(executable) {
         Some(Ok(HandedFile { file, id })) => {
             Ok(Opened { file, path: executable.name(), handed_over: Some(id) })

@@ -69,7 +69,7 @@ impl Pins {
             let opened = again(inner.files.peek(executable)?).ok()?;
             Some((executable.clone(), opened))
         });
-        Pinned(held.collect())
+        Pinned { files: held.collect(), is_elsewhere: false }
     }
 
     /// A panic elsewhere leaves it whole.
@@ -80,9 +80,19 @@ impl Pins {
 
 /// Files held open, of one profile.
 #[derive(Debug, Default)]
-pub struct Pinned(HashMap<Executable, Opened>);
+pub struct Pinned {
+    files: HashMap<Executable, Opened>,
+    /// Its processes and inodes are of another host: nothing is looked for by them.
+    is_elsewhere: bool,
+}
 
 impl Pinned {
+    /// The same, of a capture of this host or of another.
+    #[must_use]
+    pub fn of_host(self, is_here: bool) -> Self {
+        Self { is_elsewhere: !is_here, ..self }
+    }
+
     /// Opens the file of an executable: as it is held, or as [`file::open`] finds it.
     ///
     /// # Errors
@@ -93,8 +103,9 @@ impl Pinned {
         pids: &[u32],
         handed: &Handed,
     ) -> Result<Opened, FileError> {
-        match self.0.get(executable) {
+        match self.files.get(executable) {
             Some(opened) => Ok(again(opened)?),
+            None if self.is_elsewhere => file::open_elsewhere(executable, handed),
             None => file::open(executable, pids, handed),
         }
     }
@@ -128,5 +139,19 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         assert!(pinned.open(&executable, &[], &Handed::default()).is_ok());
         assert!(Pinned::default().open(&executable, &[], &Handed::default()).is_err());
+
+        // The inodes of another host mean nothing here, even where they fit.
+        let there = std::env::current_exe().unwrap();
+        let found = std::fs::metadata(&there).unwrap();
+        let (major, minor) = (rustix::fs::major(found.dev()), rustix::fs::minor(found.dev()));
+        let id = FileId::new(found.ino(), Device { major, minor }).unwrap();
+        let path = there.to_str().unwrap().to_owned();
+        let executable = Executable::File { path, key: Some(id.into()) };
+        let open = |is_here| {
+            let pinned = Pinned::default().of_host(is_here);
+            pinned.open(&executable, &[], &Handed::default())
+        };
+        assert!(open(true).is_ok());
+        assert!(matches!(open(false), Err(FileError::OtherHost)));
     }
 }

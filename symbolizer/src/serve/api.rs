@@ -93,9 +93,10 @@ impl Api {
 }
 
 impl Sight<'_> {
-    fn sees(&self, owner: &str) -> bool {
+    /// Whose captures are seen, if not all.
+    fn only(&self) -> Option<String> {
         let who = self.account.who.to_string();
-        owner == who || self.readers.contains(&who)
+        (!self.readers.contains(&who)).then_some(who)
     }
 }
 
@@ -157,10 +158,10 @@ impl Capture {
             since: time(known.begun_ms),
             last: time(known.seen_ms.max(now.last_ms)),
             samples_per_second: (now.samples_per_second * 10.0).round() / 10.0,
-            samples: known.samples + now.samples,
-            lost_samples: known.lost + now.lost,
-            stacks: known.stacks + now.stacks,
-            whole_stacks: known.whole + now.whole,
+            samples: known.samples.saturating_add(now.samples),
+            lost_samples: known.lost.saturating_add(now.lost),
+            stacks: known.stacks.saturating_add(now.stacks),
+            whole_stacks: known.whole.saturating_add(now.whole),
             windows: Windows { open, waiting, written, given_up },
         }
     }
@@ -173,10 +174,12 @@ async fn captures(
 ) -> Result<Response, Refusal> {
     let sight = api.admit(request.extensions(), request.headers())?;
     let Query(query) = query.map_err(|why| Refusal(StatusCode::BAD_REQUEST, why.body_text()))?;
-    let known =
-        blocking(&api, |keepers| Ok(keepers.shared.store.usable()?.index.captures()?)).await?;
-    let seen = known.into_iter().filter(|known| sight.sees(&known.owner));
-    let captures = seen.map(|known| {
+    let owner = sight.only();
+    let known = blocking(&api, move |keepers| {
+        Ok(keepers.shared.store.reader()?.captures(owner.as_deref())?)
+    });
+    let known = known.await?;
+    let captures = known.into_iter().map(|known| {
         let live = api.keepers.shared.live.of(&known.id);
         Capture::of(known, live)
     });
@@ -274,17 +277,22 @@ async fn profile(
     let bad = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
     let Query(query) = query.map_err(|why| bad(why.body_text()))?;
     let (wanted, chosen) = query.wanted().map_err(bad)?;
-    let time = wanted.time_ms.clone();
+    // One at a time for each client, so that none keeps the others waiting with many.
+    let busy = || {
+        let why = "other profiles are being made: ask again later".to_owned();
+        Refusal(StatusCode::SERVICE_UNAVAILABLE, why)
+    };
+    let turns = async {
+        let own = Arc::clone(&sight.account.asking).acquire_owned().await;
+        (own, Arc::clone(&api.turns).acquire_owned().await)
+    };
+    let turn = tokio::time::timeout(PATIENCE, turns).await.map_err(|_elapsed| busy())?;
+    let (time, owner) = (wanted.time_ms.clone(), sight.only());
     let windows = blocking(&api, move |keepers| {
-        Ok(keepers.shared.store.usable()?.index.windows_of(time.start, time.end)?)
+        Ok(keepers.shared.store.reader()?.windows_of(owner.as_deref(), time.start, time.end)?)
     });
     let mut windows = windows.await?;
-    windows.retain(|window| sight.sees(&window.owner) && chosen.has(window));
-    let turn = tokio::time::timeout(PATIENCE, Arc::clone(&api.turns).acquire_owned()).await;
-    let Ok(Ok(turn)) = turn else {
-        let why = "other profiles are being made: ask again later".to_owned();
-        return Err(Refusal(StatusCode::SERVICE_UNAVAILABLE, why));
-    };
+    windows.retain(|window| chosen.has(window));
     let format = wanted.format;
     let made = blocking(&api, move |keepers| {
         // Whoever asked may be gone, and another who asks waits all the same.
@@ -300,24 +308,35 @@ async fn profile(
         };
         Refusal(status, why.to_string())
     })?;
-    let body = axum::body::Body::from_stream(pieces(file));
+    let body = axum::body::Body::from_stream(pieces(file, sight.account));
     let nosniff = (HeaderName::from_static("x-content-type-options"), "nosniff");
     Ok(([(CONTENT_TYPE, format.content_type()), nosniff], body).into_response())
 }
 
-/// A file piece by piece, read as fast as it is taken.
-fn pieces(mut file: std::fs::File) -> impl tokio_stream::Stream<Item = std::io::Result<Vec<u8>>> {
+/// A file piece by piece, read as fast as it is taken. No thread waits for who takes it, and who
+/// takes nothing for a while gets no more. Until the end it counts as a stream of the client.
+fn pieces(
+    mut file: std::fs::File,
+    account: Account,
+) -> impl tokio_stream::Stream<Item = std::io::Result<Vec<u8>>> {
     let (out, pieces) = tokio::sync::mpsc::channel(2);
-    tokio::task::spawn_blocking(move || {
+    tokio::spawn(async move {
+        let _account = account;
         loop {
-            let mut piece = vec![0; PIECE];
-            let read = std::io::Read::read(&mut file, &mut piece).map(|read| {
-                piece.truncate(read);
-                piece
+            let read = tokio::task::spawn_blocking(move || {
+                let mut piece = vec![0; PIECE];
+                let read = std::io::Read::read(&mut file, &mut piece);
+                piece.truncate(*read.as_ref().unwrap_or(&0));
+                (file, read.map(|_| piece))
             });
-            let failed = read.is_err();
-            let is_end = read.as_ref().is_ok_and(Vec::is_empty);
-            if is_end || out.blocking_send(read).is_err() || failed {
+            let Ok((back, piece)) = read.await else { break };
+            file = back;
+            let is_last = piece.as_ref().map_or(true, Vec::is_empty);
+            let sent = match piece {
+                Ok(piece) if piece.is_empty() => break,
+                piece => out.send_timeout(piece, PATIENCE).await,
+            };
+            if is_last || sent.is_err() {
                 break;
             }
         }
@@ -343,4 +362,40 @@ async fn blocking<T: Send + 'static>(
     let failed = |why: String| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why);
     let asked = asked.map_err(|why| failed(why.to_string()))?;
     asked.map_err(|why| failed(format!("{why:#}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use tokio_stream::StreamExt;
+
+    use super::*;
+    use crate::serve::identity::Identity;
+    use crate::serve::limits::{Ledger, Limits};
+
+    #[test]
+    fn a_download_that_nobody_takes_occupies_no_thread() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .max_blocking_threads(1)
+            .enable_time()
+            .build()
+            .unwrap();
+        let ledger = Arc::new(Ledger::new(Limits::default()));
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![7; 10 * PIECE + 1]).unwrap();
+        std::io::Seek::rewind(&mut file).unwrap();
+        runtime.block_on(async {
+            let account = ledger.enter(Identity::Loopback).unwrap();
+            let mut pieces = Box::pin(pieces(file, account));
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            tokio::task::spawn_blocking(|| ()).await.unwrap();
+            assert_eq!(ledger.present(), (1, 1), "it is a stream of the client");
+            let mut bytes = 0;
+            while let Some(piece) = pieces.next().await {
+                bytes += piece.unwrap().len();
+            }
+            assert_eq!((bytes, ledger.present()), (10 * PIECE + 1, (0, 0)));
+        });
+    }
 }

@@ -12,6 +12,7 @@ use stackwire_proto::ReadError;
 use super::counts::{Counts, Outcome};
 use super::id::WindowId;
 use super::index::{Due, State};
+use super::limits::{Ledger, RESOLVED};
 use super::store::Store;
 use super::{Config, profiles};
 use crate::capture::{Assembler, CaptureError};
@@ -24,6 +25,7 @@ pub(super) struct Closing {
     pub config: Arc<Config>,
     pub store: Arc<Store>,
     pub counts: Counts,
+    pub ledger: Arc<Ledger>,
     pub pins: Arc<Pins>,
 }
 
@@ -62,6 +64,8 @@ impl Closing {
             .map_or_else(Tenant::default, |owner| Tenant { owner, cache: sources.cache.clone() });
         let handed = Handed::new(sources.scratch.clone(), tenant);
         let assembler = Assembler::default().beside(Arc::new(handed));
+        // One that is larger than all of it is resolved alone.
+        let _memory = self.ledger.resolving.take(due.memory.saturating_mul(RESOLVED));
         let begun = Instant::now();
         let written = profiles::write(&self.config, &due, assembler, &self.pins);
         let count = |outcome| self.counts.window(outcome, begun.elapsed());

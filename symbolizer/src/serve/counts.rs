@@ -98,6 +98,13 @@ impl Counts {
             bytes_now: Family::default(),
             ready: Gauge::default(),
         };
+        // What never happened is 0, and not missing: rates are of something.
+        for outcome in ["written", "failed", "given_up"] {
+            drop(counts.windows.get_or_create(&Labelled { outcome }));
+        }
+        for reason in ["unauthenticated", "not_theirs", "malformed", "limit"] {
+            drop(counts.refused.get_or_create(&Reason { reason }));
+        }
         let mut all = Registry::with_prefix(PREFIX);
         let serve = all.sub_registry_with_prefix("serve");
         serve.register(

@@ -1,8 +1,8 @@
 //! A profile of what is kept, made when it is asked for: captures of some clients, a stretch of
 //! time, samples with some labels.
 //!
-//! Takes no more memory than a window: samples that are not asked for are not added. Called by
-//! `api.rs`, on threads that may block.
+//! Samples that are not asked for are not added, nor their stacks, and beyond some memory there is
+//! no profile. Called by `api.rs`, on threads that may block.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
@@ -10,9 +10,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use stackwire_formats::{flamegraph, folded, perf_data, pmu, pprof};
-use stackwire_proto::FrameReader;
+use stackwire_proto::v1::collector_message::Body;
+use stackwire_proto::{FrameReader, v1};
 
 use super::asked::Kept;
+use super::identity::Identity;
 use super::keeper::Keepers;
 use crate::VERSION;
 use crate::capture::{Assembler, CaptureError};
@@ -98,7 +100,10 @@ pub(super) fn make(
         Format::PerfData => Assembler::with_timeline(),
         _ => Assembler::default(),
     };
-    let handed = Handed::new(sources.scratch.clone(), tenant(keepers, windows));
+    let owner = only_owner(windows);
+    let cache = owner.as_ref().and(sources.cache.clone());
+    let tenant = Tenant { owner: owner.clone().unwrap_or_default(), cache };
+    let handed = Handed::new(sources.scratch.clone(), tenant);
     let mut assembler = assembler.beside(Arc::new(handed));
     let Range { start, end } = wanted.time_ms;
     let time_ns = Some(start.saturating_mul(1_000_000)..end.saturating_mul(1_000_000));
@@ -113,8 +118,25 @@ pub(super) fn make(
         // What grows is read as far as it is whole.
         let bytes = if window.is_open { u64::MAX } else { window.bytes };
         let mut reader = FrameReader::new(BufReader::new(log.take(bytes)));
-        while let Some(message) = reader.next_message().map_err(CaptureError::from)? {
-            assembler.add(&message)?;
+        loop {
+            let message = match reader.next_message() {
+                Ok(Some(message)) => message,
+                Ok(None) => break,
+                Err(error) => {
+                    tracing::warn!(
+                        "window {} is not in a profile that was asked for: {error}",
+                        window.id
+                    );
+                    break;
+                }
+            };
+            let is_file = |chunk: &v1::ArtifactChunk| chunk.kind() == v1::ArtifactKind::File;
+            match &message.body {
+                Some(Body::Artifact(chunk)) if owner.is_none() && is_file(chunk) => continue,
+                // It speaks of all of a window.
+                Some(Body::End(_)) => continue,
+                _ => assembler.add(&message)?,
+            }
             if assembler.memory() > most {
                 return Err(NoProfile::TooLarge(most));
             }
@@ -133,7 +155,9 @@ pub(super) fn make(
     if is_empty {
         return Err(NoProfile::Nothing);
     }
-    let sources = sources.with_pinned(keepers.shared.pins.of(&profile.executables));
+    let is_here = owner.as_deref().is_some_and(Identity::is_name_of_this_host);
+    let pinned = keepers.shared.pins.of(&profile.executables).of_host(is_here);
+    let sources = sources.with_pinned(pinned);
     let names = resolve(&profile, &artifacts, &sources);
     unite(&mut profile, &names);
     let mut out = sources.scratch.file()?;
@@ -142,14 +166,13 @@ pub(super) fn make(
     Ok(out)
 }
 
-/// Whose files may give names: those of the one client. A profile of several has one executable for
-/// each build-id, and what one handed over must not name the samples of another.
-fn tenant(keepers: &Keepers, windows: &[Kept]) -> Tenant {
-    let Some(first) = windows.first() else { return Tenant::default() };
-    if first.owner.is_empty() || windows.iter().any(|window| window.owner != first.owner) {
-        return Tenant::default();
-    }
-    Tenant { owner: first.owner.clone(), cache: keepers.config.sources.cache.clone() }
+/// The one client that windows are of. Files that were handed over give names to a profile of one
+/// client alone: there is one executable for each build-id in it, and what one handed over must not
+/// name the samples of another.
+fn only_owner(windows: &[Kept]) -> Option<String> {
+    let first = windows.first()?;
+    let is_one = windows.iter().all(|window| window.owner == first.owner);
+    (is_one && !first.owner.is_empty()).then(|| first.owner.clone())
 }
 
 fn write(profile: Named<'_>, format: Format, out: &mut File) -> io::Result<()> {

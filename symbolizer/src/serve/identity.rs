@@ -31,6 +31,11 @@ pub(super) enum Identity {
 }
 
 impl Identity {
+    /// The same, by its name.
+    pub(super) fn is_name_of_this_host(name: &str) -> bool {
+        name.starts_with("uid:") || name == "loopback"
+    }
+
     /// It is a process of this host, beyond doubt.
     pub(super) fn is_of_this_host(&self) -> bool {
         matches!(self, Self::User(_) | Self::Loopback)

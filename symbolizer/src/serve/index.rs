@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, OptionalExtension, Row, params};
+use rusqlite::{Connection, OpenFlags, OptionalExtension, Row, params};
 use stackwire_proto::v1;
 
 use super::id::{CaptureId, WindowId};
@@ -37,6 +37,8 @@ pub(super) struct Due {
     pub owner: Option<String>,
     /// Bytes of its log that count.
     pub bytes: u64,
+    /// Bytes its epochs take in memory.
+    pub memory: u64,
     /// How often a server has ended while it resolved it.
     pub interrupted: u32,
     /// How often it failed.
@@ -72,6 +74,8 @@ pub(super) struct Index {
     inode: u64,
 }
 
+/// Its file.
+const FILE: &str = "windows.db";
 /// Version of the schema.
 const VERSION: i32 = 2;
 const SCHEMA: &str = "
@@ -97,12 +101,15 @@ const ADDED: &str = "
     ALTER TABLE captures ADD COLUMN collector TEXT NOT NULL DEFAULT '';
     ALTER TABLE captures ADD COLUMN kernel TEXT NOT NULL DEFAULT '';
     ALTER TABLE captures ADD COLUMN begun_ms INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE captures ADD COLUMN adopted INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN start_ms INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN end_ms INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN samples INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN lost INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN stacks INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN whole INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE windows ADD COLUMN memory INTEGER NOT NULL DEFAULT 0;
+    UPDATE windows SET end_ms = since_ms WHERE state > 0;
     PRAGMA user_version = 2;";
 
 /// With the number of the state in it, as the partial index has it: SQLite uses that for no other
@@ -129,7 +136,7 @@ impl Index {
     /// Opens the index of a directory. One that is damaged is put aside, and begun anew: its logs
     /// are still there. True if it is new.
     pub(super) fn open(directory: &Path) -> std::result::Result<(Self, bool), IndexError> {
-        let path = directory.join("windows.db");
+        let path = directory.join(FILE);
         match Self::try_open(&path) {
             Err(IndexError::Sqlite { error, .. }) if is_damage(&error) => {
                 tracing::warn!(
@@ -183,6 +190,14 @@ impl Index {
         Ok((Self { connection, path: path.to_owned(), inode }, version == 0))
     }
 
+    /// The same index for questions alone, which keep nobody else waiting.
+    pub(super) fn reader(directory: &Path) -> Result<Self> {
+        let path = directory.join(FILE);
+        let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let connection = Connection::open_with_flags(&path, flags)?;
+        Ok(Self { connection, path, inode: 0 })
+    }
+
     /// Whether its file is still where it was.
     pub(super) fn is_there(&self) -> bool {
         std::fs::metadata(&self.path).is_ok_and(|found| found.ino() == self.inode)
@@ -203,6 +218,7 @@ impl Index {
                                        collector, kernel, begun_ms)
                  VALUES (?1, ?2, 0, 0, ?3, ?4, ?5, ?6, ?7)
                  ON CONFLICT (id) DO UPDATE SET owner = coalesce(owner, ?2),
+                 adopted = CASE WHEN owner IS NULL THEN next_window ELSE adopted END,
                  hostname = ?4, collector = ?5, kernel = ?6, begun_ms = ?7
                  WHERE owner IS NULL OR owner = ?2",
             )?
@@ -259,7 +275,7 @@ impl Index {
         let transaction = self.connection.transaction()?;
         let changed = transaction.execute(
             "UPDATE windows SET state = ?3, bytes = ?4, since_ms = ?5, start_ms = ?7, end_ms = ?8,
-             samples = ?9, lost = ?10, stacks = ?11, whole = ?12
+             samples = ?9, lost = ?10, stacks = ?11, whole = ?12, memory = ?13
              WHERE capture = ?1 AND number = ?2 AND state = ?6",
             params![
                 id.capture.0,
@@ -273,7 +289,8 @@ impl Index {
                 integer(tally.samples),
                 integer(tally.lost_samples),
                 integer(tally.stacks),
-                integer(tally.whole)
+                integer(tally.whole),
+                integer(tally.memory)
             ],
         )?;
         // Twice closed is once closed.
@@ -302,7 +319,7 @@ impl Index {
 
     /// Closed windows that may be resolved now, those first that made no trouble.
     pub(super) fn due(&self, most: u32) -> Result<Vec<Due>> {
-        let sql = "SELECT capture, number, bytes, interrupted, failures, owner
+        let sql = "SELECT capture, number, bytes, interrupted, failures, owner, memory
                    FROM windows LEFT JOIN captures ON id = capture
                    WHERE state = ?1 AND due_ms <= ?2
                    ORDER BY interrupted + failures, since_ms LIMIT ?3";
@@ -314,6 +331,7 @@ impl Index {
                 interrupted: row.get(3)?,
                 failures: row.get(4)?,
                 owner: row.get(5)?,
+                memory: number(row, 6)?,
             })
         })?;
         due.collect()
@@ -370,14 +388,17 @@ impl Index {
         self.connection.prepare_cached(sql)?.execute(values).map(|_| ())
     }
 
-    /// Captures not heard of since then, with no windows left, are forgotten.
-    pub(super) fn forget_captures(&mut self, silent: Duration) -> Result<()> {
-        let since = now_ms().saturating_sub(i64::try_from(silent.as_millis()).unwrap_or(i64::MAX));
+    /// Captures not heard of for so long, with no windows left, are forgotten; those that never
+    /// brought anything sooner.
+    pub(super) fn forget_captures(&mut self, silent: Duration, empty: Duration) -> Result<()> {
+        let ago = |time: Duration| {
+            now_ms().saturating_sub(i64::try_from(time.as_millis()).unwrap_or(i64::MAX))
+        };
         let transaction = self.connection.transaction()?;
         transaction.execute(
-            "DELETE FROM captures WHERE seen_ms < ?1
+            "DELETE FROM captures WHERE (seen_ms < ?1 OR (next_epoch = 0 AND seen_ms < ?2))
              AND NOT EXISTS (SELECT 1 FROM windows WHERE capture = captures.id)",
-            [since],
+            [ago(silent), ago(empty)],
         )?;
         transaction.execute(
             "DELETE FROM lost WHERE NOT EXISTS (SELECT 1 FROM captures WHERE id = lost.capture)",
@@ -453,6 +474,26 @@ fn is_damage(error: &rusqlite::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_index_of_before_is_taken_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let connection = Connection::open(directory.path().join(FILE)).unwrap();
+        connection.execute_batch(SCHEMA).unwrap();
+        let rows = "INSERT INTO captures VALUES (zeroblob(16), 'token:a', 3, 1, 7000);
+            INSERT INTO windows VALUES (zeroblob(16), 0, 2, 50, 7000, 0, 0, 0);
+            PRAGMA user_version = 1;";
+        connection.execute_batch(rows).unwrap();
+        drop(connection);
+        let (mut index, is_new) = Index::open(directory.path()).unwrap();
+        assert!(!is_new);
+        let before = index.claim(CaptureId([0; 16]), "token:a", &v1::Hello::default()).unwrap();
+        assert_eq!((before.next_epoch, before.next_window), (3, 1));
+        // When it was written is what is known of its time.
+        assert_eq!(index.windows_of(Some("token:a"), 6000, 8000).unwrap().len(), 1);
+        drop(index);
+        assert!(!Index::open(directory.path()).unwrap().1);
+    }
 
     #[test]
     fn the_oldest_log_is_found_without_a_look_at_the_others() {

@@ -13,12 +13,11 @@ use std::time::Duration;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{SealError, Unsealed, v1};
 use tokio::sync::watch;
-use tonic::codegen::http;
 
 use super::Config;
 use super::counts::{Counts, Refused};
 use super::id::{CaptureId, WindowId};
-use super::identity::Door;
+use super::identity::{Door, Identity};
 use super::index::Before;
 use super::limits::{Account, Exceeded, Ledger};
 use super::live::{Live, OnAir};
@@ -28,8 +27,8 @@ use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Keep, NotAdmitted, NotKept, Stopped, Taken};
 use crate::receive::handed::{Handed, Tenant};
 use crate::receive::log::{Batch, Log, LogError, Tally, lose};
-use crate::receive::meter::{Share, Shares};
-use crate::receive::peer::{Caller, TOKEN};
+use crate::receive::messages::Shares;
+use crate::receive::peer::Caller;
 use crate::receive::wants::{Place, Wants};
 use crate::resolve::Pins;
 
@@ -61,7 +60,9 @@ pub(super) struct Shared {
 /// Files that collectors hand over, by capture: a transfer that broke off goes on in the next
 /// stream.
 #[derive(Debug, Default)]
-pub(super) struct AllHanded(Mutex<HashMap<CaptureId, Arc<Handed>>>);
+pub(super) struct AllHanded(Mutex<HashMap<Whose, Arc<Handed>>>);
+
+type Whose = (Identity, CaptureId);
 
 /// Most captures whose files are remembered between streams. Beyond that, captures without a stream
 /// lose what has come of theirs: they may never come back.
@@ -69,7 +70,7 @@ const MAX_REMEMBERED: usize = 256;
 
 impl AllHanded {
     /// Those of a capture, made if there are none.
-    fn of(&self, capture: CaptureId, make: impl FnOnce() -> Handed) -> Arc<Handed> {
+    fn of(&self, capture: Whose, make: impl FnOnce() -> Handed) -> Arc<Handed> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if all.len() >= MAX_REMEMBERED && !all.contains_key(&capture) {
             // Held by no stream.
@@ -79,8 +80,8 @@ impl AllHanded {
     }
 
     /// A capture has ended.
-    fn forget(&self, capture: CaptureId) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&capture);
+    fn forget(&self, capture: &Whose) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(capture);
     }
 }
 
@@ -102,6 +103,10 @@ impl Accept for Keepers {
             counts.refuse(Refused::Limit);
             NotAdmitted::TooMuch(exceeded.to_string())
         })
+    }
+
+    fn memory(&self, account: &Account) -> (Option<Shares>, u32) {
+        (Some(self.ledger.shares(&account.who)), self.ledger.limits.message())
     }
 
     async fn accept(&self, account: Account, hello: v1::Hello) -> Result<Accepted, NotKept> {
@@ -129,14 +134,6 @@ impl Accept for Keepers {
             error => NotKept::Failed(error.to_string()),
         })?;
         Ok(Accepted { keeper: Box::new(keeper), replaced, turns })
-    }
-}
-
-impl Share for Keepers {
-    fn of(&self, extensions: &http::Extensions, headers: &http::HeaderMap) -> Option<Shares> {
-        let token = headers.get(TOKEN).and_then(|token| token.to_str().ok());
-        let caller = Caller::of(extensions.get(), token)?;
-        Some(self.ledger.shares(&self.door.name(&caller).ok()?))
     }
 }
 
@@ -185,6 +182,8 @@ struct Window {
     id: WindowId,
     log: Log,
     wants: Wants,
+    /// What the log is to say beside the next epochs.
+    unsaid: Vec<v1::CollectorMessage>,
 }
 
 impl Window {
@@ -222,10 +221,11 @@ impl Keeper {
         };
         let tenant = Tenant { owner: owner.to_string(), cache: sources.cache.clone() };
         let scratch = sources.scratch.clone();
+        let before = shared.store.before(capture, owner, &hello)?;
         let on_air = shared.live.begin(capture);
         Ok(Self {
-            before: shared.store.before(capture, owner, &hello)?,
-            handed: shared.handed.of(capture, || Handed::new(scratch, tenant)),
+            before,
+            handed: shared.handed.of((owner.clone(), capture), || Handed::new(scratch, tenant)),
             config,
             shared,
             capture,
@@ -266,7 +266,7 @@ impl Keeper {
         let log = begun?;
         self.before.next_window += 1;
         let wants = Wants::new(Arc::clone(&self.place), Arc::clone(&self.handed));
-        Ok(Window { id, log, wants })
+        Ok(Window { id, log, wants, unsaid: Vec::new() })
     }
 
     /// Whether the next epoch is of the next window, `added` being added to this one. Epochs are
@@ -331,11 +331,10 @@ impl Keeper {
                 self.turn_window()?;
             }
             match self.check(sealed, taken) {
-                Ok((tally, known)) => {
+                Ok(tally) => {
                     let path = || self.capture.to_string().into();
                     batch
                         .epoch(message, &tally)
-                        .and_then(|()| known.iter().try_for_each(|message| batch.other(message)))
                         .map_err(|error| LogError { path: path(), error })?;
                     (count, last) = (count + 1, last.max(Some(sealed.number)));
                 }
@@ -347,7 +346,13 @@ impl Keeper {
             }
         }
         if batch.tally().epochs > 0 {
-            self.window()?.log.append(&batch)?;
+            let window = self.window()?;
+            for message in &window.unsaid {
+                let path = || window.log.path().to_owned();
+                batch.other(message).map_err(|error| LogError { path: path(), error })?;
+            }
+            window.log.append(&batch)?;
+            window.unsaid.clear();
             let Tally { epochs, samples, lost_samples, .. } = *batch.tally();
             self.shared.counts.taken(epochs, samples, lost_samples);
             let open = [&self.window, &self.closing].into_iter().flatten();
@@ -358,14 +363,9 @@ impl Keeper {
         stop
     }
 
-    /// Opens an epoch, and asks for what it needs; what the log is to say of what is here. One that
-    /// does not hold together is refused before it is written: what is acknowledged can be
-    /// resolved.
-    fn check(
-        &mut self,
-        sealed: &v1::SealedEpoch,
-        taken: &mut Taken,
-    ) -> Result<(Tally, Vec<v1::CollectorMessage>), Stop> {
+    /// Opens an epoch, and asks for what it needs. One that does not hold together is refused
+    /// before it is written: what is acknowledged can be resolved.
+    fn check(&mut self, sealed: &v1::SealedEpoch, taken: &mut Taken) -> Result<Tally, Stop> {
         if sealed.number >= i64::MAX as u64 {
             return Err(Stop::Refused(Stopped::Seal(stackwire_proto::SealError::TooLarge {
                 what: "the number of an epoch",
@@ -390,11 +390,13 @@ impl Keeper {
         let added = assembler.add(&self.hello).and_then(|()| assembler.take(&epoch));
         let met = added.map_err(|error| Stop::Refused(error.into()))?;
         let pins = Arc::clone(&self.shared.pins);
-        let (wanted, known) = self.window()?.wants.look(&assembler, &met, &pins);
+        let window = self.window()?;
+        let (wanted, known) = window.wants.look(&assembler, &met, &pins);
+        window.unsaid.extend(known);
         taken.wanted.extend(wanted);
         let mut tally = Tally::of(&epoch, sealed.number);
-        tally.memory = memory.saturating_add(met.names as u64);
-        Ok((tally, known))
+        tally.memory = memory.saturating_add(met.memory());
+        Ok(tally)
     }
 
     fn add_artifact(
@@ -512,7 +514,7 @@ impl Keep for Keeper {
 
     fn finish(mut self: Box<Self>) {
         if self.end.is_some() {
-            self.shared.handed.forget(self.capture);
+            self.shared.handed.forget(&(self.account.who.clone(), self.capture));
         }
         let mut beyond = self.end.take().map(|end| self.lost_beyond(&end.lost)).unwrap_or_default();
         // Said by the last window, whichever that is.

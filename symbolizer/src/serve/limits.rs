@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 
 use super::identity::Identity;
 use crate::receive::allowance::Allowance;
-use crate::receive::meter::{Shares, UNIT};
+use crate::receive::messages::{Shares, UNIT};
 
 /// What is allowed. Everything but the memory is of one client.
 #[derive(Clone, Copy, Debug)]
@@ -65,13 +65,15 @@ impl Limits {
         u32::try_from(self.memory / 32).unwrap_or(u32::MAX).min(MESSAGE)
     }
 
-    /// What the epochs of a window may take. Resolved, where no two have anything in common, they
-    /// take three times as much: places, frames and stacks are in tables by their content as well.
+    /// What the epochs of a window may take before it ends; the last may go beyond.
     pub(super) fn window(&self) -> u64 {
         self.memory / 8 / self.closings() as u64
     }
 }
 
+/// A window that is resolved takes as many times what its epochs do, where no two have anything in
+/// common: places, frames and stacks are in tables by their content as well.
+pub(super) const RESOLVED: u64 = 3;
 /// No collector sends larger ones.
 const MESSAGE: u32 = 32 << 20;
 /// Memory of a window that is resolved.
@@ -117,6 +119,8 @@ pub(super) struct Ledger {
     messages: Arc<Semaphore>,
     pub unsealed: Budget,
     pub decoded: Budget,
+    /// For windows that are resolved.
+    pub resolving: Budget,
     clients: Mutex<Clients>,
 }
 
@@ -130,6 +134,7 @@ struct Client {
     executables: HashSet<ExecutableKey>,
     since: Instant,
     turns: Arc<Semaphore>,
+    asking: Arc<Semaphore>,
     messages: Arc<Semaphore>,
 }
 
@@ -141,6 +146,7 @@ impl Ledger {
             messages: Arc::new(Semaphore::new(units(share))),
             unsealed: Budget::new(share),
             decoded: Budget::new(2 * share),
+            resolving: Budget::new(3 * share),
             clients: Mutex::default(),
         }
     }
@@ -156,8 +162,8 @@ impl Ledger {
             return Err(Exceeded::Streams { who, limit: self.limits.streams });
         }
         client.streams += 1;
-        let turns = Arc::clone(&client.turns);
-        Ok(Account { ledger: Arc::clone(self), who, turns })
+        let (turns, asking) = (Arc::clone(&client.turns), Arc::clone(&client.asking));
+        Ok(Account { ledger: Arc::clone(self), who, turns, asking })
     }
 
     /// Memory for what a client is about to send.
@@ -177,6 +183,7 @@ impl Ledger {
             executables: HashSet::new(),
             since: Instant::now(),
             turns: Arc::new(Semaphore::new(TURNS)),
+            asking: Arc::new(Semaphore::new(1)),
             messages: Arc::new(Semaphore::new(units(self.limits.memory / 32))),
         })
     }
@@ -200,6 +207,8 @@ pub(super) struct Account {
     pub who: Identity,
     /// To keep a thread busy.
     pub turns: Arc<Semaphore>,
+    /// To have a profile made.
+    pub asking: Arc<Semaphore>,
 }
 
 impl Account {
@@ -313,12 +322,20 @@ impl Bucket {
     }
 }
 
-/// Bytes of memory that threads share.
+/// Bytes of memory that threads share, in the order in which they ask.
 #[derive(Debug)]
 pub(super) struct Budget {
     total: u64,
-    free: Mutex<u64>,
-    freed: Condvar,
+    state: Mutex<Given>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Given {
+    free: u64,
+    /// Of those who asked: how many there were, and whose turn it is.
+    asked: u64,
+    turn: u64,
 }
 
 /// A part of it, until it is dropped.
@@ -330,25 +347,35 @@ pub(super) struct Part<'b> {
 
 impl Budget {
     fn new(total: u64) -> Self {
-        Self { total, free: Mutex::new(total), freed: Condvar::new() }
+        let state = Mutex::new(Given { free: total, asked: 0, turn: 0 });
+        Self { total, state, changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Given> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until there is as much; what is larger than the whole has it alone.
     pub(super) fn take(&self, bytes: u64) -> Part<'_> {
         let bytes = bytes.min(self.total);
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        while *free < bytes {
-            free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner);
+        let mut given = self.lock();
+        let ticket = given.asked;
+        given.asked += 1;
+        while given.turn != ticket || given.free < bytes {
+            given = self.changed.wait(given).unwrap_or_else(PoisonError::into_inner);
         }
-        *free -= bytes;
+        given.turn += 1;
+        given.free -= bytes;
+        drop(given);
+        self.changed.notify_all();
         Part { budget: self, bytes }
     }
 }
 
 impl Drop for Part<'_> {
     fn drop(&mut self) {
-        *self.budget.free.lock().unwrap_or_else(PoisonError::into_inner) += self.bytes;
-        self.budget.freed.notify_all();
+        self.budget.lock().free += self.bytes;
+        self.budget.changed.notify_all();
     }
 }
 
@@ -421,14 +448,14 @@ mod tests {
         assert!(!thread.is_finished());
         drop(most);
         thread.join().unwrap();
-        assert_eq!(*budget.free.lock().unwrap(), 100);
+        assert_eq!(budget.lock().free, 100);
     }
 
     #[test]
     fn memory_of_windows_is_within_the_whole() {
         for memory in [64 << 20, 1 << 30, 64 << 30] {
             let limits = Limits { memory, ..<_>::default() };
-            let closings = limits.closings() as u64 * limits.window() * 3;
+            let closings = limits.closings() as u64 * limits.window() * RESOLVED;
             assert!(closings + limits.request() <= memory / 2);
         }
     }

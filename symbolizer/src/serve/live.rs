@@ -8,8 +8,9 @@ use super::id::CaptureId;
 use super::index::now_ms;
 use crate::receive::log::Tally;
 
-/// A rate is of this long.
+/// A rate is of this long, in steps of this.
 const RECENT: Duration = Duration::from_secs(60);
+const STEP: Duration = Duration::from_secs(1);
 
 /// Captures that have a stream.
 #[derive(Debug, Default)]
@@ -59,12 +60,9 @@ impl Live {
     pub(super) fn of(&self, capture: &CaptureId) -> Option<Streamed> {
         let mut all = self.lock();
         let streaming = all.get_mut(capture)?;
-        let now = Instant::now();
-        while streaming.recent.front().is_some_and(|(at, _)| now.duration_since(*at) > RECENT) {
-            streaming.recent.pop_front();
-        }
+        streaming.forget_old();
         let samples: u64 = streaming.recent.iter().map(|(_, samples)| samples).sum();
-        let seconds = now.duration_since(streaming.since).min(RECENT).as_secs_f64();
+        let seconds = streaming.since.elapsed().min(RECENT).as_secs_f64();
         Some(Streamed { samples_per_second: samples as f64 / seconds.max(1.0), ..streaming.now })
     }
 
@@ -73,12 +71,25 @@ impl Live {
     }
 }
 
+impl Streaming {
+    fn forget_old(&mut self) {
+        while self.recent.front().is_some_and(|(at, _)| at.elapsed() > RECENT) {
+            self.recent.pop_front();
+        }
+    }
+}
+
 impl OnAir {
     /// Epochs have come; what the windows hold that are not closed.
     pub(super) fn came(&self, samples: u64, open: impl Iterator<Item = Tally>) {
         let mut all = self.live.lock();
         let Some(streaming) = all.get_mut(&self.capture) else { return };
-        streaming.recent.push_back((Instant::now(), samples));
+        streaming.forget_old();
+        // Of epochs that come faster than that, one entry has several.
+        match streaming.recent.back_mut() {
+            Some((at, before)) if at.elapsed() < STEP => *before += samples,
+            _ => streaming.recent.push_back((Instant::now(), samples)),
+        }
         let last_ms = u64::try_from(now_ms()).unwrap_or(0);
         streaming.now =
             open.fold(Streamed { last_ms, ..Streamed::default() }, |sum, of| Streamed {
@@ -116,6 +127,11 @@ mod tests {
         let now = live.of(&capture).unwrap();
         assert_eq!((now.samples, now.lost, now.stacks, now.whole), (30, 2, 20, 19));
         assert!((29.0..=30.0).contains(&now.samples_per_second), "{now:?}");
+        // Of a stream that nobody asks about.
+        for _epoch in 0..10_000 {
+            second.came(1, std::iter::empty());
+        }
+        assert!(live.lock()[&capture].recent.len() < 10);
         drop(second);
         assert_eq!(live.of(&capture), None);
     }

@@ -52,7 +52,6 @@ use self::store::{Places, Store};
 use self::tls::Certificates;
 pub use self::tls::Tls;
 use crate::receive::grpc::service;
-use crate::receive::meter::Metered;
 use crate::resolve::Sources;
 
 /// How to serve.
@@ -139,6 +138,8 @@ pub enum ServeError {
     Server(#[from] tonic::transport::Error),
 }
 
+/// Largest message of somebody who was not let in.
+const STRANGERS: usize = 4096;
 /// Connections at a time; further ones wait.
 const MAX_CONNECTIONS: usize = 4096;
 
@@ -186,15 +187,16 @@ pub async fn run(
         live: Arc::default(),
     });
     let (alive, mut all_gone) = tokio::sync::watch::channel(0);
+    let ledger = Arc::new(Ledger::new(config.limits));
     let threads = Closing {
         config: Arc::clone(&config),
         store: Arc::clone(&store),
         counts: counts.clone(),
+        ledger: Arc::clone(&ledger),
         pins: Arc::clone(&shared.pins),
     }
     .start()
     .map_err(ServeError::Thread)?;
-    let ledger = Arc::new(Ledger::new(config.limits));
     let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, ledger, alive });
     let (reporter, health) = tonic_health::server::health_reporter();
     let pulse = Pulse {
@@ -210,9 +212,11 @@ pub async fn run(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?;
     let service = service(Arc::clone(&keepers), closing);
-    let service = Metered::new(service, Arc::clone(&keepers), config.limits.message());
     let turns = Arc::new(Semaphore::new(api::FETCHES));
     let api = api::router(Arc::new(Api { keepers, readers: config.readers.clone(), turns }));
+    // What strangers say is short.
+    let health = health.max_decoding_message_size(STRANGERS);
+    let reflection = reflection.max_decoding_message_size(STRANGERS);
     let grpc = Routes::new(service).add_service(health).add_service(reflection);
     let server = tonic::transport::Server::builder()
         // For who asks as people do.

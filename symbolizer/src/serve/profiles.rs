@@ -9,6 +9,7 @@ use stackwire_formats::{pmu, pprof};
 
 use super::Config;
 use super::id::WindowId;
+use super::identity::Identity;
 use super::index::Due;
 use super::store::{make_directory, sync_directory};
 use crate::capture::{self, Assembler};
@@ -56,7 +57,9 @@ pub(super) fn write(
         write("pmu.json", &|out| pmu::write(&profile, options, out))?;
     }
     if !profile.samples.is_empty() {
-        let sources = config.sources.with_pinned(pins.of(&profile.executables));
+        let is_here = due.owner.as_deref().is_none_or(Identity::is_name_of_this_host);
+        let pinned = pins.of(&profile.executables).of_host(is_here);
+        let sources = config.sources.with_pinned(pinned);
         let names = resolve(&profile, &artifacts, &sources);
         unite(&mut profile, &names);
         let is_wait = |id| profile.series_of(id).event.is_wait;

@@ -3,17 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use stackwire_proto::v1::symbolizer_server::SymbolizerServer;
+use stackwire_proto::v1::symbolizer_server::SERVICE_NAME;
 use tokio::sync::watch;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use super::counts::Counts;
-use super::keeper::Keepers;
 use super::limits::Ledger;
 use super::store::Store;
 use crate::metrics::Metrics;
-use crate::receive::grpc::Service;
 
 /// What is looked at, and who is told.
 pub(super) struct Pulse {
@@ -26,9 +24,6 @@ pub(super) struct Pulse {
 
 /// Between two looks.
 const BEAT: Duration = Duration::from_secs(1);
-
-/// As it is called in requests for its health.
-type Receiving = SymbolizerServer<Service<Keepers>>;
 
 impl Pulse {
     /// Looks until the server stops, and says then that it does.
@@ -59,8 +54,7 @@ impl Pulse {
             None => ServingStatus::Serving,
             Some(_) => ServingStatus::NotServing,
         };
-        let name = <Receiving as tonic::server::NamedService>::NAME;
-        for name in ["", name] {
+        for name in ["", SERVICE_NAME] {
             self.reporter.set_service_status(name, status).await;
         }
         self.metrics.readiness.set(why_not);

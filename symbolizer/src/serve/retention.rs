@@ -9,6 +9,8 @@ use std::time::Duration;
 use super::index::now_ms;
 use super::store::{Inner, Keep, Places};
 
+/// A capture that was greeted and brought nothing.
+const FORGET_EMPTY: Duration = Duration::from_secs(3600);
 /// A collector that is silent for so long starts a new capture if it comes back at all.
 const FORGET_CAPTURES: Duration = Duration::from_secs(30 * 24 * 3600);
 
@@ -22,7 +24,7 @@ impl Inner {
 
     /// Forgets captures that are over. It looks at all of them, so it is not for each window.
     pub(super) fn forget_captures(&mut self) {
-        if let Err(error) = self.index.forget_captures(FORGET_CAPTURES) {
+        if let Err(error) = self.index.forget_captures(FORGET_CAPTURES, FORGET_EMPTY) {
             tracing::warn!("cannot use the index of windows: {error}");
         }
     }

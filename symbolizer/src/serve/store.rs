@@ -146,6 +146,11 @@ impl Store {
         Ok(())
     }
 
+    /// The index, for questions.
+    pub(super) fn reader(&self) -> Result<Index, StoreError> {
+        Ok(Index::reader(&self.places.logs)?)
+    }
+
     /// How much there is.
     pub(super) fn now(&self) -> Now {
         let inner = self.lock();

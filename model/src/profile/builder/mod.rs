@@ -42,6 +42,8 @@ pub struct Builder {
     /// Each sample has its CPU as a label.
     by_cpu: bool,
     only: Only,
+    /// Bytes of names in its tables.
+    name_bytes: u64,
     /// Stretches of time that captures are of: the start of each, and its end.
     observed: BTreeMap<u64, u64>,
     /// Where that of this capture begins.
@@ -116,6 +118,8 @@ impl Builder {
         let table = &mut self.profile.processes;
         let id = u32::try_from(table.len()).ok().filter(|_| table.len() < MAX_ENTRIES);
         let id = id.ok_or(Full("processes"))?;
+        let labels = process.labels.iter().map(|(_, value)| value.len()).sum::<usize>();
+        self.name_bytes += (process.comm.len() + labels) as u64;
         table.push(process);
         self.processes.insert(key, id);
         Ok(ProcessId(id))
@@ -123,8 +127,11 @@ impl Builder {
 
     /// The id of a thread.
     pub fn thread(&mut self, thread: Thread) -> Result<ThreadId, Full> {
-        let table = &mut self.profile.threads;
-        own(&mut self.threads, table, thread, "threads").map(ThreadId)
+        let (table, name) = (&mut self.profile.threads, thread.comm.len());
+        let before = table.len();
+        let id = own(&mut self.threads, table, thread, "threads")?;
+        self.name_bytes += (name * (table.len() - before)) as u64;
+        Ok(ThreadId(id))
     }
 
     /// Adds to how somebody was scheduled.

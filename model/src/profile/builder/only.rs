@@ -1,10 +1,11 @@
-//! Which samples a profile in the making takes: those of some threads, of some time. What is left
-//! out takes no memory.
+//! Which samples a profile in the making takes: those of some threads, of some time. Stacks of
+//! others are not added.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use super::Builder;
-use crate::profile::{SampleKey, SeriesId, ThreadId};
+use crate::profile::{SampleKey, SeriesId, ThreadId, Who};
 
 /// Samples to take.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -15,10 +16,23 @@ pub struct Only {
     pub time_ns: Option<Range<u64>>,
 }
 
+impl Only {
+    /// Whether something has one of the values for each label, as far as it has that label.
+    fn has<'l>(&self, value: impl Fn(&str) -> Option<Cow<'l, str>>) -> bool {
+        self.labels.iter().all(|(label, _)| match value(label) {
+            None => true,
+            Some(found) => {
+                self.labels.iter().any(|(other, value)| other == label && *value == found)
+            }
+        })
+    }
+}
+
 impl Builder {
-    /// Takes these alone from now on.
+    /// Takes these alone from now on. How many were taken in all, nobody knows then.
     pub fn keep_only(&mut self, only: Only) {
         self.only = only;
+        self.profile.taken = None;
     }
 
     /// Whether samples of a thread are taken, as far as the thread and its process tell. Labels
@@ -27,12 +41,43 @@ impl Builder {
     pub fn takes_thread(&self, thread: ThreadId) -> bool {
         let series = SeriesId(0);
         let key = SampleKey { series, thread, user: None, kernel: None, labels: 0 };
-        self.only.labels.iter().all(|(label, _)| match self.profile.label(key, label) {
-            None => true,
-            Some(found) => {
-                self.only.labels.iter().any(|(other, value)| other == label && *value == found)
+        self.only.has(|label| self.profile.label(key, label))
+    }
+
+    /// Whether how somebody was scheduled is taken, likewise.
+    #[must_use]
+    pub fn takes(&self, who: Who) -> bool {
+        match who {
+            Who::Thread(thread) => self.takes_thread(thread),
+            Who::TheRest => self.only.labels.is_empty(),
+            Who::Process(process) => {
+                let process = &self.profile.processes[process.index()];
+                self.only.has(|label| match label {
+                    "comm" => Some(Cow::Borrowed(process.comm.as_str())),
+                    "pid" => Some(Cow::Owned(process.pid.to_string())),
+                    "host_pid" => Some(Cow::Owned(process.host_pid.to_string())),
+                    _ => {
+                        let known = process.labels.iter().find(|(key, _)| *key == label);
+                        known.map(|(_, value)| Cow::Borrowed(value.as_str()))
+                    }
+                })
             }
-        })
+        }
+    }
+
+    /// Whether an epoch from when to when has something that is taken.
+    #[must_use]
+    pub fn takes_span(&self, start_ns: u64, end_ns: u64) -> bool {
+        // The end is not part of it, unless there is nothing else.
+        let meets = |range: &Range<u64>| {
+            start_ns < range.end && (end_ns > range.start || start_ns >= range.start)
+        };
+        self.only.time_ns.as_ref().is_none_or(meets)
+    }
+
+    /// Counts samples that are not taken.
+    pub fn leave_out(&mut self, count: u64) {
+        self.profile.left_out = self.profile.left_out.saturating_add(count);
     }
 
     /// Whether samples of this time are taken.
@@ -44,6 +89,10 @@ impl Builder {
     /// Bytes its tables take, roughly.
     #[must_use]
     pub fn memory(&self) -> u64 {
+        self.name_bytes + self.tables()
+    }
+
+    fn tables(&self) -> u64 {
         // With the places of each in a table by content.
         let entries = [
             (self.profile.samples.len(), 96),
