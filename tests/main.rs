@@ -22,6 +22,8 @@ mod chosen;
 mod debuginfod;
 /// Collectors whose symbolizers are away, refuse, or do not answer.
 mod delivery;
+/// Manifests, units, images and alerts of `deploy/`.
+mod deploy;
 /// What `doctor` says of a host and of processes.
 mod doctor;
 /// Events by perf's names, beside perf.

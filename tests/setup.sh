@@ -10,12 +10,13 @@ declare -A packages=(
   [setcap]=libcap2-bin [setpriv]=util-linux [git]=git [gzip]=gzip [g++]=g++ [readelf]=binutils
   [llvm-symbolizer-22]=llvm-22 [debuginfod]=debuginfod [eu-addr2line]=elfutils [javac]=default-jdk-headless
   [npm]=npm [unshare]=util-linux [sqlite3]=sqlite3 [openssl]=openssl [pgrep]=procps [bindfs]=bindfs [hotspot]=hotspot [runqlat]=libbpf-tools [create_llvm_prof]=autofdo [clang-22]=clang-22 [ghc]=ghc
-  [debootstrap]=debootstrap [rpmbuild]=rpm [jq]=jq [wrk]=wrk [losetup]=mount [strace]=strace [curl]=curl
+  [debootstrap]=debootstrap [rpmbuild]=rpm [jq]=jq [wrk]=wrk [losetup]=mount [strace]=strace [curl]=curl [systemd-analyze]=systemd
 )
 wanted=()
 for command in "${!packages[@]}"; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "$command" >/dev/null || wanted+=("${packages[$command]}")
 done
+python3 -c 'import ensurepip' 2>/dev/null || wanted+=(python3-venv)
 compgen -G '/usr/lib/debug/.build-id/*' >/dev/null || wanted+=(libc6-dbg)
 compgen -G '/usr/lib/x86_64-linux-gnu/libprofiler.so.*' >/dev/null || wanted+=(libgoogle-perftools4)
 [ -x /usr/lib/go-1.19/bin/go ] || wanted+=(golang-1.19-go)
@@ -44,6 +45,7 @@ if [ "${1:-}" != ebpf ]; then
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
   { tests/clean.sh bookworm "$cache/clean-bookworm.tar" && tests/clean.sh trixie "$cache/clean-trixie.tar"; } \
     || echo "tests/setup.sh: could not make clean Debians; the test of packages fails" >&2
+  tests/deploy.sh "$cache" || echo "tests/setup.sh: could not get what checks deploy/; its tests fail" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
 fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
