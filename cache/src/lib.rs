@@ -150,6 +150,12 @@ impl Cache {
         }
     }
 
+    /// Bytes of a blob, if it is there. Its content is not looked at: [`Cache::get`] does that.
+    #[must_use]
+    pub fn size(&self, key: &Key) -> Option<u64> {
+        fs::metadata(key.path(&self.directory)).ok().map(|found| found.len())
+    }
+
     /// Begins a blob; it is in the store once [`Pending::keep`] has returned.
     ///
     /// # Errors

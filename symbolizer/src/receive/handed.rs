@@ -53,6 +53,11 @@ impl Tenant {
         Key::new(self.id(hash), Kind::Handed)
     }
 
+    /// Bytes of a file that is kept, without a look at them: each window asks.
+    fn size(&self, hash: &ArtifactHash) -> Option<u64> {
+        self.cache.as_ref()?.size(&self.key(hash))
+    }
+
     /// What is kept of a file. Where the cache cannot be used, there is nothing.
     fn open(&self, hash: &ArtifactHash) -> Option<File> {
         Some(self.cache.as_ref()?.get(&self.key(hash)).ok()??.file)
@@ -259,7 +264,8 @@ impl Handed {
         let state = files.entry(key).or_insert(State::Asked);
         // What the cache had no room for comes again.
         if let State::Whole(whole) = &*state
-            && whole.open(&self.tenant).is_ok_and(|file| file.is_none())
+            && whole.file.is_none()
+            && self.tenant.size(&whole.hash).is_none()
         {
             *state = State::Announced;
         }
@@ -354,8 +360,7 @@ impl Handed {
         if let State::Partial(_) = state {
             return Ok(Taken::Nothing);
         }
-        let length = self.tenant.open(&hash).and_then(|file| Some(file.metadata().ok()?.len()));
-        if length != Some(chunk.length) {
+        if self.tenant.size(&hash) != Some(chunk.length) {
             *state = State::Announced;
             return Ok(Taken::Again);
         }

@@ -272,8 +272,8 @@ impl Allowance for Account {
     fn artifact(&self, bytes: u64) -> Result<(), String> {
         let limit = self.ledger.limits.artifacts;
         let rate = limit / HOUR.as_secs();
-        let wait = self.with(|client| client.artifacts.take(bytes, rate, HOUR));
-        if wait.is_some_and(|wait| !wait.is_zero()) {
+        let taken = self.with(|client| client.artifacts.take_if_there(bytes, rate, HOUR));
+        if taken == Some(false) {
             return Err(Exceeded::Artifacts { limit }.to_string());
         }
         Ok(())
@@ -310,15 +310,27 @@ impl Bucket {
 
     /// Takes, and says how long to wait until that much has come.
     fn take(&mut self, bytes: u64, rate: u64, within: Duration) -> Duration {
+        let lacking = self.lacking(bytes, rate, within);
+        self.taken += bytes as f64;
+        Duration::from_secs_f64((lacking / (rate as f64).max(1.0)).min(HOUR.as_secs_f64()))
+    }
+
+    /// Takes all or nothing; whether it did.
+    fn take_if_there(&mut self, bytes: u64, rate: u64, within: Duration) -> bool {
+        let is_there = self.lacking(bytes, rate, within) <= 0.0;
+        if is_there {
+            self.taken += bytes as f64;
+        }
+        is_there
+    }
+
+    /// How many of these bytes are not there now.
+    fn lacking(&mut self, bytes: u64, rate: u64, within: Duration) -> f64 {
         let rate = (rate as f64).max(1.0);
         let back = self.at.elapsed().as_secs_f64() * rate;
         self.at = Instant::now();
         self.taken = (self.taken - back).max(0.0);
-        let more = self.taken + bytes as f64 - rate * within.as_secs_f64();
-        if within < HOUR || more <= 0.0 {
-            self.taken += bytes as f64;
-        }
-        Duration::from_secs_f64((more / rate).clamp(0.0, HOUR.as_secs_f64()))
+        (self.taken + bytes as f64 - rate * within.as_secs_f64()).max(0.0)
     }
 }
 
