@@ -10,7 +10,7 @@ export STACKWIRE_TEST_CACHE ?= $(HOME)/.cache/stackwire-tests
 GROUP ?= stackwire
 CAPS ?= cap_bpf,cap_perfmon,cap_syslog
 
-.PHONY: build demo test test-kernels lint bench ebpf fuzz install dist
+.PHONY: build demo test test-kernels chaos lint bench ebpf fuzz install dist
 
 build:
 	$(CARGO) build --release --locked -p stackwire -p stackwire-collector
@@ -30,6 +30,12 @@ test-kernels: build
 	tests/kernels.sh $(OUT)
 	tests/counters.sh
 
+# A server and twenty collectors, killed, cut off and filled up for CHAOS_SECONDS. STACKWIRE_CHAOS_SEED repeats a run.
+CHAOS_SECONDS ?= 600
+chaos: build
+	$(CARGO) build --release --locked -p stackwire-collector --example replay
+	STACKWIRE_CHAOS_SECONDS=$(CHAOS_SECONDS) $(CARGO) test --release --locked -p stackwire-e2e -- --nocapture chaos::
+
 lint:
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --release --locked --workspace --all-targets --features stackwire-e2e/bench -- -D warnings
@@ -44,6 +50,7 @@ bench: build
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-watched -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-switches -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-serve -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-unwind -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-workloads -- $(OUT)
 	tests/corpus.sh $(STACKWIRE_TEST_CACHE)/corpus

@@ -7,44 +7,27 @@ use std::time::Duration;
 use stackwire_proto::v1;
 
 use crate::identical::Server;
-use crate::support::authority::Authority;
 use crate::support::build::work;
-use crate::support::client::{Client, epoch, hello, sealed};
-use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
+use crate::support::client::{epoch, hello, sealed};
+use crate::support::tokens::Tokens;
+use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire, test_cache};
 
 /// A server with three clients, one of whom reads everything.
 struct Setting {
-    directory: tempfile::TempDir,
-    authority: Authority,
+    tokens: Tokens,
     server: Server,
 }
 
 impl Setting {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let authority = Authority::new(&directory.path().join("ca"));
-        authority.server("server");
-        let tokens = directory.path().join("tokens");
-        std::fs::write(&tokens, "alice a-1\nbob b-1\nops o-1\n").unwrap();
-        for (name, token) in [("alice", "a-1"), ("bob", "b-1"), ("ops", "o-1"), ("nobody", "x")] {
-            std::fs::write(directory.path().join(name), token).unwrap();
-        }
-        let arguments = [
-            format!("--tls-cert={}", authority.file("server.pem")),
-            format!("--tls-key={}", authority.file("server.key")),
-            format!("--token-file={}", tokens.display()),
-            format!("--symbol-cache-dir={}", directory.path().join("cache").display()),
-            "--reader=token:ops".to_owned(),
-            "--window=1h".to_owned(),
-        ];
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let server = Server::start(&directory.path().join("out"), "127.0.0.1:0", &arguments);
-        Self { directory, authority, server }
+        let tokens = Tokens::new();
+        let server = tokens.server(&tokens.path("out"), "127.0.0.1:0", &["--window=1h"]);
+        Self { tokens, server }
     }
 
     /// Epochs of a second each, 10 samples in each.
-    fn send(&self, token: &str, capture: u8, path: &str, epochs: u64) {
-        let client = Client::with_token(&self.server.address, &self.authority, token);
+    fn send(&self, name: &str, capture: u8, path: &str, epochs: u64) {
+        let client = self.tokens.client(&self.server, name);
         let epochs: Vec<v1::CollectorMessage> =
             (0..epochs).map(|number| sealed(&epoch(number, path, &[1; 20], 0x1000, 10))).collect();
         let heard = client.send(hello(capture), epochs, |_| Vec::new());
@@ -53,26 +36,22 @@ impl Setting {
 
     fn ask(&self, name: &str, arguments: &[&str]) -> Ran {
         let (command, rest) = arguments.split_first().unwrap();
-        let from = [
-            (*command).to_owned(),
-            format!("--from=https://{}", self.server.address),
-            format!("--tls-ca={}", self.authority.file("ca.pem")),
-            format!("--token-file={}", self.directory.path().join(name).display()),
-        ];
-        stackwire(from.iter().map(String::as_str).chain(rest.iter().copied()))
+        let from = [(*command).to_owned(), format!("--from=https://{}", self.server.address)];
+        let proofs = self.tokens.proofs(name);
+        stackwire(from.iter().chain(&proofs).map(String::as_str).chain(rest.iter().copied()))
     }
 
     fn file(&self, name: &str) -> String {
-        self.directory.path().join(name).to_str().unwrap().to_owned()
+        self.tokens.path(name).to_str().unwrap().to_owned()
     }
 }
 
 #[test]
 fn everybody_sees_what_they_sent_and_readers_see_all() {
     let setting = Setting::new();
-    setting.send("a-1", 1, "/bin/first", 3);
-    setting.send("a-1", 2, "/bin/second", 2);
-    setting.send("b-1", 3, "/bin/third", 1);
+    setting.send("alice", 1, "/bin/first", 3);
+    setting.send("alice", 2, "/bin/second", 2);
+    setting.send("bob", 3, "/bin/third", 1);
     let hosts = |name: &str| {
         let listed = setting.ask(name, &["ps"]).succeeded().stdout;
         let hosts = listed.lines().skip(1).map(|line| line.split(' ').next().unwrap().to_owned());
@@ -182,8 +161,8 @@ fn a_live_host_shows_its_rate_and_its_samples_in_every_format() {
 #[test]
 fn who_knows_no_stackwire_asks_over_http() {
     let setting = Setting::new();
-    setting.send("a-1", 1, "/bin/first", 3);
-    let ca = setting.authority.file("ca.pem");
+    setting.send("alice", 1, "/bin/first", 3);
+    let ca = setting.tokens.path("ca/ca.pem").to_str().unwrap().to_owned();
     let curl = |arguments: &[&str], path: &str| {
         let url = format!("https://{}{path}", setting.server.address);
         let mut curl = Command::new("curl");
@@ -192,7 +171,7 @@ fn who_knows_no_stackwire_asks_over_http() {
         let (body, end) = said.rsplit_once('\n').unwrap();
         (end.to_owned(), body.to_owned())
     };
-    let bearer = ["-H", "authorization: Bearer a-1"];
+    let bearer = ["-H", "authorization: Bearer alice-1"];
     for protocol in ["--http1.1", "--http2"] {
         let (end, body) = curl(&[&bearer[..], &[protocol]].concat(), "/v1/captures");
         assert_eq!(end, "200 application/json");
@@ -287,4 +266,36 @@ fn probes_are_told_whether_collectors_are_served() {
         assert!(names.contains(&"stackwire.v1.Symbolizer".to_owned()), "{names:?}");
     });
     server.terminate();
+}
+
+#[test]
+fn answers_are_what_the_openapi_document_says() {
+    let setting = Setting::new();
+    setting.send("alice", 1, "/bin/first", 3);
+    let [ca, document, captures, refusal] =
+        ["ca/ca.pem", "openapi.json", "captures.json", "refusal.json"].map(|it| setting.file(it));
+    for (path, to) in
+        [("openapi.json", &document), ("captures", &captures), ("captures?live=maybe", &refusal)]
+    {
+        let mut curl = Command::new("curl");
+        curl.args(["-sS", "--cacert", &ca, "-H", "authorization: Bearer alice-1", "-o", to]);
+        Ran::of(curl.arg(format!("https://{}/v1/{path}", setting.server.address))).succeeded();
+    }
+    let validator = test_cache().join("validators/bin/openapi-spec-validator");
+    Ran::of(Command::new(validator).arg(&document)).succeeded();
+    // The schemas of an OpenAPI 3.1 document are JSON Schema of 2020-12.
+    let script = "
+import json, sys, jsonschema
+document, captures, refusal = [json.load(open(path)) for path in sys.argv[1:]]
+assert captures['captures'] and refusal['error']
+def check(answer, schema):
+    schema = {'$ref': schema, 'components': document['components']}
+    formats = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    jsonschema.Draft202012Validator(schema, format_checker=formats).validate(answer)
+check(captures, '#/components/schemas/Captures')
+error = document['components']['responses']['Error']['content']['application/json']['schema']
+jsonschema.Draft202012Validator({**error, 'components': document['components']}).validate(refusal)
+";
+    let mut python = Command::new(test_cache().join("validators/bin/python"));
+    Ran::of(python.args(["-c", script, &document, &captures, &refusal])).succeeded();
 }

@@ -65,7 +65,7 @@ fn built(overlay: &str) -> String {
 /// Documents of YAML.
 fn parsed(yaml: &Path) -> Vec<Value> {
     let script = "import json, sys, yaml; json.dump(list(yaml.safe_load_all(open(sys.argv[1]))), sys.stdout)";
-    let mut python = Command::new(test_cache().join("kubernetes/bin/python"));
+    let mut python = Command::new(test_cache().join("validators/bin/python"));
     serde_json::from_str(&run(python.args(["-c", script]).arg(yaml)).0).unwrap()
 }
 
@@ -84,7 +84,7 @@ fn manifests(directory: &Path) -> Vec<PathBuf> {
 fn manifests_fit_two_versions_of_kubernetes() {
     let directory = tempfile::tempdir().unwrap();
     for manifest in manifests(directory.path()) {
-        let mut validate = Command::new(test_cache().join("kubernetes/bin/kubernetes-validate"));
+        let mut validate = Command::new(test_cache().join("validators/bin/kubernetes-validate"));
         validate.args(["--strict", "-k", "1.30", "-k", "1.37"]).arg(&manifest);
         let checked = Ran::of(&mut validate).succeeded();
         let said = checked.stdout + &checked.stderr;

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# What checks `deploy/`: promtool, buildah, bubblewrap, the schemas of Kubernetes, kustomize. In a directory of their own; nothing is installed.
-# usage: tests/deploy.sh CACHE    they are in CACHE/tools, CACHE/kubernetes and CACHE/gopath
+# What checks `deploy/`: promtool, buildah, bubblewrap, the schemas of Kubernetes and OpenAPI, kustomize. In a directory of their own; nothing is installed.
+# usage: tests/deploy.sh CACHE    they are in CACHE/tools, CACHE/validators and CACHE/gopath
 set -euo pipefail
 cache=$1
 cd "$(dirname "$0")/.."
 tests/debian.sh bookworm "$cache/tools" prometheus buildah bubblewrap
-version=1.37.0
-if [ "$(cat "$cache/kubernetes/version" 2>/dev/null)" != "$version" ]; then
-  rm -rf "$cache/kubernetes"
-  python3 -m venv "$cache/kubernetes"
-  "$cache/kubernetes/bin/pip" install -q --disable-pip-version-check "kubernetes-validate==$version"
-  echo "$version" > "$cache/kubernetes/version"
+wanted="kubernetes-validate==1.37.0 openapi-spec-validator==0.9.0"
+if [ "$(cat "$cache/validators/wanted" 2>/dev/null)" != "$wanted" ]; then
+  rm -rf "$cache/validators"
+  python3 -m venv "$cache/validators"
+  # shellcheck disable=SC2086  # words, on purpose
+  "$cache/validators/bin/pip" install -q --disable-pip-version-check $wanted
+  echo "$wanted" > "$cache/validators/wanted"
 fi
 # kubectl has a kustomize in it.
 if ! command -v kubectl >/dev/null && [ ! -x "$cache/kustomize" ]; then

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
@@ -16,6 +17,8 @@ use crate::support::{Running, binary, build::work, privileged, stackwire};
 pub(crate) struct Server {
     child: Child,
     pub(crate) address: String,
+    /// Lines it said since it listens.
+    log: Arc<Mutex<Vec<String>>>,
 }
 
 impl Server {
@@ -40,14 +43,26 @@ impl Server {
         while address.is_empty() {
             let mut line = String::new();
             assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "the server ended");
-            if let Some(found) = line.trim().strip_prefix("stackwire: listening on ") {
-                address = found.to_owned();
+            if let Some((_, found)) = line.trim().split_once("listening on ") {
+                let end = found.find('"').unwrap_or(found.len());
+                found[..end].clone_into(&mut address);
             }
             said.push(line.trim().to_owned());
         }
         // Read on, so that it never blocks on a full pipe.
-        std::thread::spawn(move || std::io::copy(&mut stderr, &mut std::io::sink()));
-        (Self { child, address }, said)
+        let log = Arc::<Mutex<Vec<String>>>::default();
+        let lines = Arc::clone(&log);
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                lines.lock().unwrap().push(line);
+            }
+        });
+        (Self { child, address, log }, said)
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&self) -> Vec<String> {
+        self.log.lock().unwrap().clone()
     }
 
     pub(crate) fn pid(&self) -> u32 {

@@ -8,48 +8,33 @@ use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::{ARTIFACT_PIECE_BYTES, seal_epoch, seal_piece, v1};
 
 use crate::identical::{Server, profiles};
-use crate::support::Pprof;
-use crate::support::authority::Authority;
 use crate::support::client::{Client, epoch, hello, sealed};
+use crate::support::tokens::Tokens;
+use crate::support::{Pprof, peak_memory};
 
 /// Most MiB that a server under attack may take, over what it takes at rest.
 const GROWTH: u64 = 300;
 
-struct Setting {
-    directory: tempfile::TempDir,
-    authority: Authority,
-}
+struct Setting(Tokens);
 
 impl Setting {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let authority = Authority::new(&directory.path().join("ca"));
-        authority.server("server");
-        std::fs::write(directory.path().join("tokens"), "mallory m-1\nalice a-1\n").unwrap();
-        Self { directory, authority }
+        Self(Tokens::new())
     }
 
     fn server(&self, more: &[&str]) -> Server {
-        let arguments = [
-            format!("--tls-cert={}", self.authority.file("server.pem")),
-            format!("--tls-key={}", self.authority.file("server.key")),
-            format!("--token-file={}", self.directory.path().join("tokens").display()),
-            format!("--symbol-cache-dir={}", self.directory.path().join("cache").display()),
-        ];
-        let all: Vec<&str> =
-            arguments.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        Server::start(&self.directory.path().join("out"), "127.0.0.1:0", &all)
+        self.0.server(&self.0.path("out"), "127.0.0.1:0", more)
     }
 
-    fn client(&self, server: &Server, token: &str) -> Client {
-        Client::with_token(&server.address, &self.authority, token)
+    fn client(&self, server: &Server, name: &str) -> Client {
+        self.0.client(server, name)
     }
 
     /// An honest stream of 9 samples, which comes through.
     fn honest(&self, server: &Server, capture: u8) {
         let one = epoch(0, "/nowhere/honest", &[0xcd; 20], 0x1000, 9);
         let begun = Instant::now();
-        let client = self.client(server, "a-1");
+        let client = self.client(server, "alice");
         let heard = client.send(hello(capture), vec![sealed(&one)], |_| Vec::new());
         assert_eq!(heard.acked, Some(0), "{heard:?}");
         let took = begun.elapsed();
@@ -57,16 +42,9 @@ impl Setting {
     }
 
     fn samples(&self) -> u64 {
-        let profiles = profiles(&self.directory.path().join("out"));
+        let profiles = profiles(&self.0.path("out"));
         profiles.iter().map(|path| Pprof::read(path).count()).sum()
     }
-}
-
-/// Most memory a process has had, MiB.
-fn peak(server: &Server) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() / 1024
 }
 
 /// What `mallory` is told who sends this.
@@ -76,7 +54,7 @@ fn refused(
     capture: u8,
     message: v1::CollectorMessage,
 ) -> String {
-    let client = setting.client(server, "m-1");
+    let client = setting.client(server, "mallory");
     let heard = client.send(hello(capture), vec![message], |_| Vec::new());
     let status = heard.status.expect("it is refused");
     assert!(heard.acked.is_none());
@@ -114,7 +92,7 @@ fn a_few_kilobytes_do_not_become_gigabytes() {
     let setting = Setting::new();
     let server = setting.server(&[]);
     setting.honest(&server, 200);
-    let before = peak(&server);
+    let before = peak_memory(server.pid());
     let bombs = bombs();
     for (number, bomb) in bombs.iter().enumerate() {
         let bytes = prost::Message::encoded_len(bomb);
@@ -138,7 +116,7 @@ fn a_few_kilobytes_do_not_become_gigabytes() {
         }
         setting.honest(&server, 201);
     });
-    let grown = peak(&server) - before;
+    let grown = peak_memory(server.pid()) - before;
     assert!(grown < GROWTH, "the server grew by {grown} MiB");
     println!("bombs: the server grew by {grown} MiB");
     server.terminate();
@@ -179,14 +157,14 @@ fn names_of_a_megabyte_and_names_that_lead_elsewhere_are_harmless() {
     let greeting = v1::Hello { hostname: "../../../tmp/x\ny\0z".to_owned(), ..hello(2) };
     let mut odd = epoch(0, "../../../../etc/passwd\n\0", &[1; 20], 0, 5);
     odd.strings[2] = "a\nb\u{1b}[31m".to_owned();
-    let client = setting.client(&server, "m-1");
+    let client = setting.client(&server, "mallory");
     let heard = client.send(greeting, vec![sealed(&odd)], |_| Vec::new());
     assert_eq!(heard.acked, Some(0), "{heard:?}");
     let greeting = v1::Hello { hostname: "h".repeat(1 << 20), ..hello(3) };
     let heard = client.send(greeting, Vec::new(), |_| Vec::new());
     assert!(heard.status.is_some_and(|status| status.message().contains("greeting")));
     server.terminate();
-    let written = profiles(&setting.directory.path().join("out"));
+    let written = profiles(&setting.0.path("out"));
     assert_eq!(written.len(), 1, "{written:?}");
     let name = written[0].file_name().unwrap().to_str().unwrap();
     assert!(name.starts_with("_________tmp_x_y_z-"), "{name}");
@@ -196,7 +174,7 @@ fn names_of_a_megabyte_and_names_that_lead_elsewhere_are_harmless() {
 fn streams_beyond_the_limit_are_refused_and_others_come_in() {
     let setting = Setting::new();
     let server = setting.server(&["--streams-max=100"]);
-    let mallory = setting.client(&server, "m-1");
+    let mallory = setting.client(&server, "mallory");
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let (open, refused) = runtime.block_on(async {
         let mut open = Vec::new();
@@ -251,8 +229,8 @@ fn endless(want: &v1::Want) -> Vec<v1::CollectorMessage> {
 fn endless_artifacts_end_and_the_report_says_so() {
     let setting = Setting::new();
     let server = setting.server(&["--artifacts-max=20", "--executables-max=2"]);
-    let before = peak(&server);
-    let client = setting.client(&server, "m-1");
+    let before = peak_memory(server.pid());
+    let client = setting.client(&server, "mallory");
     let mut one = epoch(0, "/nowhere/first", &[1; 20], 0x1000, 9);
     for number in 2..5u8 {
         one.strings.push(format!("/nowhere/{number}"));
@@ -266,15 +244,15 @@ fn endless_artifacts_end_and_the_report_says_so() {
     assert_eq!(heard.acked, Some(0), "{heard:?}");
     let files = heard.wants.iter().filter(|want| want.file.is_some()).count();
     assert_eq!(files, 2, "{heard:?}");
-    let grown = peak(&server) - before;
+    let grown = peak_memory(server.pid()) - before;
     assert!(grown < GROWTH, "the server grew by {grown} MiB");
-    let logs = setting.directory.path().join("out/captures");
+    let logs = setting.0.path("out/captures");
     setting.honest(&server, 200);
     server.terminate();
     let bytes = |entry: std::fs::DirEntry| entry.metadata().unwrap().len();
     let kept: u64 = std::fs::read_dir(logs).unwrap().map(|entry| bytes(entry.unwrap())).sum();
     assert!(kept < 30 << 20, "{kept} bytes are kept");
-    let log = profiles(&setting.directory.path().join("out")).into_iter();
+    let log = profiles(&setting.0.path("out")).into_iter();
     let said: Vec<String> = log
         .map(|path| crate::support::pprof::go(&["-comments"], &[&path]))
         .filter(|said| said.contains("--artifacts-max") || said.contains("--executables-max"))
@@ -286,7 +264,7 @@ fn endless_artifacts_end_and_the_report_says_so() {
 fn who_sends_too_fast_has_to_wait_and_loses_nothing() {
     let setting = Setting::new();
     let server = setting.server(&["--rate-max=1"]);
-    let client = setting.client(&server, "m-1");
+    let client = setting.client(&server, "mallory");
     let epochs = (0..4).map(|number| sealed(&epoch(number, "/nowhere/x", &[1; 20], 0, 200_000)));
     let epochs: Vec<_> = epochs.collect();
     let begun = Instant::now();

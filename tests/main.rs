@@ -10,10 +10,14 @@
 mod agreement;
 /// `ps` and `fetch`, and the same over HTTP; probes.
 mod asked;
+/// Attacks on a server are refused, logged and counted.
+mod attacked;
 /// What cannot work says so: processes, options, outputs, captures, perf-maps, permissions.
 mod bad_input;
 /// Waits of servers beside offcputime.
 mod beside;
+/// Everything fails at once, and what was acknowledged is in the windows once.
+mod chaos;
 /// The checkout: eBPF object and sources, help, version.
 mod checkout;
 /// Processes chosen by name, container and pod.
@@ -82,6 +86,8 @@ mod pprof_reads;
 mod privileges;
 /// Python, Node, release builds, gzip, git.
 mod programs;
+/// Profiles that `serve` pushes to Pyroscope.
+mod pushed;
 /// CPython that is asked to name its functions.
 mod python;
 /// CPython in states that it is seldom in, and asked by two at once.

@@ -47,6 +47,7 @@ if [ "${1:-}" != ebpf ]; then
     || echo "tests/setup.sh: could not make clean Debians; the test of packages fails" >&2
   tests/deploy.sh "$cache" || echo "tests/setup.sh: could not get what checks deploy/; its tests fail" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
+  tests/pyroscope.sh "$cache" || echo "tests/setup.sh: could not build a receiver of Pyroscope; tests of what is pushed fail" >&2
 fi
 if [ "${1:-}" = ebpf ] && ! command -v bpf-linker >/dev/null; then
   LLVM_PREFIX=/usr/lib/llvm-22 cargo install -q bpf-linker --version 0.13.0 --no-default-features --features llvm-22 --locked

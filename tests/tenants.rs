@@ -1,46 +1,20 @@
 //! Clients of one `serve` that share nothing: what one hands over names no samples of another.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use sha2::{Digest, Sha256};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{ARTIFACT_PIECE_BYTES, seal_piece, v1};
 
 use crate::identical::{Server, profiles};
-use crate::support::authority::Authority;
-use crate::support::client::{Client, Heard, epoch, hello, sealed};
+use crate::support::build::{library_named, offset_of_function};
+use crate::support::client::{Heard, epoch, hello, sealed};
+use crate::support::tokens::Tokens;
 use crate::support::{Pprof, stackwire};
 
 /// What both files say they are.
 const BUILD_ID: [u8; 20] = [0xab; 20];
 const PATH: &str = "/nowhere/libshared.so";
-
-/// A library with one function, `name`, and the build-id that the other has as well. The functions
-/// lie at the same place.
-fn library(directory: &Path, name: &str) -> PathBuf {
-    let (source, built) =
-        (directory.join(format!("{name}.c")), directory.join(format!("{name}.so")));
-    std::fs::write(&source, format!("int {name}(int x) {{ return x * 2 + 1; }}\n")).unwrap();
-    let hex = BUILD_ID.map(|byte| format!("{byte:02x}")).concat();
-    let built_with = Command::new("gcc")
-        .args(["-g", "-O1", "-shared", "-fPIC", "-nostdlib"])
-        .arg(format!("-Wl,--build-id=0x{hex}"))
-        .arg("-o")
-        .args([&built, &source])
-        .status();
-    assert!(built_with.unwrap().success());
-    built
-}
-
-/// Where the function lies in the file.
-fn offset(library: &Path) -> u64 {
-    let listed = Command::new("nm").arg(library).output().unwrap();
-    let listed = String::from_utf8(listed.stdout).unwrap();
-    let line = listed.lines().find(|line| line.contains(" T ")).unwrap();
-    // Of the segment with code the address is the offset, in a file of four pages.
-    u64::from_str_radix(line.split(' ').next().unwrap(), 16).unwrap()
-}
 
 /// Says what a file is.
 fn announced(want: &v1::Want, content: &[u8]) -> v1::CollectorMessage {
@@ -67,53 +41,39 @@ fn hand_over(content: &[u8]) -> impl FnMut(&v1::Want) -> Vec<v1::CollectorMessag
 }
 
 struct Setting {
-    directory: tempfile::TempDir,
-    authority: Authority,
+    tokens: Tokens,
     honest: PathBuf,
     forged: PathBuf,
 }
 
 impl Setting {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let authority = Authority::new(&directory.path().join("ca"));
-        authority.server("server");
-        std::fs::write(directory.path().join("tokens"), "mallory m-1\nalice a-1\nops o-1\n")
-            .unwrap();
-        let honest = library(directory.path(), "honest_name");
-        let forged = library(directory.path(), "forged_name");
-        assert_eq!(offset(&honest), offset(&forged));
-        Self { directory, authority, honest, forged }
+        let tokens = Tokens::new();
+        let honest = library_named(&tokens.path(""), "honest_name", BUILD_ID);
+        let forged = library_named(&tokens.path(""), "forged_name", BUILD_ID);
+        assert_eq!(offset_of_function(&honest), offset_of_function(&forged));
+        Self { tokens, honest, forged }
     }
 
     fn server(&self, outputs: &str, more: &[&str]) -> (Server, PathBuf) {
-        let outputs = self.directory.path().join(outputs);
-        let arguments = [
-            format!("--tls-cert={}", self.authority.file("server.pem")),
-            format!("--tls-key={}", self.authority.file("server.key")),
-            format!("--token-file={}", self.directory.path().join("tokens").display()),
-            format!("--symbol-cache-dir={}", self.cache().display()),
-            "--reader=token:ops".to_owned(),
-        ];
-        let all: Vec<&str> =
-            arguments.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        (Server::start(&outputs, "127.0.0.1:0", &all), outputs)
+        let outputs = self.tokens.path(outputs);
+        (self.tokens.server(&outputs, "127.0.0.1:0", more), outputs)
     }
 
     fn cache(&self) -> PathBuf {
-        self.directory.path().join("cache")
+        self.tokens.path("cache")
     }
 
     /// One epoch under a token, with a file; what was asked for.
     fn send(
         &self,
         server: &Server,
-        token: &str,
+        name: &str,
         capture: u8,
         answer: impl FnMut(&v1::Want) -> Vec<v1::CollectorMessage>,
     ) -> Heard {
-        let client = Client::with_token(&server.address, &self.authority, token);
-        let one = epoch(0, PATH, &BUILD_ID, offset(&self.honest), 9);
+        let client = self.tokens.client(server, name);
+        let one = epoch(0, PATH, &BUILD_ID, offset_of_function(&self.honest), 9);
         let heard = client.send(hello(capture), vec![sealed(&one)], answer);
         assert_eq!((heard.acked, &heard.status.is_none()), (Some(0), &true), "{heard:?}");
         heard
@@ -137,24 +97,20 @@ fn what_one_hands_over_names_no_samples_of_another() {
     let [forged, honest] =
         [&setting.forged, &setting.honest].map(|path| std::fs::read(path).unwrap());
     let (server, outputs) = setting.server("first", &[]);
-    setting.send(&server, "m-1", 1, hand_over(&forged));
-    let asked = setting.send(&server, "a-1", 2, hand_over(&honest));
+    setting.send(&server, "mallory", 1, hand_over(&forged));
+    let asked = setting.send(&server, "alice", 2, hand_over(&honest));
     assert_eq!(asked.wants.len(), 2, "its hash, then the file: {asked:?}");
     // Its hash is enough the second time, for who sent it.
-    let asked = setting.send(&server, "a-1", 3, hand_over(&honest));
+    let asked = setting.send(&server, "alice", 3, hand_over(&honest));
     assert_eq!(asked.wants.len(), 1, "{asked:?}");
     let only_its_hash =
         |want: &v1::Want| if want.hash_only { vec![announced(want, &honest)] } else { vec![] };
-    let asked = setting.send(&server, "m-1", 4, only_its_hash);
+    let asked = setting.send(&server, "mallory", 4, only_its_hash);
     assert_eq!(asked.wants.len(), 2, "{asked:?}");
     // Nor in a profile of both.
-    let out = setting.directory.path().join("both.folded");
-    let (from, ca) = (
-        format!("--from=https://{}", server.address),
-        format!("--tls-ca={}", setting.authority.file("ca.pem")),
-    );
-    std::fs::write(setting.directory.path().join("ops"), "o-1").unwrap();
-    let token = format!("--token-file={}", setting.directory.path().join("ops").display());
+    let out = setting.tokens.path("both.folded");
+    let from = format!("--from=https://{}", server.address);
+    let [ca, token] = setting.tokens.proofs("ops");
     let fetch = |choice: &str| {
         let out = out.to_str().unwrap();
         stackwire(["fetch", &from, &ca, &token, "-o", out, choice]).succeeded();
@@ -172,14 +128,14 @@ fn what_one_hands_over_names_no_samples_of_another() {
     // Nor those of who asks by build-id.
     let hex = BUILD_ID.map(|byte| format!("{byte:02x}")).concat();
     let cache = format!("--symbol-cache-dir={}", setting.cache().display());
-    let address = format!("{:#x}", offset(&setting.honest));
+    let address = format!("{:#x}", offset_of_function(&setting.honest));
     stackwire(["symbolize", &hex, &cache, &address]).failed(1, &hex);
 
     // What is known of the build-id from elsewhere comes first, before what one hands over oneself.
     let path = setting.honest.to_str().unwrap();
     stackwire(["cache", &cache, "add", path]).succeeded();
     let (server, outputs) = setting.server("second", &[]);
-    setting.send(&server, "m-1", 5, hand_over(&forged));
+    setting.send(&server, "mallory", 5, hand_over(&forged));
     server.terminate();
     assert_eq!(name(&outputs, 5), honest_name);
 }
@@ -189,11 +145,11 @@ fn a_local_file_comes_before_what_is_handed_over() {
     let setting = Setting::new();
     let forged = std::fs::read(&setting.forged).unwrap();
     let (server, outputs) = setting.server("out", &[]);
-    let client = Client::with_token(&server.address, &setting.authority, "m-1");
+    let client = setting.tokens.client(&server, "mallory");
     let path = setting.honest.to_str().unwrap();
     // All files are shared, so it is asked for.
     let greeting = v1::Hello { share_all: true, ..hello(1) };
-    let one = epoch(0, path, &BUILD_ID, offset(&setting.honest), 9);
+    let one = epoch(0, path, &BUILD_ID, offset_of_function(&setting.honest), 9);
     let heard = client.send(greeting, vec![sealed(&one)], hand_over(&forged));
     assert!(!heard.wants.is_empty(), "{heard:?}");
     server.terminate();
@@ -205,17 +161,17 @@ fn executables_that_are_trusted_name_the_samples_of_all() {
     let setting = Setting::new();
     let forged = std::fs::read(&setting.forged).unwrap();
     let (server, outputs) = setting.server("trusting", &["--trust-executables"]);
-    setting.send(&server, "m-1", 1, hand_over(&forged));
+    setting.send(&server, "mallory", 1, hand_over(&forged));
     server.terminate();
     let (server, _) = setting.server("trusting", &["--trust-executables"]);
-    let asked = setting.send(&server, "a-1", 2, |_| Vec::new());
+    let asked = setting.send(&server, "alice", 2, |_| Vec::new());
     assert!(asked.wants.is_empty(), "it is in the cache: {asked:?}");
     server.terminate();
     assert_eq!(name(&outputs, 2).as_deref(), Some("forged_name"));
     // Whoever trusts no more is not misled by what is in the cache from then.
     let (server, outputs) = setting.server("careful", &[]);
     let honest = std::fs::read(&setting.honest).unwrap();
-    setting.send(&server, "a-1", 3, hand_over(&honest));
+    setting.send(&server, "alice", 3, hand_over(&honest));
     server.terminate();
     assert_eq!(name(&outputs, 3).as_deref(), Some("honest_name"));
 }

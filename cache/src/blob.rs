@@ -80,7 +80,14 @@ impl<'c> Pending<'c> {
         let failed = |error| CacheError::File { path: path.clone(), error };
         self.file.sync_all().map_err(failed)?;
         let parent = path.parent().unwrap_or(Path::new("."));
-        DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(failed)?;
+        if !parent.is_dir() {
+            DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(failed)?;
+            // Or all of it is gone after a power cut.
+            let above = parent.ancestors().skip(1);
+            for directory in above.take_while(|it| it.starts_with(&self.cache.directory)) {
+                sync(directory).map_err(failed)?;
+            }
+        }
         let checksum = self.hasher.digest();
         let found = (self.size, checksum);
         // Killed between rename and commit, the row of another blob would condemn this one.
@@ -90,7 +97,7 @@ impl<'c> Pending<'c> {
         self.cache.index().change(|index| {
             index.insert(key, found, &meta)?;
             fs::rename(&self.path, &path).map_err(failed)?;
-            File::open(parent).and_then(|directory| directory.sync_all()).map_err(failed)
+            sync(parent).map_err(failed)
         })?;
         self.path.clear();
         let file = self.file.try_clone().map_err(failed)?;
@@ -126,6 +133,10 @@ impl Drop for Pending<'_> {
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+fn sync(directory: &Path) -> io::Result<()> {
+    File::open(directory)?.sync_all()
 }
 
 /// Size and checksum of a file.

@@ -328,13 +328,15 @@ fn as_user<T>(work: impl FnOnce() -> T) -> Result<T, SessionError> {
         .map_err(|error| SessionError::Internal(format!("cannot change capabilities: {error}")))
 }
 
-enum Sink {
+/// Where a capture goes.
+pub(crate) enum Sink {
     File(std::fs::File, String),
     Writer(Box<dyn Write + Send>, String),
     Symbolizer(sink::Target),
 }
 
-fn deliver(
+/// Delivers what is in the outbox, until its end is.
+pub(crate) fn deliver(
     out: Sink,
     outbox: &Arc<Outbox>,
     handover: &Arc<Handover>,

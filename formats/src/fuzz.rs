@@ -23,6 +23,13 @@ pub fn pprof(bytes: &[u8]) {
     if crate::pprof::read(bytes, false, &mut into, 0, &mut Elsewhere).is_ok() {
         outputs(&into.build());
     }
+    let mut zipped = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
+    if zipped.write_all(bytes).is_ok()
+        && let Ok(zipped) = zipped.finish()
+    {
+        let largest = crate::pprof::Largest { bytes: 200, samples: 3 };
+        let _ = crate::pprof::split(&*zipped, largest);
+    }
 }
 
 /// Reads a profile of gperftools.

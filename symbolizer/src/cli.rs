@@ -436,6 +436,11 @@ pub struct Serve {
     pub tags: Vec<String>,
     #[command(flatten)]
     pub limits: LimitOptions,
+    /// What is logged on standard error.
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
+    #[command(flatten)]
+    pub push: PushOptions,
     /// Let executables that collectors hand over name the samples of everybody, before files of
     /// debuginfod. Without it, they name samples of the same client, where nothing else does.
     #[arg(long)]
@@ -444,6 +449,15 @@ pub struct Serve {
     pub symbols: SymbolOptions,
     #[command(flatten)]
     pub metrics: MetricsOption,
+}
+
+/// How what happens is logged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// A line for people.
+    Text,
+    /// A JSON object a line.
+    Json,
 }
 
 fn reader(text: &str) -> anyhow::Result<String> {
@@ -578,6 +592,33 @@ pub struct LimitOptions {
 }
 
 const LIMITS: &str = "Limits of clients";
+
+/// Where profiles go as well.
+#[derive(Clone, Debug, ClapArgs)]
+pub struct PushOptions {
+    /// Pyroscope that profiles are pushed to once they are written, as http://host:4040. Each
+    /// process name is a series, and each tag a label.
+    #[arg(long, value_name = "URL", help_heading = PUSH)]
+    pub pyroscope_url: Option<reqwest::Url>,
+    /// Tenant there (X-Scope-OrgID).
+    #[arg(long, value_name = "NAME", requires = "pyroscope_url", help_heading = PUSH)]
+    pub pyroscope_tenant: Option<String>,
+    /// File with a token for it, or with the password of --pyroscope-user. Read again when it
+    /// changes.
+    #[arg(long, value_name = "FILE", requires = "pyroscope_url", help_heading = PUSH)]
+    pub pyroscope_token_file: Option<PathBuf>,
+    /// User of basic authentication.
+    #[arg(long, value_name = "NAME", requires = "pyroscope_token_file", help_heading = PUSH)]
+    pub pyroscope_user: Option<String>,
+    /// CA that signs its certificate (PEM); without it, those of this host.
+    #[arg(long, value_name = "FILE", requires = "pyroscope_url", help_heading = PUSH)]
+    pub pyroscope_ca: Option<PathBuf>,
+    /// Send the token to another host in clear text.
+    #[arg(long, requires = "pyroscope_token_file", help_heading = PUSH)]
+    pub pyroscope_insecure: bool,
+}
+
+const PUSH: &str = "Pushing profiles";
 
 /// Labels a sample must have, as `comm=postgres,thread=worker`. A comma without a `=` behind it
 /// belongs to the value.

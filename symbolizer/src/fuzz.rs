@@ -1,9 +1,17 @@
 //! Entry points for fuzzing: captures that other hosts wrote. For `fuzz/`.
 
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
 use prost::Message;
 use stackwire_formats::{pprof, report};
 
+use tonic::codegen::Bytes;
+
 use crate::profile::{Builder, Names, Profile};
+use crate::receive::messages::Messages;
 use crate::{ingest, read_capture};
 
 /// Reads a capture.
@@ -22,6 +30,36 @@ pub fn epoch(bytes: &[u8]) {
     context.begin(&mut builder, 0, origin);
     if ingest::epoch(&epoch, &context, &mut builder).is_ok() {
         outputs(&builder.build());
+    }
+}
+
+/// Reads a stream of a collector, in pieces whose length the first byte says.
+pub fn messages(bytes: &[u8]) {
+    let Some((length, rest)) = bytes.split_first() else { return };
+    let pieces = rest.chunks(usize::from(*length).max(1)).map(Bytes::copy_from_slice);
+    let body = tonic::body::Body::new(Pieces(pieces.collect()));
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_time().build() else {
+        return;
+    };
+    runtime.block_on(async {
+        let mut messages = Messages::new(body, None, 1 << 20);
+        while let Ok(Some(message)) = messages.next().await {
+            assert!(message.bytes <= bytes.len());
+        }
+    });
+}
+
+struct Pieces(VecDeque<Bytes>);
+
+impl http_body::Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.0.pop_front().map(|piece| Ok(http_body::Frame::data(piece))))
     }
 }
 

@@ -11,7 +11,8 @@ use crate::artifacts::Artifacts;
 use crate::capture::{Assembler, CaptureError, read_into};
 use crate::here::{Here, Kallsyms};
 use crate::profile::Profile;
-use crate::receive::handed::{Handed, Tenant};
+use crate::receive::handed::Handed;
+use crate::receive::tenant::Tenant;
 use crate::resolve::Sources;
 
 /// A file that is no profile, or a damaged one.

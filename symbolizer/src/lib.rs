@@ -52,7 +52,8 @@ pub use resolve::{
     SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
 pub use serve::{
-    Allowed, Config as ServeConfig, Keep, Limits, Listen, ServeError, Tls, run as serve,
+    Allowed, Capture, Captures, Config as ServeConfig, Keep, Limits, Listen, Pyroscope, ServeError,
+    Tls, Windows, run as serve,
 };
 pub use session::{
     Builder, Kept, MetricsExporter, Session, SessionError, Spawned, WriteExporter, find_collector,

@@ -8,8 +8,6 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use self::say::say;
-
 fn main() -> ExitCode {
     abort_on_panic();
     stackwire_rights::memory::give_back_large_blocks();
@@ -17,12 +15,12 @@ fn main() -> ExitCode {
     match command::run(cli::Args::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(command::Failure::Usage(message)) => {
-            say(&format!("stackwire: {message}"));
+            tracing::error!("{message}");
             ExitCode::from(2)
         }
         Err(command::Failure::Command(status)) => ExitCode::from(status),
         Err(command::Failure::Run(error)) => {
-            say(&format!("stackwire: {error:#}"));
+            tracing::error!("{error:#}");
             ExitCode::FAILURE
         }
     }

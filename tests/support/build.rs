@@ -395,3 +395,27 @@ pub(crate) fn stripped_work() -> &'static Path {
         out
     })
 }
+
+/// A library with one function, `name`, and this build-id. Whatever the name, the function lies at
+/// the same place.
+pub(crate) fn library_named(directory: &Path, name: &str, build_id: [u8; 20]) -> PathBuf {
+    let (source, built) =
+        (directory.join(format!("{name}.c")), directory.join(format!("{name}.so")));
+    std::fs::write(&source, format!("int {name}(int x) {{ return x * 2 + 1; }}\n")).unwrap();
+    let hex = build_id.map(|byte| format!("{byte:02x}")).concat();
+    run(Command::new("gcc")
+        .args(["-g", "-O1", "-shared", "-fPIC", "-nostdlib"])
+        .arg(format!("-Wl,--build-id=0x{hex}"))
+        .arg("-o")
+        .args([&built, &source]));
+    built
+}
+
+/// Where its function lies in the file.
+pub(crate) fn offset_of_function(library: &Path) -> u64 {
+    let listed = Command::new("nm").arg(library).output().unwrap();
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let line = listed.lines().find(|line| line.contains(" T ")).unwrap();
+    // Of the segment with code the address is the offset, in a file of four pages.
+    u64::from_str_radix(line.split(' ').next().unwrap(), 16).unwrap()
+}

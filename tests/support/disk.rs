@@ -129,6 +129,8 @@ pub(crate) struct Disk {
     root: PathBuf,
     inodes: Vec<Inode>,
     directories: BTreeSet<PathBuf>,
+    /// Those that are there after a power cut.
+    synced_directories: BTreeSet<PathBuf>,
     names: BTreeMap<PathBuf, usize>,
     /// Those that are there after a power cut.
     synced_names: BTreeMap<PathBuf, usize>,
@@ -148,10 +150,11 @@ enum Open {
 }
 
 impl Disk {
-    /// An empty one.
-    pub(crate) fn new(root: &Path) -> Self {
-        let directories = BTreeSet::from([root.to_owned()]);
-        Self { root: root.to_owned(), directories, ..Self::default() }
+    /// One with nothing but an empty directory in it.
+    pub(crate) fn new(root: &Path, inside: &Path) -> Self {
+        let directories = BTreeSet::from([root.to_owned(), inside.to_owned()]);
+        let synced_directories = directories.clone();
+        Self { root: root.to_owned(), directories, synced_directories, ..Self::default() }
     }
 
     /// Does a step.
@@ -199,6 +202,8 @@ impl Disk {
                     self.synced_names.retain(|path, _| !is_in(path));
                     let now = self.names.iter().filter(|(path, _)| is_in(path));
                     self.synced_names.extend(now.map(|(path, inode)| (path.clone(), *inode)));
+                    let now = self.directories.iter().filter(|path| is_in(path)).cloned();
+                    self.synced_directories.extend(now);
                 }
                 None => {}
             },
@@ -239,7 +244,11 @@ impl Disk {
             }
             (path.clone(), content)
         };
-        self.synced_names.iter().map(of).collect()
+        let is_there = |path: &Path| {
+            let mut above = path.ancestors().skip(1).take_while(|it| it.starts_with(&self.root));
+            above.all(|directory| self.synced_directories.contains(directory))
+        };
+        self.synced_names.iter().filter(|(path, _)| is_there(path)).map(of).collect()
     }
 
     /// Makes such a directory elsewhere.

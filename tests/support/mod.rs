@@ -20,6 +20,7 @@ pub(crate) mod pprof;
 pub(crate) mod python;
 pub(crate) mod slow;
 pub(crate) mod stopped;
+pub(crate) mod tokens;
 pub(crate) mod whole;
 
 use std::cell::RefCell;
@@ -100,6 +101,14 @@ pub(crate) fn privileged() -> bool {
 pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
     SHARE.with_borrow_mut(|held| *held = None);
     MACHINE.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Most memory a process has had, MiB.
+pub(crate) fn peak_memory(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    // A process that is over has none.
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("0 kB");
+    line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() / 1024
 }
 
 /// A program that runs until dropped.

@@ -50,6 +50,8 @@ pub(crate) struct Pprof {
     pub(crate) duration: i64,
     /// Kind and unit of each value, as "cpu/nanoseconds".
     pub(crate) kinds: Vec<String>,
+    /// None of one that was read as text.
+    pub(crate) comments: Vec<String>,
 }
 
 /// Runs `go tool pprof` and returns what it prints.
@@ -135,6 +137,7 @@ impl Pprof {
                 .iter()
                 .map(|kind| format!("{}/{}", text(kind.r#type), text(kind.unit)))
                 .collect(),
+            comments: wire.comment.iter().map(|comment| text(*comment)).collect(),
         }
     }
 
@@ -332,6 +335,8 @@ mod wire {
         pub(super) duration_nanos: i64,
         #[prost(int64, tag = "12")]
         pub(super) period: i64,
+        #[prost(int64, repeated, tag = "13")]
+        pub(super) comment: Vec<i64>,
     }
 
     #[derive(Clone, PartialEq, Message)]

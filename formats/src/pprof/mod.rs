@@ -3,7 +3,9 @@
 mod mappings;
 mod proto;
 mod read;
+mod split;
 mod write;
 
 pub use self::read::read;
+pub use self::split::{Largest, Piece, split};
 pub use self::write::{Options, Part, write};

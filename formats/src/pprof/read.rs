@@ -29,12 +29,18 @@ const MAX_BYTES: u64 = 256 << 20;
 /// When it does not decode, refers to something that is not in it, or has values that cannot be
 /// added to those before.
 pub fn read(
-    mut input: impl Read,
+    input: impl Read,
     gzip: bool,
     into: &mut Builder,
     number: usize,
     host: &mut dyn Host,
 ) -> Result<(), ReadError> {
+    let wire = open(input, gzip)?;
+    Reader::new(&wire, into, number, host)?.run()
+}
+
+/// Decodes a profile that is not too large.
+pub(super) fn open(mut input: impl Read, gzip: bool) -> Result<proto::Profile, ReadError> {
     let mut bytes = Vec::new();
     let error = |error: std::io::Error| ReadError::Pprof(error.to_string());
     if gzip {
@@ -46,10 +52,7 @@ pub fn read(
         let message = format!("it has more than {} MiB when it is opened", MAX_BYTES >> 20);
         return Err(ReadError::Pprof(message));
     }
-    let wire =
-        proto::Profile::decode(&*bytes).map_err(|error| ReadError::Pprof(error.to_string()))?;
-    drop(bytes);
-    Reader::new(&wire, into, number, host)?.run()
+    proto::Profile::decode(&*bytes).map_err(|error| ReadError::Pprof(error.to_string()))
 }
 
 struct Reader<'a> {

@@ -108,7 +108,7 @@ impl Server {
 }
 
 /// Whether a URL is of this host.
-fn is_here(url: &Url) -> bool {
+pub fn is_here(url: &Url) -> bool {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     let ip = host.parse::<std::net::IpAddr>();
     host == "localhost" || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())

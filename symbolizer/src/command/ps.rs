@@ -3,43 +3,13 @@
 use std::io::Write as _;
 
 use anyhow::Context;
-use serde::Deserialize;
 use stackwire::formats::plain;
+use stackwire::{Capture, Captures, Windows};
 
 use super::Failure;
 use super::ask::{Server, block_on};
 use super::place::confine;
 use crate::cli::{Ps, PsFormat};
-
-/// What is shown of `/v1/captures`.
-#[derive(Deserialize)]
-struct Captures {
-    captures: Vec<Capture>,
-}
-
-#[derive(Deserialize)]
-struct Capture {
-    capture: String,
-    client: String,
-    host: String,
-    collector: String,
-    live: bool,
-    last: jiff::Timestamp,
-    samples_per_second: f64,
-    samples: u64,
-    lost_samples: u64,
-    stacks: u64,
-    whole_stacks: u64,
-    windows: Windows,
-}
-
-#[derive(Deserialize)]
-struct Windows {
-    open: u64,
-    waiting: u64,
-    written: u64,
-    given_up: u64,
-}
 
 const HEAD: [&str; 10] = [
     "HOST",
@@ -80,7 +50,7 @@ pub fn run(arguments: &Ps) -> Result<(), Failure> {
 fn table(captures: &[Capture]) -> String {
     let now = jiff::Timestamp::now();
     let mut rows = vec![HEAD.map(str::to_owned)];
-    rows.extend(captures.iter().map(|capture| capture.row(now)));
+    rows.extend(captures.iter().map(|capture| row(capture, now)));
     let width = |column: usize| {
         rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default()
     };
@@ -102,33 +72,37 @@ fn table(captures: &[Capture]) -> String {
     text
 }
 
-impl Capture {
-    fn row(&self, now: jiff::Timestamp) -> [String; 10] {
-        let whole = match self.stacks {
-            0 => "-".to_owned(),
-            all => format!("{:.1} %", 100.0 * self.whole_stacks as f64 / all as f64),
-        };
-        let rate =
-            if self.live { format!("{:.1}", self.samples_per_second) } else { "-".to_owned() };
-        let Windows { open, waiting, written, given_up } = self.windows;
-        let states =
-            [(open, "open"), (waiting, "waiting"), (written, "written"), (given_up, "given up")];
-        let states = states.into_iter().filter(|(count, _)| *count > 0);
-        let states = states.map(|(count, state)| format!("{count} {state}"));
-        let client = if self.client.is_empty() { "-" } else { self.client.as_str() };
-        [
-            plain(&self.host).to_string(),
-            plain(client).to_string(),
-            plain(&self.collector).to_string(),
-            if self.live { "now".to_owned() } else { ago(now, self.last) },
-            rate,
-            self.samples.to_string(),
-            self.lost_samples.to_string(),
-            whole,
-            states.collect::<Vec<_>>().join(", "),
-            self.capture.clone(),
-        ]
-    }
+fn row(capture: &Capture, now: jiff::Timestamp) -> [String; 10] {
+    let whole = match capture.stacks {
+        0 => "-".to_owned(),
+        all => format!("{:.1} %", 100.0 * capture.whole_stacks as f64 / all as f64),
+    };
+    let rate =
+        if capture.live { format!("{:.1}", capture.samples_per_second) } else { "-".to_owned() };
+    let Windows { open, waiting, written, given_up, pushed, not_pushed } = capture.windows;
+    let states = [
+        (open, "open"),
+        (waiting, "waiting"),
+        (written, "written"),
+        (pushed, "pushed"),
+        (not_pushed, "not pushed"),
+        (given_up, "given up"),
+    ];
+    let states = states.into_iter().filter(|(count, _)| *count > 0);
+    let states = states.map(|(count, state)| format!("{count} {state}"));
+    let client = if capture.client.is_empty() { "-" } else { capture.client.as_str() };
+    [
+        plain(&capture.host).to_string(),
+        plain(client).to_string(),
+        plain(&capture.collector).to_string(),
+        if capture.live { "now".to_owned() } else { ago(now, capture.last) },
+        rate,
+        capture.samples.to_string(),
+        capture.lost_samples.to_string(),
+        whole,
+        states.collect::<Vec<_>>().join(", "),
+        capture.capture.clone(),
+    ]
 }
 
 /// How long ago, in its largest unit.

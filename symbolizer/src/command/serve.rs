@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use stackwire::{Allowed, Keep, Limits, ServeConfig, Tls, serve};
+use stackwire::{Allowed, Keep, Limits, Pyroscope, ServeConfig, Tls, serve};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Failure;
+use super::ask::is_here;
 use super::place::confine;
-use crate::cli::{LimitOptions, Serve};
-use crate::say::say;
+use crate::cli::{LimitOptions, PushOptions, Serve};
+use crate::say::set_format;
 
 pub fn run(arguments: Serve) -> Result<(), Failure> {
+    set_format(arguments.log_format);
     if arguments.window.is_zero() {
         return Err(Failure::Usage("a window of 0 holds no samples: use --window 5m".to_owned()));
     }
@@ -28,6 +30,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
             "nobody could prove who they are: add --tls-client-ca or --token-file".to_owned(),
         ));
     }
+    let push = push(arguments.push)?;
     confine()?;
     let mut sources = arguments.symbols.sources()?;
     sources.trust_executables = arguments.trust_executables;
@@ -49,6 +52,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         drain_timeout: arguments.drain_timeout,
         limits: limits(&arguments.limits),
         window: arguments.window,
+        push,
         tags: arguments.tags,
         sources: Arc::new(sources),
     };
@@ -68,8 +72,8 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
                 _ = terminate.recv() => {}
             }
         };
-        serve(config, |address| say(&format!("stackwire: listening on {address}")), shutdown)
-            .await?;
+        let ready = |address: &str| tracing::info!(address, "listening on {address}");
+        serve(config, ready, shutdown).await?;
         Ok(())
     });
     // A profile that is being made for somebody keeps nothing waiting.
@@ -90,6 +94,30 @@ fn limits(options: &LimitOptions) -> Limits {
         label: options.label_max,
         memory: mib(options.memory_max),
     }
+}
+
+fn push(options: PushOptions) -> Result<Option<Pyroscope>, Failure> {
+    let Some(url) = options.pyroscope_url else { return Ok(None) };
+    let wrong = |why: &str| Err(Failure::Usage(format!("--pyroscope-url {url}: {why}")));
+    if !matches!(url.scheme(), "http" | "https") {
+        return wrong("write http://host:port or https://host:port");
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return wrong("others can read the command line: use --pyroscope-token-file");
+    }
+    let is_told = options.pyroscope_token_file.is_some() && url.scheme() == "http";
+    if is_told && !is_here(&url) && !options.pyroscope_insecure {
+        return wrong(
+            "a token would go there in clear text; write https://, or add --pyroscope-insecure",
+        );
+    }
+    Ok(Some(Pyroscope {
+        url,
+        tenant: options.pyroscope_tenant,
+        user: options.pyroscope_user,
+        token: options.pyroscope_token_file,
+        ca: options.pyroscope_ca,
+    }))
 }
 
 fn mib(mib: u64) -> u64 {

@@ -16,10 +16,10 @@ use stackwire_proto::v1::symbolizer_server::SERVICE_NAME;
 use stackwire_proto::{FORMAT, MAX_FRAME_BYTES, SealError, v1};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::Status;
 use tonic::body::Body as HttpBody;
 use tonic::codec::{Codec as _, EncodeBody, SingleMessageCompressionOverride};
 use tonic::codegen::http;
+use tonic::{Code, Status};
 use tonic_prost::ProstCodec;
 
 use crate::capture::CaptureError;
@@ -39,6 +39,10 @@ pub trait Keep: Send + 'static {
     }
     /// Messages were acknowledged, this long after they came.
     fn acknowledged(&self, _after: Duration) {}
+    /// The stream is cut.
+    fn cut(&self, why: &Cut<'_>) {
+        tracing::warn!("a stream is cut: {why}");
+    }
     /// Takes messages, in order, as many as it can.
     fn add(&mut self, messages: &[v1::CollectorMessage]) -> Taken;
     /// The stream is over, with or without an end.
@@ -78,6 +82,32 @@ pub enum Stopped {
     TooMuch(String),
 }
 
+/// Why a stream is cut.
+#[derive(Debug, thiserror::Error)]
+pub enum Cut<'a> {
+    /// Its connection broke.
+    #[error("{}", .0.message())]
+    Broken(&'a Status),
+    /// What came is no message that is taken here.
+    #[error("{}", .0.message())]
+    NoMessage(&'a Status),
+    /// A message is not taken.
+    #[error("{0}")]
+    Stopped(&'a Stopped),
+}
+
+impl<'a> Cut<'a> {
+    /// By what receiving it ended with.
+    fn by(status: &'a Status) -> Self {
+        match status.code() {
+            Code::InvalidArgument | Code::DeadlineExceeded | Code::Unimplemented => {
+                Self::NoMessage(status)
+            }
+            _ => Self::Broken(status),
+        }
+    }
+}
+
 /// A stream that is accepted.
 pub struct Accepted {
     /// Who keeps it.
@@ -113,6 +143,11 @@ pub trait Accept: Send + Sync + 'static {
     /// Memory for what somebody sends, and how large a message may be; none: as much as comes.
     fn memory(&self, _name: &Self::Name) -> (Option<Shares>, u32) {
         (None, MAX_FRAME_BYTES + 1024)
+    }
+
+    /// What somebody sends first is no greeting.
+    fn refused(&self, _name: &Self::Name, why: &Status) {
+        tracing::warn!("a stream is refused: {}", why.message());
     }
 
     /// Accepts a stream by its greeting.
@@ -228,7 +263,8 @@ impl<A: Accept> Service<A> {
         let token = parts.headers.get(TOKEN).and_then(|token| token.to_str().ok());
         let caller = Caller::of(connected, token);
         let name = self.acceptor.admit(caller.as_ref()).map_err(|why| {
-            tracing::warn!("a stream is refused: {why}");
+            let peer = connected.map(|connected| &connected.peer);
+            tracing::warn!(?peer, "a stream is refused: {why}");
             match why {
                 NotAdmitted::Unknown(why) => Status::unauthenticated(why),
                 NotAdmitted::TooMuch(why) => Status::resource_exhausted(why),
@@ -239,16 +275,8 @@ impl<A: Accept> Service<A> {
         }
         let (shares, most) = self.acceptor.memory(&name);
         let mut incoming = Messages::new(body, shares, most);
-        let first = tokio::time::timeout(GREETING, incoming.next())
-            .await
-            .map_err(|_elapsed| Status::deadline_exceeded("no greeting"))??;
-        let first = first.map(|received| received.message);
-        let Some(v1::CollectorMessage { body: Some(Body::Hello(hello)) }) = first else {
-            return Err(Status::invalid_argument("a capture starts with a greeting"));
-        };
-        if let Some(why) = too_long(&hello) {
-            return Err(Status::invalid_argument(why));
-        }
+        let hello = greeting(&mut incoming).await;
+        let hello = hello.inspect_err(|why| self.acceptor.refused(&name, why))?;
         // Unbounded, but answers are few and small: one a message taken.
         let (replies, outgoing) = mpsc::unbounded_channel();
         if hello.format > FORMAT {
@@ -275,6 +303,21 @@ impl<A: Accept> Service<A> {
         let stream = Stream { incoming, replies, replaced, turns, closing };
         tokio::spawn(stream.keep(keeper));
         Ok(UnboundedReceiverStream::new(outgoing))
+    }
+}
+
+/// Waits for what a stream begins with.
+async fn greeting(incoming: &mut Messages) -> Result<v1::Hello, Status> {
+    let first = tokio::time::timeout(GREETING, incoming.next())
+        .await
+        .map_err(|_elapsed| Status::deadline_exceeded("no greeting"))??;
+    let first = first.map(|received| received.message);
+    let Some(v1::CollectorMessage { body: Some(Body::Hello(hello)) }) = first else {
+        return Err(Status::invalid_argument("a capture starts with a greeting"));
+    };
+    match too_long(&hello) {
+        Some(why) => Err(Status::invalid_argument(why)),
+        None => Ok(hello),
     }
 }
 
@@ -315,8 +358,8 @@ impl Stream {
             let (mut messages, memory) = match group {
                 Ok(received) => received,
                 Err(status) => {
-                    // Said by a limit of ours; where the connection is broken, to nobody.
-                    tracing::warn!("a stream is cut: {}", status.message());
+                    keeper.cut(&Cut::by(&status));
+                    // Where the connection is broken, to nobody.
                     let _ = self.replies.send(Err(status));
                     break;
                 }
@@ -358,13 +401,13 @@ impl Stream {
             }
             drop(memory);
             if let Some(error) = failed {
-                tracing::warn!("cannot keep a capture: {error}");
                 let status = match &error {
                     Stopped::Later(_) | Stopped::Write(_) => Status::unavailable,
                     Stopped::Seal(_) | Stopped::Capture(_) | Stopped::TooMuch(_) => {
                         Status::invalid_argument
                     }
                 };
+                keeper.cut(&Cut::Stopped(&error));
                 let _ = self.replies.send(Err(status(error.to_string())));
                 break;
             }

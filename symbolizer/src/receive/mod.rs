@@ -9,4 +9,5 @@ pub mod handed;
 pub mod log;
 pub mod messages;
 pub mod peer;
+pub mod tenant;
 pub mod wants;

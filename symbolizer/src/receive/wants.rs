@@ -12,8 +12,9 @@ use stackwire_proto::{MAX_ARTIFACT_BYTES, v1};
 use stackwire_symbols::table;
 
 use super::allowance::Allowance;
-use super::handed::{Ask, FileWanted, HANDED_OVER, Handed, Taken, key};
+use super::handed::{Ask, FileWanted, Handed, Taken, key};
 use super::log::{Log, LogError};
+use super::tenant::HANDED_OVER;
 use crate::capture::Assembler;
 use crate::ingest::Met;
 use crate::profile::{ArtifactHash, Executable};

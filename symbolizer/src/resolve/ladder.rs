@@ -20,7 +20,7 @@ use super::file::{self, FileError, Opened};
 use super::kernel_files::Kernel;
 use super::local::{At, Local, open};
 use crate::metrics::Rung;
-use crate::receive::handed::{HANDED_OVER, copy};
+use crate::receive::tenant::{HANDED_OVER, copy};
 
 /// What is asked for.
 #[derive(Debug)]

@@ -45,7 +45,7 @@ use crate::profile::{
     Address, ArtifactHash, Executable, ExecutableId, LocationId, Missing, MissingReason, Names,
     Profile, Quality, Resolution, Source,
 };
-use crate::receive::handed::HANDED_OVER;
+use crate::receive::tenant::HANDED_OVER;
 
 /// Where names may be looked for.
 #[derive(Debug)]

@@ -14,9 +14,10 @@ use axum::http::header::{CONTENT_TYPE, HeaderMap, HeaderName};
 use axum::http::{Extensions, Request, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use tokio::sync::Semaphore;
 
+use super::answers::{Capture, Captures};
 use super::asked::{Kept, Known};
 use super::fetch::{self, Format, NoProfile, Wanted};
 use super::index::now_ms;
@@ -109,61 +110,28 @@ struct CapturesQuery {
     live: bool,
 }
 
-#[derive(Debug, Serialize)]
-struct Captures {
-    captures: Vec<Capture>,
-}
-
-#[derive(Debug, Serialize)]
-struct Capture {
-    capture: String,
-    client: String,
-    host: String,
-    collector: String,
-    kernel: String,
-    live: bool,
-    since: String,
-    last: String,
-    samples_per_second: f64,
-    samples: u64,
-    lost_samples: u64,
-    stacks: u64,
-    whole_stacks: u64,
-    windows: Windows,
-}
-
-#[derive(Debug, Serialize)]
-struct Windows {
-    open: u64,
-    waiting: u64,
-    written: u64,
-    given_up: u64,
-}
-
-impl Capture {
-    fn of(known: Known, live: Option<Streamed>) -> Self {
-        let now = live.unwrap_or_default();
-        let [open, waiting, written, given_up] = known.windows;
-        let time = |ms: u64| {
-            let at = jiff::Timestamp::from_millisecond(i64::try_from(ms).unwrap_or(0));
-            at.unwrap_or_default().to_string()
-        };
-        Self {
-            capture: known.id.to_string(),
-            client: known.owner,
-            host: known.hostname,
-            collector: known.collector,
-            kernel: known.kernel,
-            live: live.is_some(),
-            since: time(known.begun_ms),
-            last: time(known.seen_ms.max(now.last_ms)),
-            samples_per_second: (now.samples_per_second * 10.0).round() / 10.0,
-            samples: known.samples.saturating_add(now.samples),
-            lost_samples: known.lost.saturating_add(now.lost),
-            stacks: known.stacks.saturating_add(now.stacks),
-            whole_stacks: known.whole.saturating_add(now.whole),
-            windows: Windows { open, waiting, written, given_up },
-        }
+/// A capture as it is known, with what came since its last window was closed.
+fn capture(known: Known, live: Option<Streamed>) -> Capture {
+    let now = live.unwrap_or_default();
+    let time = |ms: u64| {
+        let at = jiff::Timestamp::from_millisecond(i64::try_from(ms).unwrap_or(0));
+        at.unwrap_or_default()
+    };
+    Capture {
+        capture: known.id.to_string(),
+        client: known.owner,
+        host: known.hostname,
+        collector: known.collector,
+        kernel: known.kernel,
+        live: live.is_some(),
+        since: time(known.begun_ms),
+        last: time(known.seen_ms.max(now.last_ms)),
+        samples_per_second: (now.samples_per_second * 10.0).round() / 10.0,
+        samples: known.samples.saturating_add(now.samples),
+        lost_samples: known.lost.saturating_add(now.lost),
+        stacks: known.stacks.saturating_add(now.stacks),
+        whole_stacks: known.whole.saturating_add(now.whole),
+        windows: known.windows,
     }
 }
 
@@ -181,7 +149,7 @@ async fn captures(
     let known = known.await?;
     let captures = known.into_iter().map(|known| {
         let live = api.keepers.shared.live.of(&known.id);
-        Capture::of(known, live)
+        capture(known, live)
     });
     let captures = captures.filter(|capture| capture.live || !query.live).collect();
     let body = serde_json::to_string(&Captures { captures });

@@ -2,6 +2,7 @@
 
 use rusqlite::{Row, params};
 
+use super::answers::Windows;
 use super::id::{CaptureId, WindowId};
 use super::index::{Index, Result, State, number, window};
 
@@ -22,7 +23,7 @@ pub(super) struct Known {
     pub stacks: u64,
     pub whole: u64,
     /// Windows by state.
-    pub windows: [u64; 4],
+    pub windows: Windows,
 }
 
 /// A window that something is asked of.
@@ -43,7 +44,8 @@ impl Index {
                           coalesce(sum(samples), 0), coalesce(sum(lost), 0),
                           coalesce(sum(stacks), 0), coalesce(sum(whole), 0),
                           count(*) FILTER (WHERE state = 0), count(*) FILTER (WHERE state = 1),
-                          count(*) FILTER (WHERE state = 2), count(*) FILTER (WHERE state = 3)
+                          count(*) FILTER (WHERE state = 2), count(*) FILTER (WHERE state = 3),
+                          count(*) FILTER (WHERE state = 4), count(*) FILTER (WHERE state = 5)
                    FROM captures LEFT JOIN windows ON capture = id
                    WHERE ?1 IS NULL OR owner = ?1
                    GROUP BY id ORDER BY hostname, begun_ms";
@@ -61,7 +63,14 @@ impl Index {
                 lost: number(row, 8)?,
                 stacks: number(row, 9)?,
                 whole: number(row, 10)?,
-                windows: [number(row, 11)?, number(row, 12)?, number(row, 13)?, number(row, 14)?],
+                windows: Windows {
+                    open: number(row, 11)?,
+                    waiting: number(row, 12)?,
+                    written: number(row, 13)?,
+                    given_up: number(row, 14)?,
+                    pushed: number(row, 15)?,
+                    not_pushed: number(row, 16)?,
+                },
             })
         };
         statement.query_map([owner], known)?.collect()
@@ -128,7 +137,7 @@ mod tests {
         let found = reader.captures(Some("token:a")).unwrap();
         assert_eq!(
             (found.len(), found[0].windows, found[0].hostname.as_str()),
-            (1, [0, 3, 0, 0], "host")
+            (1, Windows { waiting: 3, ..Windows::default() }, "host")
         );
         assert!(reader.captures(Some("token:b")).unwrap().is_empty());
         assert_eq!(reader.captures(None).unwrap(), found);

@@ -16,7 +16,8 @@ use super::limits::{Ledger, RESOLVED};
 use super::store::Store;
 use super::{Config, profiles};
 use crate::capture::{Assembler, CaptureError};
-use crate::receive::handed::{Handed, Tenant};
+use crate::receive::handed::Handed;
+use crate::receive::tenant::Tenant;
 use crate::resolve::Pins;
 
 /// What the threads share.
@@ -72,23 +73,28 @@ impl Closing {
         match written {
             Ok(written) => {
                 for (name, _) in &written {
-                    tracing::info!("wrote {}", self.config.output_dir.join(name).display());
+                    let path = self.config.output_dir.join(name);
+                    let path = path.display();
+                    tracing::info!(window = %due.id, client = due.owner, %path, "wrote {path}");
                 }
                 count(Outcome::Written);
                 self.store.done(&due, State::Written, &written);
             }
             Err(error) if is_final(&error, due.id, &self.config) => {
-                tracing::warn!("window {} has no profile: {error}", due.id);
+                let window = due.id;
+                tracing::warn!(%window, client = due.owner, "window {window} has no profile: {error}");
                 count(Outcome::GivenUp);
                 self.store.done(&due, State::GivenUp, &[]);
             }
             Err(error) => {
                 count(Outcome::Failed);
                 let wait = self.store.failed(&due);
+                let (window, wait) = (due.id, wait.as_secs());
                 tracing::warn!(
-                    "cannot write the profile of window {}: {error}; the next attempt is in {} s",
-                    due.id,
-                    wait.as_secs()
+                    %window,
+                    client = due.owner,
+                    wait,
+                    "cannot write the profile of window {window}: {error}; the next attempt is in {wait} s"
                 );
             }
         }

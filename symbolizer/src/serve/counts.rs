@@ -25,6 +25,8 @@ pub(super) enum Outcome {
 /// Why something is refused.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Refused {
+    /// Its connection is none that is taken here: the certificate is bad, or nothing came in time.
+    Handshake,
     /// Nobody knows who it is.
     Unknown,
     /// The capture is another's.
@@ -33,6 +35,17 @@ pub(super) enum Refused {
     Malformed,
     /// It is more than is allowed.
     Limit,
+}
+
+/// What becomes of pieces of profiles that are pushed.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Pushed {
+    /// It is there.
+    Taken,
+    /// It will not be.
+    Dropped,
+    /// It is tried again.
+    Later,
 }
 
 /// The numbers of this moment.
@@ -45,6 +58,7 @@ pub(super) struct Now {
     pub log_bytes: u64,
     pub waiting_bytes: u64,
     pub profile_bytes: u64,
+    pub pushes: u64,
     pub is_ready: bool,
 }
 
@@ -68,6 +82,7 @@ struct InState {
 pub(super) struct Counts {
     windows: Family<Labelled, Counter>,
     refused: Family<Reason, Counter>,
+    pushed: Family<Labelled, Counter>,
     epochs: Counter,
     samples: Counter,
     lost: Counter,
@@ -77,6 +92,7 @@ pub(super) struct Counts {
     streams: Gauge,
     windows_now: Family<InState, Gauge>,
     bytes_now: Family<InState, Gauge>,
+    pushes: Gauge,
     ready: Gauge,
 }
 
@@ -87,6 +103,7 @@ impl Counts {
         let counts = Self {
             windows: Family::default(),
             refused: Family::default(),
+            pushed: Family::default(),
             epochs: Counter::default(),
             samples: Counter::default(),
             lost: Counter::default(),
@@ -96,13 +113,17 @@ impl Counts {
             streams: Gauge::default(),
             windows_now: Family::default(),
             bytes_now: Family::default(),
+            pushes: Gauge::default(),
             ready: Gauge::default(),
         };
         // What never happened is 0, and not missing: rates are of something.
         for outcome in ["written", "failed", "given_up"] {
             drop(counts.windows.get_or_create(&Labelled { outcome }));
         }
-        for reason in ["unauthenticated", "not_theirs", "malformed", "limit"] {
+        for outcome in ["taken", "dropped", "later"] {
+            drop(counts.pushed.get_or_create(&Labelled { outcome }));
+        }
+        for reason in ["handshake", "unauthenticated", "not_theirs", "malformed", "limit"] {
             drop(counts.refused.get_or_create(&Reason { reason }));
         }
         let mut all = Registry::with_prefix(PREFIX);
@@ -114,9 +135,15 @@ impl Counts {
         );
         serve.register(
             "refused",
-            "Streams and epochs that were refused, by reason",
+            "Connections, streams and messages that were refused, by reason",
             counts.refused.clone(),
         );
+        serve.register(
+            "pushed_pieces",
+            "Pieces of profiles that were pushed, by what became of them",
+            counts.pushed.clone(),
+        );
+        serve.register("pushes", "Profiles that are still to be pushed", counts.pushes.clone());
         serve.register("epochs", "Epochs acknowledged", counts.epochs.clone());
         serve.register("samples", "Samples acknowledged", counts.samples.clone());
         serve.register(
@@ -164,9 +191,20 @@ impl Counts {
         self.resolved.observe(took.as_secs_f64());
     }
 
+    /// A piece of a profile was sent.
+    pub(super) fn pushed(&self, pushed: Pushed) {
+        let outcome = match pushed {
+            Pushed::Taken => "taken",
+            Pushed::Dropped => "dropped",
+            Pushed::Later => "later",
+        };
+        self.pushed.get_or_create(&Labelled { outcome }).inc();
+    }
+
     /// Something was refused.
     pub(super) fn refuse(&self, refused: Refused) {
         let reason = match refused {
+            Refused::Handshake => "handshake",
             Refused::Unknown => "unauthenticated",
             Refused::NotTheirs => "not_theirs",
             Refused::Malformed => "malformed",
@@ -202,6 +240,7 @@ impl Counts {
         ] {
             self.bytes_now.get_or_create(&InState { state }).set(number(bytes));
         }
+        self.pushes.set(number(now.pushes));
         self.ready.set(i64::from(now.is_ready));
     }
 }

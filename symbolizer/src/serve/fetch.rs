@@ -19,7 +19,8 @@ use super::keeper::Keepers;
 use crate::VERSION;
 use crate::capture::{Assembler, CaptureError};
 use crate::profile::{Named, Only, unite};
-use crate::receive::handed::{Handed, Tenant};
+use crate::receive::handed::Handed;
+use crate::receive::tenant::Tenant;
 use crate::resolve::resolve;
 
 /// What is asked for.

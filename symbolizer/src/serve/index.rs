@@ -27,6 +27,10 @@ pub(super) enum State {
     /// It ended the server too often while it was resolved. Its log is kept like that of one that
     /// is written.
     GivenUp = 3,
+    /// All its profiles are where they are pushed to.
+    Pushed = 4,
+    /// Written, but some of it was refused there.
+    NotPushed = 5,
 }
 
 /// A window that waits for its profile.
@@ -74,10 +78,12 @@ pub(super) struct Index {
     inode: u64,
 }
 
+/// How profiles end that can be pushed.
+const PPROF: &str = ".pb.gz";
 /// Its file.
 const FILE: &str = "windows.db";
 /// Version of the schema.
-const VERSION: i32 = 2;
+const VERSION: i32 = 3;
 const SCHEMA: &str = "
     CREATE TABLE captures (
         id BLOB PRIMARY KEY, owner TEXT, next_epoch INTEGER NOT NULL,
@@ -109,8 +115,16 @@ const ADDED: &str = "
     ALTER TABLE windows ADD COLUMN stacks INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN whole INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE windows ADD COLUMN memory INTEGER NOT NULL DEFAULT 0;
-    UPDATE windows SET end_ms = since_ms WHERE state > 0;
-    PRAGMA user_version = 2;";
+    UPDATE windows SET end_ms = since_ms WHERE state > 0;";
+/// Since version 3: profiles that are to be pushed.
+const PUSHES: &str = "
+    CREATE TABLE pushes (
+        name TEXT PRIMARY KEY, capture BLOB NOT NULL, number INTEGER NOT NULL,
+        sent INTEGER NOT NULL, failures INTEGER NOT NULL, since_ms INTEGER NOT NULL,
+        due_ms INTEGER NOT NULL) WITHOUT ROWID;
+    CREATE INDEX pushes_by_due ON pushes (due_ms);
+    CREATE INDEX pushes_by_window ON pushes (capture, number);
+    PRAGMA user_version = 3;";
 
 /// With the number of the state in it, as the partial index has it: SQLite uses that for no other
 /// query, and would look at all windows.
@@ -172,14 +186,13 @@ impl Index {
         if version > VERSION {
             return Err(IndexError::Newer { path: path.to_owned() });
         }
-        if version == 0 {
-            connection
-                .execute_batch(&format!("BEGIN; {SCHEMA} {ADDED} COMMIT;"))
-                .map_err(sqlite)?;
-        }
-        if version == 1 {
-            connection.execute_batch(&format!("BEGIN; {ADDED} COMMIT;")).map_err(sqlite)?;
-        }
+        let missing = match version {
+            0 => [SCHEMA, ADDED, PUSHES].concat(),
+            1 => [ADDED, PUSHES].concat(),
+            2 => PUSHES.to_owned(),
+            _ => String::new(),
+        };
+        connection.execute_batch(&format!("BEGIN; {missing} COMMIT;")).map_err(sqlite)?;
         // Read once, so that damage shows now and not when a window closes.
         let sound: String =
             connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0)).map_err(sqlite)?;
@@ -359,12 +372,14 @@ impl Index {
         self.connection.prepare_cached(sql)?.execute(values).map(|_| ())
     }
 
-    /// A window is done with: `state`, and the profiles it has, with their bytes.
+    /// A window is done with: `state`, and the profiles it has, with their bytes. `push`: they are
+    /// to be pushed.
     pub(super) fn done(
         &mut self,
         id: WindowId,
         state: State,
         profiles: &[(String, u64)],
+        push: bool,
     ) -> Result<()> {
         let now = now_ms();
         let transaction = self.connection.transaction()?;
@@ -377,6 +392,12 @@ impl Index {
                 "INSERT OR REPLACE INTO profiles VALUES (?1, ?2, ?3)",
                 params![name, integer(*bytes), now],
             )?;
+            if push && name.ends_with(PPROF) {
+                transaction.execute(
+                    "INSERT OR IGNORE INTO pushes VALUES (?1, ?2, ?3, 0, 0, ?4, ?4)",
+                    params![name, id.capture.0, integer(id.number), now],
+                )?;
+            }
         }
         transaction.commit()
     }
@@ -458,7 +479,7 @@ pub(super) fn window(row: &Row<'_>) -> Result<WindowId> {
 }
 
 /// SQLite's integers have a sign; none of these numbers needs its last bit.
-fn integer(value: u64) -> i64 {
+pub(super) fn integer(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 

@@ -13,8 +13,10 @@ use std::time::Duration;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{SealError, Unsealed, v1};
 use tokio::sync::watch;
+use tonic::Status;
 
 use super::Config;
+use super::counted::Counted;
 use super::counts::{Counts, Refused};
 use super::id::{CaptureId, WindowId};
 use super::identity::{Door, Identity};
@@ -24,11 +26,12 @@ use super::live::{Live, OnAir};
 use super::store::{Store, StoreError};
 use super::turns::{Turn, Turns};
 use crate::capture::Assembler;
-use crate::receive::grpc::{Accept, Accepted, Keep, NotAdmitted, NotKept, Stopped, Taken};
-use crate::receive::handed::{Handed, Tenant};
+use crate::receive::grpc::{Accept, Accepted, Cut, Keep, NotAdmitted, NotKept, Stopped, Taken};
+use crate::receive::handed::Handed;
 use crate::receive::log::{Batch, Log, LogError, Tally, lose};
 use crate::receive::messages::Shares;
 use crate::receive::peer::Caller;
+use crate::receive::tenant::Tenant;
 use crate::receive::wants::{Place, Wants};
 use crate::resolve::Pins;
 
@@ -107,6 +110,12 @@ impl Accept for Keepers {
 
     fn memory(&self, account: &Account) -> (Option<Shares>, u32) {
         (Some(self.ledger.shares(&account.who)), self.ledger.limits.message())
+    }
+
+    fn refused(&self, account: &Account, why: &Status) {
+        let client = &account.who;
+        tracing::warn!(%client, "a stream of {client} is refused: {}", why.message());
+        self.shared.counts.refuse(Refused::Malformed);
     }
 
     async fn accept(&self, account: Account, hello: v1::Hello) -> Result<Accepted, NotKept> {
@@ -217,7 +226,7 @@ impl Keeper {
             share_all: hello.share_all,
             cache: sources.cache.clone(),
             trust_executables: sources.trust_executables,
-            allowance: Some(Arc::<Account>::clone(&account)),
+            allowance: Some(Arc::new(Counted::new(&account, &shared.counts))),
         };
         let tenant = Tenant { owner: owner.to_string(), cache: sources.cache.clone() };
         let scratch = sources.scratch.clone();
@@ -484,6 +493,18 @@ impl Keep for Keeper {
         self.account.pace(messages)
     }
 
+    fn cut(&self, why: &Cut<'_>) {
+        let (client, capture) = (&self.account.who, self.capture);
+        tracing::warn!(%client, %capture, "a stream of {client} is cut: {why}");
+        match why {
+            Cut::Stopped(Stopped::TooMuch(_)) => self.shared.counts.refuse(Refused::Limit),
+            Cut::NoMessage(_) | Cut::Stopped(Stopped::Seal(_) | Stopped::Capture(_)) => {
+                self.shared.counts.refuse(Refused::Malformed);
+            }
+            Cut::Broken(_) | Cut::Stopped(Stopped::Later(_) | Stopped::Write(_)) => {}
+        }
+    }
+
     fn acknowledged(&self, after: Duration) {
         self.shared.counts.acknowledged(after);
     }
@@ -500,10 +521,6 @@ impl Keep for Keeper {
                     break;
                 }
                 Err(Stop::Refused(stopped)) => {
-                    self.shared.counts.refuse(match stopped {
-                        Stopped::TooMuch(_) => Refused::Limit,
-                        _ => Refused::Malformed,
-                    });
                     taken.stopped = Some(stopped);
                     break;
                 }

@@ -20,6 +20,7 @@ use tokio::time::Sleep;
 use tokio_rustls::TlsAcceptor;
 use tonic::transport::server::Connected;
 
+use super::counts::{Counts, Refused};
 use super::identity::Allowed;
 use super::tls::{self, Certificates};
 use crate::receive::peer::{self, Admitted, Peer};
@@ -59,6 +60,9 @@ pub(super) struct Connection {
     connected: peer::Connected,
     /// When it is closed unless somebody was let in.
     deadline: Pin<Box<Sleep>>,
+    /// For the log.
+    from: String,
+    counts: Counts,
     /// Its place among the connections there may be.
     _place: OwnedSemaphorePermit,
 }
@@ -129,6 +133,7 @@ impl Listener {
         self,
         certificates: Option<Arc<Certificates>>,
         places: Arc<Semaphore>,
+        counts: Counts,
         out: mpsc::Sender<io::Result<Connection>>,
     ) {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
@@ -148,23 +153,28 @@ impl Listener {
                     continue;
                 }
             };
-            let (certificates, out) = (certificates.clone(), out.clone());
+            let (certificates, counts, out) = (certificates.clone(), counts.clone(), out.clone());
             tokio::spawn(async move {
                 let _handshake = handshake;
-                match tokio::time::timeout(HANDSHAKE, raw.greet(certificates)).await {
-                    Ok(Ok((stream, peer))) => {
+                let from = raw.from();
+                let greeted = tokio::time::timeout(HANDSHAKE, raw.greet(certificates)).await;
+                let late = |_elapsed| io::Error::other("no handshake in time");
+                match greeted.map_err(late).flatten() {
+                    Ok((stream, peer)) => {
                         let connection = Connection {
                             stream,
                             connected: peer::Connected { peer, admitted: Admitted::default() },
+                            from,
+                            counts,
                             deadline: Box::pin(tokio::time::sleep(ADMISSION)),
                             _place: place,
                         };
                         // Nobody takes it when the server stops.
                         let _ = out.send(Ok(connection)).await;
                     }
-                    Ok(Err(error)) => tracing::warn!("a connection is refused: {error}"),
-                    Err(_elapsed) => {
-                        tracing::warn!("a connection is refused: no handshake in time")
+                    Err(error) => {
+                        tracing::warn!(from, "a connection of {from} is refused: {error}");
+                        counts.refuse(Refused::Handshake);
                     }
                 }
             });
@@ -190,6 +200,14 @@ enum Raw {
 }
 
 impl Raw {
+    /// Where it is from, for the log.
+    fn from(&self) -> String {
+        match self {
+            Self::Tcp(_, from) => from.to_string(),
+            Self::Unix(_) => "this host".to_owned(),
+        }
+    }
+
     async fn greet(
         self,
         certificates: Option<Arc<Certificates>>,
@@ -244,7 +262,10 @@ impl AsyncRead for Connection {
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if !self.connected.admitted.get() && self.deadline.as_mut().poll(context).is_ready() {
-            let why = "nobody was let in over this connection in time";
+            let why = "nobody was let in over it in time";
+            let from = &self.from;
+            tracing::warn!(from, "a connection of {from} is refused: {why}");
+            self.counts.refuse(Refused::Handshake);
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, why)));
         }
         Pin::new(&mut self.stream).poll_read(context, into)

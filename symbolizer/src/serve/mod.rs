@@ -4,10 +4,12 @@
 //! how far it has come: open, closed, written. A server that was killed goes on from there at the
 //! next start; a collector that comes back is told which epochs are held already.
 
+mod answers;
 mod api;
 mod asked;
 mod changed;
 mod closing;
+mod counted;
 mod counts;
 mod fetch;
 mod id;
@@ -19,6 +21,9 @@ mod listen;
 mod live;
 mod profiles;
 mod pulse;
+mod push;
+mod pushed;
+mod pyroscope;
 mod queue;
 mod retention;
 mod store;
@@ -36,6 +41,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Routes;
 
+pub use self::answers::{Capture, Captures, Windows};
 use self::api::Api;
 use self::closing::Closing;
 use self::counts::Counts;
@@ -47,6 +53,9 @@ pub use self::limits::Limits;
 pub use self::listen::Listen;
 use self::listen::Listener;
 use self::pulse::Pulse;
+use self::push::Pushing;
+pub use self::pyroscope::Pyroscope;
+use self::pyroscope::Receiver;
 pub use self::store::Keep;
 use self::store::{Places, Store};
 use self::tls::Certificates;
@@ -82,6 +91,8 @@ pub struct Config {
     pub limits: Limits,
     /// Length of a window by the stream's clock.
     pub window: Duration,
+    /// Where profiles are pushed to, once they are written.
+    pub push: Option<Pyroscope>,
     /// `key=value` comments for every profile.
     pub tags: Vec<String>,
     /// Where names are looked for.
@@ -119,6 +130,14 @@ pub enum ServeError {
         "{0} can be reached from other hosts, and there is no TLS: give --tls-cert and --tls-key, or --insecure if the network may be trusted"
     )]
     ClearText(String),
+    /// What takes profiles.
+    #[error("cannot push to {url}: {error}")]
+    Push {
+        /// Where it is.
+        url: String,
+        /// Certificates that cannot be used.
+        error: io::Error,
+    },
     /// No thread for profiles.
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
@@ -173,6 +192,7 @@ pub async fn run(
         profiles: config.output_dir.clone(),
         keep_logs: config.keep_logs,
         keep_profiles: config.keep_profiles,
+        is_pushing: config.push.is_some(),
     })?);
     profiles::remove_unfinished(&config);
     let config = Arc::new(config);
@@ -197,8 +217,24 @@ pub async fn run(
     }
     .start()
     .map_err(ServeError::Thread)?;
+    let pushing = match config.push.clone() {
+        None => None,
+        Some(at) => {
+            let url = at.url.to_string();
+            let receiver = Receiver::new(at).map_err(|error| ServeError::Push { url, error })?;
+            let pushing = Pushing {
+                config: Arc::clone(&config),
+                store: Arc::clone(&store),
+                counts: counts.clone(),
+                ledger: Arc::clone(&ledger),
+                receiver,
+            };
+            Some(pushing.start().map_err(ServeError::Thread)?)
+        }
+    };
     let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, ledger, alive });
     let (reporter, health) = tonic_health::server::health_reporter();
+    let listen_counts = counts.clone();
     let pulse = Pulse {
         store: Arc::clone(&store),
         ledger: Arc::clone(&keepers.ledger),
@@ -228,7 +264,7 @@ pub async fn run(
     for (listener, address) in listeners {
         ready(&address);
         let (certificates, places) = (certificates.clone(), Arc::clone(&places));
-        tokio::spawn(listener.run(certificates, places, accepted.clone()));
+        tokio::spawn(listener.run(certificates, places, listen_counts.clone(), accepted.clone()));
     }
     tokio::select! {
         result = server.serve_with_incoming(ReceiverStream::new(incoming)) => result?,
@@ -246,6 +282,9 @@ pub async fn run(
         if left == 0 {
             // They are idle. With the last of them the index is closed.
             threads.into_iter().for_each(|thread| drop(thread.join()));
+        }
+        while pushing.as_ref().is_some_and(|it| !it.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
         }
         left
     });

@@ -57,7 +57,7 @@ impl Store {
             }
         };
         inner.working.remove(&due.id);
-        if let Err(error) = inner.index.done(due.id, state, profiles) {
+        if let Err(error) = inner.index.done(due.id, state, profiles, self.places.is_pushing) {
             return tracing::warn!("window {}: {error}; it is written again", due.id);
         }
         inner.waiting = inner.waiting.saturating_sub(due.bytes);
@@ -66,6 +66,7 @@ impl Store {
         inner.sweep(&self.places);
         drop(inner);
         self.changed.notify_all();
+        self.written.notify_one();
     }
 
     /// The profile of a window could not be written: it is tried again later.
@@ -110,6 +111,7 @@ impl Store {
         let left = inner.index.waiting().unwrap_or(0);
         drop(inner);
         self.changed.notify_all();
+        self.written.notify_one();
         left
     }
 }
@@ -127,7 +129,7 @@ impl Inner {
                 due.id,
                 due.interrupted
             );
-            self.index.done(due.id, State::GivenUp, &[])?;
+            self.index.done(due.id, State::GivenUp, &[], false)?;
             self.waiting = self.waiting.saturating_sub(due.bytes);
             self.done += due.bytes;
             return Ok(None);
@@ -139,6 +141,7 @@ impl Inner {
     }
 }
 
-fn wait_after(times: u32) -> Duration {
+/// How long one waits that failed so often.
+pub(super) fn wait_after(times: u32) -> Duration {
     LONGEST_WAIT.min(Duration::from_secs(1u64 << times.min(20)))
 }

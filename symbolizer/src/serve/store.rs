@@ -39,6 +39,8 @@ pub(super) struct Places {
     pub profiles: PathBuf,
     pub keep_logs: Keep,
     pub keep_profiles: Keep,
+    /// Profiles are pushed, too.
+    pub is_pushing: bool,
 }
 
 /// Something cannot be done now.
@@ -68,6 +70,8 @@ pub(super) struct Store {
     pub(super) places: Places,
     inner: Mutex<Inner>,
     pub(super) changed: Condvar,
+    /// There is a profile to push.
+    pub(super) written: Condvar,
     /// Held while windows without a stream are closed: what is known of a capture is known after.
     closing: Mutex<()>,
     /// What was wrong when it was said last.
@@ -92,6 +96,7 @@ pub(super) struct Inner {
     pub profiles: u64,
     /// No window is taken any more.
     pub stopping: bool,
+    pub no_push_before: Option<Instant>,
     pub swept: Instant,
 }
 
@@ -116,10 +121,15 @@ impl Store {
     /// When a directory, the lock or the index cannot be had.
     pub(super) fn open(places: Places) -> Result<Self, ServeError> {
         let inner = Inner::open(&places, HashSet::new())?;
+        if !places.is_pushing {
+            let forgotten = inner.index.forget_pushes();
+            forgotten.map_err(|error| ServeError::Index(error.to_string()))?;
+        }
         Ok(Self {
             places,
             inner: Mutex::new(inner),
             changed: Condvar::new(),
+            written: Condvar::new(),
             closing: Mutex::default(),
             said: Mutex::default(),
         })
@@ -161,6 +171,7 @@ impl Store {
             log_bytes: inner.done,
             waiting_bytes: inner.waiting,
             profile_bytes: inner.profiles,
+            pushes: inner.index.pushes().unwrap_or(0),
             ..Now::default()
         }
     }
@@ -247,7 +258,7 @@ impl Store {
                     return self.discard(id);
                 }
                 tracing::warn!("{failed}: it is kept, without a profile");
-                Ok(self.usable()?.index.done(id, State::GivenUp, &[])?)
+                Ok(self.usable()?.index.done(id, State::GivenUp, &[], false)?)
             }
             Err(failed) => Err(failed.into()),
         }
@@ -420,13 +431,24 @@ impl Inner {
             waiting,
             profiles,
             stopping: false,
+            no_push_before: None,
             swept: Instant::now(),
         })
     }
 }
 
+/// Makes a directory that is there after a power cut, with those above it.
 pub(super) fn make_directory(path: &Path) -> Result<(), ServeError> {
-    fs::create_dir_all(path).map_err(|error| ServeError::Directory { path: path.to_owned(), error })
+    let failed = |error| ServeError::Directory { path: path.to_owned(), error };
+    let new: Vec<&Path> = path.ancestors().take_while(|it| !it.is_dir()).collect();
+    fs::create_dir_all(path).map_err(failed)?;
+    for made in new {
+        // Of a relative path of one name, this is "".
+        let above = made.parent().filter(|above| !above.as_os_str().is_empty());
+        let above = File::open(above.unwrap_or(Path::new(".")));
+        above.and_then(|directory| directory.sync_all()).map_err(failed)?;
+    }
+    Ok(())
 }
 
 /// New names in a directory are there after a power cut.

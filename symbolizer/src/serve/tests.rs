@@ -17,7 +17,8 @@ const ONE: WindowId = WindowId { capture: CaptureId([1; 16]), number: 0 };
 fn open_with(directory: &Path, bytes: u64) -> Store {
     let keep = Keep { bytes, age: None };
     let (logs, profiles) = (directory.join("logs"), directory.join("profiles"));
-    Store::open(Places { logs, profiles, keep_logs: keep, keep_profiles: keep }).unwrap()
+    Store::open(Places { logs, profiles, keep_logs: keep, keep_profiles: keep, is_pushing: false })
+        .unwrap()
 }
 
 fn open(directory: &Path) -> Store {
@@ -183,8 +184,14 @@ fn what_is_old_is_removed_however_little_there_is() {
     let keep = Keep { bytes: u64::MAX, age: Some(Duration::from_millis(1)) };
     let (logs, profiles) = (directory.path().join("logs"), directory.path().join("profiles"));
     let path = ONE.log(&logs);
-    let store =
-        Store::open(Places { logs, profiles, keep_logs: keep, keep_profiles: keep }).unwrap();
+    let store = Store::open(Places {
+        logs,
+        profiles,
+        keep_logs: keep,
+        keep_profiles: keep,
+        is_pushing: false,
+    })
+    .unwrap();
     let mut log = store.begin(ONE, &hello()).unwrap();
     add(&mut log, 0..1);
     store.close(ONE, &mut log, &[]).unwrap();

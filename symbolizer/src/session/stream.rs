@@ -15,9 +15,10 @@ use super::Kept;
 use super::exporter::Exporting;
 use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Keep, NotAdmitted, NotKept, Stopped, Taken};
-use crate::receive::handed::{Handed, Tenant};
+use crate::receive::handed::Handed;
 use crate::receive::log::{Batch, Log, LogError, Tally};
 use crate::receive::peer::Caller;
+use crate::receive::tenant::Tenant;
 use crate::receive::wants::{Place, Wanted, Wants};
 use crate::resolve::Pins;
 
