@@ -42,21 +42,35 @@ fn main() -> Result<()> {
     let binaries = PathBuf::from(std::env::args().nth(1).ok_or(usage)?);
     let directory = tempfile::tempdir()?;
     let setting = Arc::new(Setting::new(&binaries, directory.path())?);
-    let recorded = record(&binaries, directory.path())?;
+    // Of a host at ten times the usual rate, and of one at that rate, with epochs of a second.
+    let dense = record(&binaries, directory.path(), &["--sample-rate=999"])?;
+    let usual = record(&binaries, directory.path(), &["--epoch=1s"])?;
+    println!(
+        "\n| recorded of this host | samples of an epoch | bytes of an epoch |\n|---|---|---|"
+    );
+    for (name, recorded) in [("dense", &dense), ("usual", &usual)] {
+        let all = recorded.epochs.len() as u64;
+        let samples = recorded.epochs.iter().map(|(_, samples)| samples).sum::<u64>() / all;
+        let bytes = recorded.epochs.iter().map(|(epoch, _)| epoch.zstd.len()).sum::<usize>();
+        println!("| {name} | {samples} | {} |", bytes as u64 / all);
+    }
     println!(
         "\n| streams of {CLIENTS} clients | memory-max, MiB | samples a second | p50 to acknowledge, ms | p99, ms | told to be slow | CPU of the server, s/s | its peak, MiB | KiB a stream |\n|---|---|---|---|---|---|---|---|---|"
     );
-    for load in [
-        Load { streams: 4, memory: 1024, pace: None },
-        Load { streams: 32, memory: 1024, pace: None },
-        Load { streams: 256, memory: 1024, pace: None },
-        Load { streams: 1000, memory: 1024, pace: None },
-        Load { streams: 1000, memory: 1024, pace: Some(Duration::from_secs(1)) },
-        Load { streams: 1000, memory: 256, pace: Some(Duration::from_secs(1)) },
+    let as_fast_as_taken = Load { streams: 4, memory: 1024, pace: None };
+    let real = Load { streams: 1000, memory: 1024, pace: Some(Duration::from_secs(1)) };
+    for (load, recorded) in [
+        (as_fast_as_taken, &dense),
+        (Load { streams: 100, ..as_fast_as_taken }, &dense),
+        (Load { streams: 1000, ..as_fast_as_taken }, &dense),
+        (Load { streams: 1000, memory: 256, ..as_fast_as_taken }, &dense),
+        (Load { streams: 100, ..real }, &usual),
+        (real, &usual),
+        (Load { memory: 256, ..real }, &usual),
     ] {
-        println!("{}", load.run(&setting, &recorded)?);
+        println!("{}", load.run(&setting, recorded)?);
     }
-    history(&setting, &recorded)
+    history(&setting, &usual)
 }
 
 struct Setting {
@@ -159,13 +173,15 @@ struct Recorded {
 /// Epochs that are made: a stream that sends more begins anew with their times.
 const EPOCHS: usize = 512;
 
-fn record(binaries: &Path, directory: &Path) -> Result<Arc<Recorded>> {
+fn record(binaries: &Path, directory: &Path, more: &[&str]) -> Result<Arc<Recorded>> {
     let path = directory.join("recorded.stackwire");
     let load = (0..2)
         .map(|_| Command::new("gzip").arg("-c").arg("/dev/zero").stdout(Stdio::null()).spawn());
     let mut load = load.collect::<std::io::Result<Vec<Child>>>()?;
     let status = Command::new(binaries.join("stackwire-collector"))
-        .args(["--all", "--sample-rate=999", "--duration=8s", "--output"])
+        .args(["--all", "--duration=8s"])
+        .args(more)
+        .arg("--output")
         .arg(&path)
         .status()?;
     for child in &mut load {
@@ -255,7 +271,10 @@ impl Load {
             measured.acknowledged.get((last as f64 * share) as usize).copied().unwrap_or(0.0)
         };
         let peak = server.peak()?;
-        let pace = self.pace.map_or("as fast as they are taken", |_| "an epoch a second each");
+        let pace = match self.pace {
+            None => "dense, as fast as they are taken",
+            Some(_) => "usual, an epoch a second each",
+        };
         Ok(format!(
             "| {}, {pace} | {} | {:.0} | {:.0} | {:.0} | {} | {:.2} | {peak} | {:.0} |",
             self.streams,

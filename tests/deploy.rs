@@ -71,7 +71,7 @@ fn parsed(yaml: &Path) -> Vec<Value> {
 
 /// The overlays and the examples, in files.
 fn manifests(directory: &Path) -> Vec<PathBuf> {
-    let built = ["cluster", "node"].map(|overlay| {
+    let built = ["cluster", "cluster-pyroscope", "node"].map(|overlay| {
         let path = directory.join(format!("{overlay}.yaml"));
         std::fs::write(&path, built(overlay)).unwrap();
         path
@@ -164,7 +164,7 @@ fn collectors_are_given_what_they_need_and_nothing_else() {
     let needed = needed();
     assert_eq!(needed.len(), 6, "{needed:?}");
     let collectors = collectors(directory.path());
-    assert_eq!(collectors.len(), 3);
+    assert_eq!(collectors.len(), 4);
     for container in collectors {
         let capabilities = &container["securityContext"]["capabilities"];
         assert_eq!(names(&capabilities["add"], "CAP_"), needed);

@@ -22,7 +22,8 @@
 //!   row. A process may be killed at any instruction: the store still holds each blob whole or not
 //!   at all. A file without a row gets one when it is met; a row without a file is forgotten.
 //! - The index remembers the files. When it is lost or damaged, it is made again from them.
-//! - Every blob is checked against its checksum when it is opened; one that differs is removed.
+//! - Every blob is checked against its checksum when a process opens it first, and again when its
+//!   file has changed since; one that differs is removed.
 //! - [`Cache::lock`] gives a key to one task of one process at a time.
 //! - When a blob is not here, a [`Tier`] behind the store is asked for it, once for all callers.
 //! - When there is more than the limit, the least recently used blobs are removed first.
@@ -36,6 +37,7 @@ mod index;
 mod key;
 mod lock;
 mod look;
+mod stamp;
 #[cfg(test)]
 mod tests;
 mod tier;
@@ -52,6 +54,7 @@ pub use self::index::{Negative, Row};
 pub use self::key::{BadId, Id, Key, Kind};
 pub use self::lock::Lock;
 use self::look::Look;
+pub use self::stamp::{Known, Stamp};
 pub use self::tier::{Absent, Tier};
 pub use self::verify::Verified;
 
@@ -84,6 +87,8 @@ pub struct Cache {
     directory: PathBuf,
     max_bytes: u64,
     index: Mutex<index::Index>,
+    /// Sizes and checksums of files that were read.
+    read: Known<(u64, u64)>,
 }
 
 /// What is in a store.
@@ -110,7 +115,8 @@ impl Cache {
             stackwire_rights::directory::make(&directory.join(below))?;
         }
         let index = index::Index::open(directory)?;
-        let cache = Self { directory: directory.to_owned(), max_bytes, index: Mutex::new(index) };
+        let (directory, index) = (directory.to_owned(), Mutex::new(index));
+        let cache = Self { directory, max_bytes, index, read: Known::default() };
         if cache.index().is_new() {
             cache.take_in_files()?;
         }
@@ -141,7 +147,7 @@ impl Cache {
     /// # Errors
     /// When the index cannot be used. For a damaged blob the result is `None`, not an error.
     pub fn get(&self, key: &Key) -> Result<Option<Blob>, CacheError> {
-        match self.look(key)? {
+        match self.look(key, &self.read)? {
             Look::Whole(blob) => {
                 self.index().touch(key)?;
                 Ok(Some(blob))

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use crate::{Blob, Cache, CacheError, Key, Meta, Row, blob};
+use crate::{Blob, Cache, CacheError, Key, Known, Meta, Row, Stamp, blob};
 
 /// What was found.
 pub enum Look {
@@ -33,7 +33,8 @@ enum Differs {
 const MAX_LOOKS: usize = 16;
 
 impl Cache {
-    pub(crate) fn look(&self, key: &Key) -> Result<Look, CacheError> {
+    /// `read`: what is known of files that were read before.
+    pub(crate) fn look(&self, key: &Key, read: &Known<(u64, u64)>) -> Result<Look, CacheError> {
         let path = key.path(&self.directory);
         for _ in 0..MAX_LOOKS {
             let failed = |error| CacheError::File { path: path.clone(), error };
@@ -45,7 +46,15 @@ impl Cache {
                 }
                 Err(error) => return Err(failed(error)),
             };
-            let found = blob::checksum(&file).map_err(failed)?;
+            let stamp = Stamp::of(&file.metadata().map_err(failed)?);
+            let found = match read.get(stamp) {
+                Some(found) => found,
+                None => {
+                    let found = blob::checksum(&file).map_err(failed)?;
+                    read.put(stamp, found);
+                    found
+                }
+            };
             let row = self.index().row(key)?;
             let row = match row.filter(|row| (row.size, row.checksum) == found) {
                 Some(row) => row,

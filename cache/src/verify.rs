@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use rustix::fs::{FlockOperation, flock};
 
 use crate::look::Look;
-use crate::{Cache, CacheError, Key};
+use crate::{Cache, CacheError, Key, Known};
 
 /// What a look at all blobs found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -30,7 +30,8 @@ impl Cache {
     pub fn verify(&self) -> Result<Verified, CacheError> {
         let mut found = Verified { repaired: self.take_in_files()?, ..Verified::default() };
         for row in self.rows()? {
-            match self.look(&row.key)? {
+            // Not by what is known of it.
+            match self.look(&row.key, &Known::default())? {
                 Look::Whole(_) => found.good += 1,
                 Look::Damaged => found.damaged.push(row.key),
                 Look::NotThere => found.repaired += 1,
@@ -55,7 +56,7 @@ impl Cache {
                         continue;
                     }
                     // One that cannot be read is no reason to do without all others.
-                    if matches!(self.look(&key), Ok(Look::Whole(_))) {
+                    if matches!(self.look(&key, &self.read), Ok(Look::Whole(_))) {
                         taken += 1;
                     }
                 }

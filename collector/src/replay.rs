@@ -121,6 +121,8 @@ impl Replay {
                 .map_err(|error| SessionError::Internal(error.to_string()))?
         };
         let mut progress = Progress::default();
+        // What no epoch has said.
+        let mut unsaid = 0;
         while goes_on(progress) {
             // As many as there are numbers.
             let at = (progress.epochs % self.epochs.len() as u64) as usize;
@@ -130,18 +132,19 @@ impl Replay {
             epoch.start_ns = epoch.start_ns.saturating_add(later);
             epoch.end_ns = epoch.end_ns.saturating_add(later);
             mark(&mut epoch, &how.hostname);
-            let (dropped, said) = dropped(&outbox);
-            progress.dropped += dropped;
-            epoch.lost = lost(dropped + said);
+            epoch.lost = lost(unsaid);
             let samples = epoch.samples.iter().map(|of| of.thread.len() as u64).sum();
-            let losses = vec![(LostReason::EpochDropped, dropped + said)];
+            let losses = vec![(LostReason::EpochDropped, unsaid)];
             outbox.push(seal_epoch(&epoch), samples, losses);
             progress.taken += samples;
             progress.epochs += 1;
             std::thread::sleep(how.pace);
             progress.settled = outbox.oldest().unwrap_or(progress.epochs);
+            // After that: what is settled and dropped is counted.
+            let (dropped, said) = dropped(&outbox);
+            progress.dropped += dropped;
+            unsaid = dropped + said;
         }
-        progress.dropped += dropped(&outbox).0;
         outbox.close(v1::End {
             epochs: progress.epochs,
             taken: progress.taken,

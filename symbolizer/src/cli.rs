@@ -418,7 +418,7 @@ pub struct Serve {
     /// Remove captures this long after their profiles were written.
     #[arg(long, value_name = "TIME", value_parser = time)]
     pub log_max_age: Option<Duration>,
-    /// Most MiB of profiles kept; the oldest go first.
+    /// Most MiB of profiles kept; the oldest go first, pushed or not.
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     pub output_max: u64,
     /// Remove profiles this long after they were written.
@@ -597,7 +597,8 @@ const LIMITS: &str = "Limits of clients";
 #[derive(Clone, Debug, ClapArgs)]
 pub struct PushOptions {
     /// Pyroscope that profiles are pushed to once they are written, as http://host:4040. Each
-    /// process name is a series, and each tag a label.
+    /// process name is a series. Tags are labels, but for those that a series has already.
+    /// Pyroscope refuses what began more than an hour ago: --window must be shorter.
     #[arg(long, value_name = "URL", help_heading = PUSH)]
     pub pyroscope_url: Option<reqwest::Url>,
     /// Tenant there (X-Scope-OrgID).

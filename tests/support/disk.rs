@@ -257,7 +257,10 @@ impl Disk {
             std::fs::create_dir_all(to.join(directory.strip_prefix(&self.root).unwrap())).unwrap();
         }
         for (path, content) in files {
-            std::fs::write(to.join(path.strip_prefix(&self.root).unwrap()), content).unwrap();
+            let path = to.join(path.strip_prefix(&self.root).unwrap());
+            // Some are made by descriptors, which are not followed.
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, content).unwrap();
         }
     }
 }

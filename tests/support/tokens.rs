@@ -1,8 +1,10 @@
 //! Servers over TLS whose clients are known by tokens.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use super::authority::Authority;
+use super::binary;
 use super::client::Client;
 use crate::identical::Server;
 
@@ -41,6 +43,10 @@ impl Tokens {
 
     /// Starts a server.
     pub(crate) fn server(&self, output: &Path, listen: &str, more: &[&str]) -> Server {
+        Server::of(&mut self.command(output, listen, more))
+    }
+
+    pub(crate) fn command(&self, output: &Path, listen: &str, more: &[&str]) -> Command {
         let arguments = [
             format!("--tls-cert={}", self.authority.file("server.pem")),
             format!("--tls-key={}", self.authority.file("server.key")),
@@ -48,9 +54,10 @@ impl Tokens {
             format!("--symbol-cache-dir={}", self.path("cache").display()),
             "--reader=token:ops".to_owned(),
         ];
-        let all: Vec<&str> =
-            arguments.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        Server::start(output, listen, &all)
+        let mut command = Command::new(binary("stackwire"));
+        command.args(["serve", "--listen", listen, "--output-dir"]).arg(output);
+        command.args(arguments).args(more);
+        command
     }
 
     /// A client of a test's own. One whose name is not known has a token that is not, either.

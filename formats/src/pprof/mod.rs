@@ -7,5 +7,5 @@ mod split;
 mod write;
 
 pub use self::read::read;
-pub use self::split::{Largest, Piece, split};
+pub use self::split::{Largest, Piece, SPLIT, split};
 pub use self::write::{Options, Part, write};

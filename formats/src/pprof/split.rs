@@ -4,7 +4,7 @@
 //! Pieces of equal profiles are equal, so that a piece that was sent can be told from others.
 //! Called by who pushes profiles.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 
 use flate2::{Compression, GzBuilder};
@@ -49,6 +49,17 @@ const COMMON: [&str; 7] = [
 const SERVICE: &str = "service_name";
 /// Where no process is known.
 const NO_SERVICE: &str = "unknown";
+/// Most series of a profile: names are chosen by who is sampled, and each is a request and an entry
+/// of an index. The rest are one.
+const MOST_SERIES: usize = 2000;
+/// The service of that one.
+const OTHERS: &str = "other";
+/// A receiver takes two profiles of a series with the same time for one: each further piece is so
+/// much later, in nanoseconds.
+const LATER: i64 = 1_000_000;
+
+/// Version of how profiles are split. Pieces of different versions are not the same.
+pub const SPLIT: u32 = 1;
 
 /// Takes a pprof with gzip to pieces. Labels of threads and comments are left out, samples that
 /// differ in nothing else are added up.
@@ -57,34 +68,74 @@ const NO_SERVICE: &str = "unknown";
 /// When it cannot be read, or refers to something that is not in it.
 pub fn split(pprof: impl Read, largest: Largest) -> Result<Vec<Piece>, ReadError> {
     let whole = open(pprof, true)?;
-    let mut groups: BTreeMap<Vec<(i64, i64)>, BTreeMap<&[u64], Vec<i64>>> = BTreeMap::new();
+    let mut groups: BTreeMap<Labels, Stacks<'_>> = BTreeMap::new();
     let common: Vec<i64> =
         COMMON.iter().filter_map(|name| position(&whole.string_table, name)).collect();
     for sample in &whole.sample {
         let labels = sample.label.iter().filter(|label| common.contains(&label.key));
         let mut labels: Vec<_> = labels.map(|label| (label.key, label.str)).collect();
         labels.sort_unstable();
-        let values = groups.entry(labels).or_default().entry(&sample.location_id).or_default();
-        values.resize(sample.value.len(), 0);
-        for (sum, value) in values.iter_mut().zip(&sample.value) {
-            *sum = sum.saturating_add(*value);
-        }
+        let stacks = groups.entry(labels).or_default();
+        add(stacks.entry(&sample.location_id).or_default(), &sample.value);
     }
     let parts = Parts::of(&whole);
+    let mut series = Vec::new();
+    for (labels, samples) in few(groups) {
+        let labels = match labels {
+            Some(labels) => parts.labels(&labels)?,
+            None => vec![(SERVICE.to_owned(), OTHERS.to_owned())],
+        };
+        series.push((labels, samples));
+    }
     let mut pieces = Vec::new();
-    for (labels, samples) in groups {
-        let labels = parts.labels(&labels)?;
+    for (labels, samples) in series {
         let mut piece = Writer::new(&parts)?;
         for (stack, values) in samples {
             if !piece.has_room(stack, largest)? {
+                let next = Writer::after(&piece)?;
                 pieces.push(piece.end(&labels));
-                piece = Writer::new(&parts)?;
+                piece = next;
             }
             piece.add(stack, values)?;
         }
         pieces.push(piece.end(&labels));
     }
     Ok(pieces)
+}
+
+/// Samples by their stacks.
+type Stacks<'a> = BTreeMap<&'a [u64], Vec<i64>>;
+/// Keys and values of labels, as indices of texts.
+type Labels = Vec<(i64, i64)>;
+
+/// The series with the most samples, and the others together, without labels.
+fn few<'a>(groups: BTreeMap<Labels, Stacks<'a>>) -> Vec<(Option<Labels>, Stacks<'a>)> {
+    if groups.len() <= MOST_SERIES {
+        return groups.into_iter().map(|(labels, stacks)| (Some(labels), stacks)).collect();
+    }
+    let weight = |stacks: &Stacks<'_>| {
+        let firsts = stacks.values().filter_map(|values| values.first());
+        firsts.fold(0_i64, |sum, value| sum.saturating_add(*value))
+    };
+    let mut by_weight: Vec<_> = groups.into_iter().collect();
+    // Those of the same weight stay in order.
+    by_weight.sort_by_key(|(_, stacks)| std::cmp::Reverse(weight(stacks)));
+    let rest = by_weight.split_off(MOST_SERIES - 1);
+    let mut others = Stacks::new();
+    for (stack, values) in rest.into_iter().flat_map(|(_, stacks)| stacks) {
+        add(others.entry(stack).or_default(), &values);
+    }
+    let mut all: Vec<_> =
+        by_weight.into_iter().map(|(labels, stacks)| (Some(labels), stacks)).collect();
+    all.push((None, others));
+    all
+}
+
+fn add(sums: &mut Vec<i64>, values: &[i64]) {
+    sums.resize(sums.len().max(values.len()), 0);
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum = sum.saturating_add(*value);
+    }
 }
 
 fn position(table: &[String], text: &str) -> Option<i64> {
@@ -153,14 +204,22 @@ impl<'a, 'p> Writer<'a, 'p> {
         let whole = parts.whole;
         let mut strings = Strings::default();
         strings.index("");
-        let mut text = |index| Ok::<_, ReadError>(strings.index(parts.text(index)?));
-        let mut value_type = |of: &proto::ValueType| {
-            Ok(proto::ValueType { r#type: text(of.r#type)?, unit: text(of.unit)? })
+        let mut sample_type = Vec::new();
+        let mut used = BTreeSet::new();
+        for of in &whole.sample_type {
+            let (mut kind, unit) = (word(parts.text(of.r#type)?), word(parts.text(of.unit)?));
+            while !used.insert(kind.clone()) {
+                kind.push('_');
+            }
+            let (r#type, unit) = (strings.index(&kind), strings.index(&unit));
+            sample_type.push(proto::ValueType { r#type, unit });
+        }
+        let mut word = |index| Ok::<_, ReadError>(strings.index(&word(parts.text(index)?)));
+        let period_type = match &whole.period_type {
+            Some(of) => Some(proto::ValueType { r#type: word(of.r#type)?, unit: word(of.unit)? }),
+            None => None,
         };
-        let sample_type = whole.sample_type.iter().map(&mut value_type);
-        let sample_type = sample_type.collect::<Result<Vec<_>, ReadError>>()?;
-        let period_type = whole.period_type.as_ref().map(&mut value_type).transpose()?;
-        let default_sample_type = text(whole.default_sample_type)?;
+        let default_sample_type = word(whole.default_sample_type)?;
         let piece = proto::Profile {
             sample_type,
             period_type,
@@ -180,6 +239,13 @@ impl<'a, 'p> Writer<'a, 'p> {
             functions: FxHashSet::default(),
             mappings: FxHashSet::default(),
         })
+    }
+
+    /// The next piece of the same series.
+    fn after(before: &Self) -> Result<Self, ReadError> {
+        let mut next = Self::new(before.parts)?;
+        next.piece.time_nanos = before.piece.time_nanos.saturating_add(LATER);
+        Ok(next)
     }
 
     /// Whether a sample fits. The first one always does.
@@ -273,6 +339,12 @@ impl<'a, 'p> Writer<'a, 'p> {
         let pprof = out.finish().unwrap_or_default();
         Piece { labels: labels.to_vec(), pprof }
     }
+}
+
+/// As Pyroscope takes types of samples: without a `-`, as in `off-cpu`.
+fn word(text: &str) -> String {
+    let safe = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
+    text.chars().map(safe).collect()
 }
 
 /// No more than this: numbers of ten bytes are rare.
@@ -369,6 +441,44 @@ mod tests {
                 assert!(piece.sample.iter().all(|it| known.contains(&it.location_id[0])));
             }
         }
+    }
+
+    #[test]
+    fn pieces_of_a_series_have_times_of_their_own_and_types_without_dashes() {
+        let mut whole = profile(100);
+        whole.string_table[3] = "run-queue_sample".to_owned();
+        let pieces = split(&*gzip(&whole), Largest { bytes: 1 << 20, samples: 30 }).unwrap();
+        let mut seen = BTreeSet::new();
+        for piece in &pieces {
+            let opened = opened(piece);
+            assert!(seen.insert((piece.labels.clone(), opened.time_nanos)), "{:?}", piece.labels);
+            let kind = opened.sample_type[0].r#type as usize;
+            assert_eq!(opened.string_table[kind], "run_queue_sample");
+        }
+        assert_eq!(pieces.len(), 8);
+    }
+
+    #[test]
+    fn the_smallest_of_very_many_series_are_one() {
+        let mut whole = profile(1);
+        let location_id = vec![1];
+        whole.sample = (0..5000)
+            .map(|number| {
+                whole.string_table.push(format!("comm{number}"));
+                let str = whole.string_table.len() as i64 - 1;
+                let label = vec![proto::Label { key: 1, str, ..Default::default() }];
+                let value = vec![if number == 4321 { 9 } else { 1 }];
+                proto::Sample { location_id: location_id.clone(), value, label }
+            })
+            .collect();
+        let pieces = split(&*gzip(&whole), Largest { bytes: 1 << 20, samples: 1000 }).unwrap();
+        assert_eq!(pieces.len(), MOST_SERIES);
+        let of = |piece: &Piece| opened(piece).sample.iter().map(|it| it.value[0]).sum::<i64>();
+        assert_eq!(pieces.iter().map(of).sum::<i64>(), 5008);
+        assert_eq!(samples(&pieces, "comm4321"), 9);
+        let others = ("service_name".to_owned(), OTHERS.to_owned());
+        let others: Vec<&Piece> = pieces.iter().filter(|it| it.labels.contains(&others)).collect();
+        assert_eq!(others.iter().map(|piece| of(piece)).sum::<i64>(), 5000 - MOST_SERIES as i64);
     }
 
     #[test]

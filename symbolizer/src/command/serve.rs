@@ -31,6 +31,15 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
         ));
     }
     let push = push(arguments.push)?;
+    if push.is_some() && arguments.tags.len() > MOST_TAGS {
+        let why = format!("Pyroscope takes 30 labels: use {MOST_TAGS} times --tag at most");
+        return Err(Failure::Usage(why));
+    }
+    if push.is_some() && arguments.window > REJECTED / 2 {
+        tracing::warn!(
+            "Pyroscope refuses profiles that begin more than an hour ago: use a shorter --window, or set its reject_older_than"
+        );
+    }
     confine()?;
     let mut sources = arguments.symbols.sources()?;
     sources.trust_executables = arguments.trust_executables;
@@ -81,6 +90,10 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
     served
 }
 
+/// With those of a piece, what Pyroscope takes.
+const MOST_TAGS: usize = 20;
+/// Pyroscope takes nothing that is older, unless its `reject_older_than` says otherwise.
+const REJECTED: Duration = Duration::from_secs(3600);
 /// They open epochs and sync logs. What these take in memory is limited elsewhere.
 const BLOCKING_THREADS: usize = 128;
 
@@ -98,12 +111,14 @@ fn limits(options: &LimitOptions) -> Limits {
 
 fn push(options: PushOptions) -> Result<Option<Pyroscope>, Failure> {
     let Some(url) = options.pyroscope_url else { return Ok(None) };
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(Failure::Usage(
+            "--pyroscope-url has a password in it, and others can read the command line: use --pyroscope-token-file".to_owned(),
+        ));
+    }
     let wrong = |why: &str| Err(Failure::Usage(format!("--pyroscope-url {url}: {why}")));
     if !matches!(url.scheme(), "http" | "https") {
         return wrong("write http://host:port or https://host:port");
-    }
-    if !url.username().is_empty() || url.password().is_some() {
-        return wrong("others can read the command line: use --pyroscope-token-file");
     }
     let is_told = options.pyroscope_token_file.is_some() && url.scheme() == "http";
     if is_told && !is_here(&url) && !options.pyroscope_insecure {

@@ -16,15 +16,15 @@ impl CacheOptions {
     /// The cache; `None`, with a word about it, where none can be had.
     pub fn open(&self) -> Option<Cache> {
         let Some(directory) = self.directory() else {
-            say(
-                "stackwire: no symbol cache: neither XDG_CACHE_HOME nor HOME is set; name one with --symbol-cache-dir",
+            tracing::warn!(
+                "no symbol cache: neither XDG_CACHE_HOME nor HOME is set; name one with --symbol-cache-dir",
             );
             return None;
         };
         match Cache::open(&directory, self.symbol_cache_max) {
             Ok(cache) => Some(cache),
             Err(error) => {
-                say(&format!("stackwire: no symbol cache: {error}"));
+                tracing::warn!("no symbol cache: {error}");
                 None
             }
         }
@@ -49,7 +49,7 @@ impl MetricsOption {
         let Some(address) = &self.metrics_listen else { return Ok(()) };
         let bound = stackwire::metrics::listen(address, Arc::clone(&sources.metrics))
             .map_err(|error| anyhow!("cannot listen on {address} for --metrics-listen: {error}"))?;
-        say(&format!("stackwire: metrics on http://{bound}/metrics"));
+        tracing::info!("metrics on http://{bound}/metrics");
         Ok(())
     }
 }
@@ -67,14 +67,14 @@ impl SymbolOptions {
         let urls = self.urls();
         if !urls.is_empty() {
             if sources.cache.is_none() {
-                say("stackwire: without a symbol cache no debuginfod server is asked");
+                tracing::warn!("without a symbol cache no debuginfod server is asked");
             }
             let servers = Debuginfod::new(&urls, self.symbol_fetch_timeout)
                 .map_err(|error| Failure::Usage(error.to_string()))?;
             if let Some(warning) = servers.warning() {
-                say(&format!(
-                    "stackwire: servers with https cannot be asked: {warning}; install ca-certificates, or name a file of certificates in SSL_CERT_FILE"
-                ));
+                tracing::warn!(
+                    "servers with https cannot be asked: {warning}; install ca-certificates, or name a file of certificates in SSL_CERT_FILE"
+                );
             }
             sources.debuginfod = sources.cache.as_ref().map(|_| Arc::new(servers));
         }

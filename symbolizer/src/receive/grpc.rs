@@ -145,9 +145,9 @@ pub trait Accept: Send + Sync + 'static {
         (None, MAX_FRAME_BYTES + 1024)
     }
 
-    /// What somebody sends first is no greeting.
-    fn refused(&self, _name: &Self::Name, why: &Status) {
-        tracing::warn!("a stream is refused: {}", why.message());
+    /// A stream is over before it is accepted.
+    fn cut(&self, _name: &Self::Name, why: &Cut<'_>) {
+        tracing::warn!("a stream is refused: {why}");
     }
 
     /// Accepts a stream by its greeting.
@@ -263,8 +263,8 @@ impl<A: Accept> Service<A> {
         let token = parts.headers.get(TOKEN).and_then(|token| token.to_str().ok());
         let caller = Caller::of(connected, token);
         let name = self.acceptor.admit(caller.as_ref()).map_err(|why| {
-            let peer = connected.map(|connected| &connected.peer);
-            tracing::warn!(?peer, "a stream is refused: {why}");
+            let peer = connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string());
+            tracing::warn!(peer, "a stream from {peer} is refused: {why}");
             match why {
                 NotAdmitted::Unknown(why) => Status::unauthenticated(why),
                 NotAdmitted::TooMuch(why) => Status::resource_exhausted(why),
@@ -276,7 +276,7 @@ impl<A: Accept> Service<A> {
         let (shares, most) = self.acceptor.memory(&name);
         let mut incoming = Messages::new(body, shares, most);
         let hello = greeting(&mut incoming).await;
-        let hello = hello.inspect_err(|why| self.acceptor.refused(&name, why))?;
+        let hello = hello.inspect_err(|why| self.acceptor.cut(&name, &Cut::by(why)))?;
         // Unbounded, but answers are few and small: one a message taken.
         let (replies, outgoing) = mpsc::unbounded_channel();
         if hello.format > FORMAT {

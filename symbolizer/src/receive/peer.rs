@@ -27,6 +27,18 @@ pub enum Peer {
     Certificate(CertificateName),
 }
 
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix { uid, gid } => write!(f, "uid {uid}, gid {gid}"),
+            Self::Loopback => f.write_str("this host"),
+            Self::Anywhere => f.write_str("another host, in clear text"),
+            Self::Tls => f.write_str("somebody without a certificate"),
+            Self::Certificate(name) => write!(f, "{name}"),
+        }
+    }
+}
+
 /// What a certificate is called: its first URI, else its first DNS name, else the hash of its key.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CertificateName(pub String);

@@ -42,8 +42,10 @@ pub(super) enum Refused {
 pub(super) enum Pushed {
     /// It is there.
     Taken,
-    /// It will not be.
-    Dropped,
+    /// The receiver will not take it.
+    Refused,
+    /// It is too old, or was removed before it was pushed: all of a profile.
+    Gone,
     /// It is tried again.
     Later,
 }
@@ -120,7 +122,7 @@ impl Counts {
         for outcome in ["written", "failed", "given_up"] {
             drop(counts.windows.get_or_create(&Labelled { outcome }));
         }
-        for outcome in ["taken", "dropped", "later"] {
+        for outcome in ["taken", "refused", "gone", "later"] {
             drop(counts.pushed.get_or_create(&Labelled { outcome }));
         }
         for reason in ["handshake", "unauthenticated", "not_theirs", "malformed", "limit"] {
@@ -140,7 +142,7 @@ impl Counts {
         );
         serve.register(
             "pushed_pieces",
-            "Pieces of profiles that were pushed, by what became of them",
+            "Pieces of profiles that were pushed, and profiles that will not be, by what became of them",
             counts.pushed.clone(),
         );
         serve.register("pushes", "Profiles that are still to be pushed", counts.pushes.clone());
@@ -195,7 +197,8 @@ impl Counts {
     pub(super) fn pushed(&self, pushed: Pushed) {
         let outcome = match pushed {
             Pushed::Taken => "taken",
-            Pushed::Dropped => "dropped",
+            Pushed::Refused => "refused",
+            Pushed::Gone => "gone",
             Pushed::Later => "later",
         };
         self.pushed.get_or_create(&Labelled { outcome }).inc();

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Row, params};
+use stackwire_formats::pprof::SPLIT;
 use stackwire_proto::v1;
 
 use super::id::{CaptureId, WindowId};
@@ -120,8 +121,9 @@ const ADDED: &str = "
 const PUSHES: &str = "
     CREATE TABLE pushes (
         name TEXT PRIMARY KEY, capture BLOB NOT NULL, number INTEGER NOT NULL,
-        sent INTEGER NOT NULL, failures INTEGER NOT NULL, since_ms INTEGER NOT NULL,
-        due_ms INTEGER NOT NULL) WITHOUT ROWID;
+        split INTEGER NOT NULL, sent INTEGER NOT NULL, interrupted INTEGER NOT NULL,
+        failures INTEGER NOT NULL, since_ms INTEGER NOT NULL, due_ms INTEGER NOT NULL)
+        WITHOUT ROWID;
     CREATE INDEX pushes_by_due ON pushes (due_ms);
     CREATE INDEX pushes_by_window ON pushes (capture, number);
     PRAGMA user_version = 3;";
@@ -373,15 +375,20 @@ impl Index {
     }
 
     /// A window is done with: `state`, and the profiles it has, with their bytes. `push`: they are
-    /// to be pushed.
+    /// to be pushed; how many are.
     pub(super) fn done(
         &mut self,
         id: WindowId,
         state: State,
         profiles: &[(String, u64)],
         push: bool,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let now = now_ms();
+        let is_pushed = |(name, _): &&(String, u64)| push && name.ends_with(PPROF);
+        let pushes = profiles.iter().filter(is_pushed).count() as u64;
+        // One that has nothing to push is where it belongs.
+        let state =
+            if push && pushes == 0 && state == State::Written { State::Pushed } else { state };
         let transaction = self.connection.transaction()?;
         transaction.execute(
             "UPDATE windows SET state = ?3, since_ms = ?4 WHERE capture = ?1 AND number = ?2",
@@ -392,14 +399,16 @@ impl Index {
                 "INSERT OR REPLACE INTO profiles VALUES (?1, ?2, ?3)",
                 params![name, integer(*bytes), now],
             )?;
-            if push && name.ends_with(PPROF) {
-                transaction.execute(
-                    "INSERT OR IGNORE INTO pushes VALUES (?1, ?2, ?3, 0, 0, ?4, ?4)",
-                    params![name, id.capture.0, integer(id.number), now],
-                )?;
-            }
         }
-        transaction.commit()
+        for (name, _) in profiles.iter().filter(is_pushed) {
+            // Of a window that is written again, because its index is lost.
+            transaction.execute(
+                "INSERT OR REPLACE INTO pushes VALUES (?1, ?2, ?3, ?5, 0, 0, 0, ?4, ?4)",
+                params![name, id.capture.0, integer(id.number), now, SPLIT],
+            )?;
+        }
+        transaction.commit()?;
+        Ok(pushes)
     }
 
     /// A window is gone, with its log.

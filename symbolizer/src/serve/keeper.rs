@@ -13,7 +13,6 @@ use std::time::Duration;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{SealError, Unsealed, v1};
 use tokio::sync::watch;
-use tonic::Status;
 
 use super::Config;
 use super::counted::Counted;
@@ -112,10 +111,12 @@ impl Accept for Keepers {
         (Some(self.ledger.shares(&account.who)), self.ledger.limits.message())
     }
 
-    fn refused(&self, account: &Account, why: &Status) {
+    fn cut(&self, account: &Account, why: &Cut<'_>) {
         let client = &account.who;
-        tracing::warn!(%client, "a stream of {client} is refused: {}", why.message());
-        self.shared.counts.refuse(Refused::Malformed);
+        tracing::warn!(%client, "a stream of {client} is cut before its greeting: {why}");
+        if let Cut::NoMessage(_) = why {
+            self.shared.counts.refuse(Refused::Malformed);
+        }
     }
 
     async fn accept(&self, account: Account, hello: v1::Hello) -> Result<Accepted, NotKept> {

@@ -187,6 +187,20 @@ pub async fn run(
         listeners.push((listener, address));
     }
     let (close, closing) = tokio::sync::watch::channel(false);
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(stackwire_proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()?;
+    // Before windows are begun to be resolved: one that is ended by that counts it.
+    let receiver = match config.push.clone() {
+        None => None,
+        Some(at) => {
+            let mut shown = at.url.clone();
+            shown.set_query(None);
+            let receiver = Receiver::new(at);
+            Some(receiver.map_err(|error| ServeError::Push { url: shown.to_string(), error })?)
+        }
+    };
     let store = Arc::new(Store::open(Places {
         logs: config.log_dir.clone(),
         profiles: config.output_dir.clone(),
@@ -217,21 +231,18 @@ pub async fn run(
     }
     .start()
     .map_err(ServeError::Thread)?;
-    let pushing = match config.push.clone() {
-        None => None,
-        Some(at) => {
-            let url = at.url.to_string();
-            let receiver = Receiver::new(at).map_err(|error| ServeError::Push { url, error })?;
-            let pushing = Pushing {
-                config: Arc::clone(&config),
-                store: Arc::clone(&store),
-                counts: counts.clone(),
-                ledger: Arc::clone(&ledger),
-                receiver,
-            };
-            Some(pushing.start().map_err(ServeError::Thread)?)
-        }
-    };
+    let pushing = receiver.map(|receiver| {
+        let pushing = Pushing {
+            config: Arc::clone(&config),
+            store: Arc::clone(&store),
+            counts: counts.clone(),
+            ledger: Arc::clone(&ledger),
+            receiver,
+            closing: closing.clone(),
+        };
+        pushing.start()
+    });
+    let pushing = pushing.transpose().map_err(ServeError::Thread)?;
     let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, ledger, alive });
     let (reporter, health) = tonic_health::server::health_reporter();
     let listen_counts = counts.clone();
@@ -243,10 +254,6 @@ pub async fn run(
         reporter,
     };
     let pulse = tokio::spawn(pulse.beat(closing.clone()));
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(stackwire_proto::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()?;
     let service = service(Arc::clone(&keepers), closing);
     let turns = Arc::new(Semaphore::new(api::FETCHES));
     let api = api::router(Arc::new(Api { keepers, readers: config.readers.clone(), turns }));

@@ -1,18 +1,20 @@
 //! Pushes written profiles to a receiver, the oldest first, each piece until it is taken or
 //! refused.
 //!
-//! The index knows how much of a profile was taken. A server that is killed sends one piece again
-//! at most, under the same name.
+//! The index knows how much of a profile was taken. A piece whose answer is lost, because the
+//! server is killed or the connection breaks, is sent again: the same bytes under the same id.
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
-use stackwire_formats::pprof::{self, Largest};
+use stackwire_formats::pprof::{self, Largest, SPLIT};
 use tokio::runtime::Runtime;
+use tokio::sync::watch;
 
 use super::Config;
 use super::counts::{Counts, Pushed};
@@ -31,13 +33,19 @@ pub(super) struct Pushing {
     pub counts: Counts,
     pub ledger: Arc<Ledger>,
     pub receiver: Receiver,
+    /// Turns true when the server stops.
+    pub closing: watch::Receiver<bool>,
 }
 
 /// A receiver takes 2 MB at once, and 16,000 samples, unless it is told otherwise:
 /// `ingestion_burst_size_mb`, `max_profile_stacktrace_samples` of Pyroscope.
 const LARGEST: Largest = Largest { bytes: 1 << 20, samples: 10_000 };
-/// Memory a profile takes while it is in pieces, by the bytes of its file.
-const OPENED: u64 = 32;
+/// Memory a profile takes while it is split, by the bytes it has when it is unpacked.
+const OPENED: u64 = 8;
+/// How long an answer may take when the server stops.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// How often a profile may end the server before it is given up.
+const MAX_INTERRUPTED: u32 = 8;
 /// How long a profile is tried. Pyroscope refuses what is older than an hour.
 const TRIED: Duration = Duration::from_secs(24 * 3600);
 /// How long all wait after a failure.
@@ -49,6 +57,8 @@ const LONGEST_VALUE: usize = 1024;
 enum Outcome {
     /// All of it is taken or refused.
     Over,
+    /// What is left of it will not be sent.
+    Never(Pushed, String),
     /// The rest is to be sent later.
     Later(String, Option<Duration>),
 }
@@ -66,11 +76,18 @@ impl Pushing {
 
     fn run(&self, runtime: &Runtime) {
         let mut in_a_row = 0;
-        while let Some(due) = self.store.next_push() {
-            match self.push(&due, runtime) {
+        while let Some(mut due) = self.store.next_push() {
+            match self.push(&mut due, runtime) {
                 Outcome::Over => {
                     self.store.push_is_over(&due);
                     in_a_row = 0;
+                }
+                Outcome::Never(outcome, why) => {
+                    let profile = &due.name;
+                    tracing::warn!(profile, "{profile} is not pushed: {why}");
+                    self.counts.pushed(outcome);
+                    self.store.push_is_refused(&due);
+                    self.store.push_is_over(&due);
                 }
                 Outcome::Later(why, pause) => {
                     self.counts.pushed(Pushed::Later);
@@ -83,59 +100,74 @@ impl Pushing {
                     );
                     in_a_row += 1;
                     // The others wait as well, but not for one that no receiver can deal with.
-                    self.store
-                        .pause_pushes(pause.unwrap_or(LONGEST_PAUSE.min(wait_after(in_a_row))));
+                    let others = LONGEST_PAUSE.min(wait_after(in_a_row));
+                    self.store.pause_pushes(pause.unwrap_or(others));
                 }
             }
         }
     }
 
-    fn push(&self, due: &ToPush, runtime: &Runtime) -> Outcome {
-        let drop_all = |why: String| {
-            let profile = &due.name;
-            tracing::warn!(profile, "{profile} is not pushed: {why}");
-            self.counts.pushed(Pushed::Dropped);
-            self.store.push_is_refused(due);
-            Outcome::Over
-        };
+    fn push(&self, due: &mut ToPush, runtime: &Runtime) -> Outcome {
         let age = now_ms().saturating_sub(due.since_ms);
         if u128::try_from(age).is_ok_and(|age| age > TRIED.as_millis()) {
-            return drop_all("it was tried for a day".to_owned());
+            return Outcome::Never(Pushed::Gone, "it is more than a day old".to_owned());
+        }
+        if due.interrupted >= MAX_INTERRUPTED {
+            let why = format!("the server ended {MAX_INTERRUPTED} times while it was pushed");
+            return Outcome::Never(Pushed::Gone, why);
         }
         let path = self.config.output_dir.join(&due.name);
-        let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.len(), file)));
-        let (bytes, file) = match opened {
-            Ok(opened) => opened,
+        let file = match File::open(&path).and_then(|file| Ok((unpacked(&file)?, file))) {
+            Ok((bytes, file)) => {
+                let _memory = self.ledger.resolving.take(bytes.saturating_mul(OPENED));
+                pprof::split(io::BufReader::new(file), LARGEST)
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return drop_all("it was removed before it was pushed".to_owned());
+                let why = "it was removed before it was pushed".to_owned();
+                return Outcome::Never(Pushed::Gone, why);
             }
             Err(error) => return Outcome::Later(format!("{}: {error}", path.display()), None),
         };
-        let _memory = self.ledger.resolving.take(bytes.saturating_mul(OPENED));
-        let pieces = match pprof::split(io::BufReader::new(file), LARGEST) {
+        let pieces = match file {
             Ok(pieces) => pieces,
-            Err(error) => return drop_all(error.to_string()),
+            Err(error) => return Outcome::Never(Pushed::Gone, error.to_string()),
         };
+        // A receiver that is slow must not keep windows from being resolved.
+        let bytes = pieces.iter().map(|piece| piece.pprof.len() as u64).sum();
+        let _memory = self.ledger.resolving.take(bytes);
         let sent = usize::try_from(due.sent).unwrap_or(usize::MAX);
         for (number, piece) in pieces.into_iter().enumerate().skip(sent) {
             let labels = self.labels(due, piece.labels);
-            let id = id(due, number);
-            let sent = Sent { labels: &labels, pprof: piece.pprof, id };
-            match runtime.block_on(self.receiver.send(sent)) {
+            let sent = Sent { labels: &labels, pprof: piece.pprof, id: id(due, number) };
+            match runtime.block_on(self.send(sent)) {
                 Answer::Taken => self.counts.pushed(Pushed::Taken),
                 Answer::Refused(why) => {
                     let profile = &due.name;
                     tracing::warn!(profile, "a piece of {profile} is refused: {why}");
-                    self.counts.pushed(Pushed::Dropped);
+                    self.counts.pushed(Pushed::Refused);
                     self.store.push_is_refused(due);
                 }
                 Answer::Later(why, pause) => return Outcome::Later(why, pause),
             }
-            if let Err(error) = self.store.piece_is_sent(due, number as u64 + 1) {
+            (due.sent, due.failures) = (number as u64 + 1, 0);
+            if let Err(error) = self.store.piece_is_sent(due) {
                 return Outcome::Later(format!("cannot use the index of windows: {error}"), None);
             }
         }
         Outcome::Over
+    }
+
+    /// Sends a piece. When the server stops, its answer is not waited for as long as usual.
+    async fn send(&self, sent: Sent<'_>) -> Answer {
+        let mut closing = self.closing.clone();
+        let stopped = async {
+            let _ = closing.wait_for(|closing| *closing).await;
+            tokio::time::sleep(PATIENCE).await;
+        };
+        tokio::select! {
+            answer = self.receiver.send(sent) => answer,
+            () = stopped => Answer::Later("the server stops".to_owned(), None),
+        }
     }
 
     /// Those of the piece, of its host, and of all that this server writes.
@@ -163,6 +195,14 @@ impl Pushing {
     }
 }
 
+/// Bytes of a gzip file when it is unpacked, by its last four (RFC 1952). It is one of ours.
+fn unpacked(file: &File) -> io::Result<u64> {
+    let mut bytes = [0; 4];
+    let at = file.metadata()?.len().saturating_sub(4);
+    file.read_exact_at(&mut bytes, at)?;
+    Ok(u32::from_le_bytes(bytes).into())
+}
+
 /// As Prometheus allows it: letters, digits and `_`, no digit first.
 fn label_name(key: &str) -> String {
     let safe = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
@@ -172,7 +212,9 @@ fn label_name(key: &str) -> String {
 
 /// A UUID (RFC 9562, version 8) that is the same each time.
 fn id(due: &ToPush, piece: usize) -> String {
-    let hash = Sha256::new().chain_update(&due.name).chain_update(piece.to_be_bytes()).finalize();
+    let piece = (piece as u64).to_be_bytes();
+    let of = Sha256::new().chain_update(&due.name).chain_update(SPLIT.to_be_bytes());
+    let hash = of.chain_update(piece).finalize();
     let mut id = [0; 16];
     id.copy_from_slice(&hash[..16]);
     id[6] = id[6] & 0x0f | 0x80;

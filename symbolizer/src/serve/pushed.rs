@@ -8,6 +8,7 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use rusqlite::{OptionalExtension, Row, params};
+use stackwire_formats::pprof::SPLIT;
 
 use super::id::WindowId;
 use super::index::{Index, Result, State, integer, now_ms, number, window};
@@ -24,7 +25,9 @@ pub(super) struct ToPush {
     pub hostname: String,
     /// Pieces that were taken or refused.
     pub sent: u64,
-    /// How often it failed.
+    /// How often a server has ended while it pushed it.
+    pub interrupted: u32,
+    /// How often it failed since a piece was taken.
     pub failures: u32,
     /// When it was written.
     pub since_ms: i64,
@@ -33,12 +36,13 @@ pub(super) struct ToPush {
 impl Index {
     /// The one that waits longest of those that may be pushed now. It may not be again for a while.
     fn take_push(&mut self) -> Result<Option<ToPush>> {
-        let sql = "SELECT pushes.capture, pushes.number, name, coalesce(hostname, ''), sent,
-                          failures, since_ms
+        // Pieces of another version are others: it begins anew.
+        let sql = "SELECT pushes.capture, pushes.number, name, coalesce(hostname, ''),
+                          iif(split = ?2, sent, 0), failures, since_ms, interrupted
                    FROM pushes LEFT JOIN captures ON id = pushes.capture
                    WHERE due_ms <= ?1 ORDER BY due_ms LIMIT 1";
         let mut statement = self.connection.prepare_cached(sql)?;
-        let found = statement.query_row([now_ms()], |row: &Row<'_>| {
+        let found = statement.query_row(params![now_ms(), SPLIT], |row: &Row<'_>| {
             Ok(ToPush {
                 window: window(row)?,
                 name: row.get(2)?,
@@ -46,30 +50,41 @@ impl Index {
                 sent: number(row, 4)?,
                 failures: row.get(5)?,
                 since_ms: row.get(6)?,
+                interrupted: row.get(7)?,
             })
         });
         let Some(due) = found.optional()? else { return Ok(None) };
-        self.push_after(&due, wait_after(due.failures))?;
+        let wait = wait_after(due.failures.saturating_add(due.interrupted));
+        self.push_after(&due, due.interrupted.saturating_add(1), due.failures, wait)?;
         Ok(Some(due))
     }
 
-    fn push_after(&self, due: &ToPush, wait: Duration) -> Result<()> {
+    fn push_after(
+        &self,
+        due: &ToPush,
+        interrupted: u32,
+        failures: u32,
+        wait: Duration,
+    ) -> Result<()> {
         let wait = i64::try_from(wait.as_millis()).unwrap_or(i64::MAX);
-        let sql = "UPDATE pushes SET failures = ?2, due_ms = ?3 WHERE name = ?1";
-        let failures = due.failures.saturating_add(1);
-        let values = params![due.name, failures, now_ms().saturating_add(wait)];
+        let sql = "UPDATE pushes SET interrupted = ?2, failures = ?3, due_ms = ?4, sent = ?5,
+                   split = ?6 WHERE name = ?1";
+        let due_ms = now_ms().saturating_add(wait);
+        let values = params![due.name, interrupted, failures, due_ms, integer(due.sent), SPLIT];
         self.connection.prepare_cached(sql)?.execute(values).map(|_| ())
     }
 
-    /// How many wait.
+    /// How many wait. Looks at all of them.
     pub(super) fn pushes(&self) -> Result<u64> {
         let mut statement = self.connection.prepare_cached("SELECT count(*) FROM pushes")?;
         statement.query_row([], |row| number(row, 0))
     }
 
-    fn piece_is_sent(&self, name: &str, pieces: u64) -> Result<()> {
-        let sql = "UPDATE pushes SET sent = ?2, failures = 0 WHERE name = ?1";
-        self.connection.prepare_cached(sql)?.execute(params![name, integer(pieces)]).map(|_| ())
+    fn piece_is_sent(&self, due: &ToPush) -> Result<()> {
+        let sql = "UPDATE pushes SET sent = ?2, split = ?3, failures = 0, interrupted = 1
+                   WHERE name = ?1";
+        let values = params![due.name, integer(due.sent), SPLIT];
+        self.connection.prepare_cached(sql)?.execute(values).map(|_| ())
     }
 
     fn push_is_refused(&self, id: WindowId) -> Result<()> {
@@ -110,7 +125,12 @@ impl Store {
                 Ok(Some(due)) => return Some(due),
                 Ok(None) if inner.stopping => return None,
                 Ok(None) => {}
-                Err(error) => tracing::warn!("cannot use the index of windows: {error}"),
+                Err(error) => {
+                    self.warn("cannot push", &error.into());
+                    if inner.stopping {
+                        return None;
+                    }
+                }
             }
             // What failed becomes due without anybody saying so.
             let woken = self.written.wait_timeout(inner, Duration::from_millis(500));
@@ -127,14 +147,15 @@ impl Store {
     ///
     /// # Errors
     /// When the index cannot be written: those pieces would be sent again.
-    pub(super) fn piece_is_sent(&self, due: &ToPush, pieces: u64) -> Result<()> {
-        self.lock().index.piece_is_sent(&due.name, pieces)
+    pub(super) fn piece_is_sent(&self, due: &ToPush) -> Result<()> {
+        self.lock().index.piece_is_sent(due)
     }
 
     /// It is tried again after this time.
     pub(super) fn push_later(&self, due: &ToPush, pause: Option<Duration>) -> Duration {
         let wait = pause.unwrap_or_else(|| wait_after(due.failures));
-        self.tell(|index| index.push_after(due, wait));
+        let failures = due.failures.saturating_add(1);
+        self.tell(|index| index.push_after(due, 0, failures, wait));
         wait
     }
 
@@ -145,12 +166,15 @@ impl Store {
 
     /// All of it was taken or refused.
     pub(super) fn push_is_over(&self, due: &ToPush) {
-        self.tell(|index| index.push_is_over(&due.name, due.window));
+        if self.tell(|index| index.push_is_over(&due.name, due.window)) {
+            let mut inner = self.lock();
+            inner.pushes = inner.pushes.saturating_sub(1);
+        }
     }
 
-    fn tell(&self, what: impl FnOnce(&mut Index) -> Result<()>) {
-        if let Err(error) = what(&mut self.lock().index) {
-            tracing::warn!("cannot use the index of windows: {error}");
-        }
+    /// Whether it could be told.
+    fn tell(&self, what: impl FnOnce(&mut Index) -> Result<()>) -> bool {
+        let told = what(&mut self.lock().index);
+        told.inspect_err(|error| tracing::warn!("cannot use the index of windows: {error}")).is_ok()
     }
 }

@@ -47,6 +47,7 @@ pub(super) enum Answer {
     Later(String, Option<Duration>),
 }
 
+const PROTO: &str = "application/proto";
 const PATH: &str = "push.v1.PusherService/Push";
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -129,7 +130,7 @@ impl Receiver {
         let series = Series { labels: sent.labels.iter().map(label).collect(), samples };
         let body = PushRequest { series: vec![series] }.encode_to_vec();
         let mut request = self.client.post(self.url.clone()).body(body);
-        request = request.header(CONTENT_TYPE, "application/proto");
+        request = request.header(CONTENT_TYPE, PROTO);
         if let Some(tenant) = &self.at.tenant {
             request = request.header("X-Scope-OrgID", tenant);
         }
@@ -147,7 +148,8 @@ impl Receiver {
         }
         match request.send().await {
             Ok(answer) => read(answer).await,
-            Err(error) => Answer::Later(chain(&error), None),
+            // Its URL may have a key in it.
+            Err(error) => Answer::Later(chain(&error.without_url()), None),
         }
     }
 }
@@ -160,8 +162,13 @@ fn certificates(path: &Path) -> Result<Vec<Certificate>, std::io::Error> {
 
 async fn read(mut answer: Response) -> Answer {
     let status = answer.status();
+    let kind = answer.headers().get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     if status.is_success() {
-        return Answer::Taken;
+        // Of the Connect protocol. A page to log in is no answer.
+        return match kind {
+            Some(PROTO) => Answer::Taken,
+            _ => Answer::Later(format!("{status}, but not as Pyroscope says it: {kind:?}"), None),
+        };
     }
     let seconds = answer.headers().get(RETRY_AFTER).and_then(|it| it.to_str().ok()?.parse().ok());
     let pause = seconds.map(|seconds| Duration::from_secs(seconds).min(LONGEST_PAUSE));

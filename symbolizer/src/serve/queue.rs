@@ -57,8 +57,11 @@ impl Store {
             }
         };
         inner.working.remove(&due.id);
-        if let Err(error) = inner.index.done(due.id, state, profiles, self.places.is_pushing) {
-            return tracing::warn!("window {}: {error}; it is written again", due.id);
+        match inner.index.done(due.id, state, profiles, self.places.is_pushing) {
+            Ok(pushes) => inner.pushes += pushes,
+            Err(error) => {
+                return tracing::warn!("window {}: {error}; it is written again", due.id);
+            }
         }
         inner.waiting = inner.waiting.saturating_sub(due.bytes);
         inner.done += due.bytes;

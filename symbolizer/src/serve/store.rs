@@ -97,6 +97,8 @@ pub(super) struct Inner {
     /// No window is taken any more.
     pub stopping: bool,
     pub no_push_before: Option<Instant>,
+    /// Profiles that are to be pushed.
+    pub pushes: u64,
     pub swept: Instant,
 }
 
@@ -120,10 +122,11 @@ impl Store {
     /// # Errors
     /// When a directory, the lock or the index cannot be had.
     pub(super) fn open(places: Places) -> Result<Self, ServeError> {
-        let inner = Inner::open(&places, HashSet::new())?;
+        let mut inner = Inner::open(&places, HashSet::new())?;
         if !places.is_pushing {
             let forgotten = inner.index.forget_pushes();
             forgotten.map_err(|error| ServeError::Index(error.to_string()))?;
+            inner.pushes = 0;
         }
         Ok(Self {
             places,
@@ -171,7 +174,7 @@ impl Store {
             log_bytes: inner.done,
             waiting_bytes: inner.waiting,
             profile_bytes: inner.profiles,
-            pushes: inner.index.pushes().unwrap_or(0),
+            pushes: inner.pushes,
             ..Now::default()
         }
     }
@@ -258,7 +261,7 @@ impl Store {
                     return self.discard(id);
                 }
                 tracing::warn!("{failed}: it is kept, without a profile");
-                Ok(self.usable()?.index.done(id, State::GivenUp, &[], false)?)
+                Ok(self.usable()?.index.done(id, State::GivenUp, &[], false).map(|_| ())?)
             }
             Err(failed) => Err(failed.into()),
         }
@@ -377,6 +380,9 @@ impl Inner {
     fn open(places: &Places, live: HashSet<WindowId>) -> Result<Self, ServeError> {
         for path in [&places.profiles, &places.logs] {
             make_directory(path)?;
+            // Perhaps made by a server that was killed before it could say so.
+            sync_above(path)
+                .map_err(|error| ServeError::Directory { path: path.clone(), error })?;
         }
         let path = &places.logs;
         let lock = File::create(path.join(LOCK))
@@ -420,6 +426,7 @@ impl Inner {
         }
         let (done, waiting) = index.log_bytes().map_err(index_error)?;
         let profiles = index.profile_bytes().map_err(index_error)?;
+        let pushes = index.pushes().map_err(index_error)?;
         Ok(Self {
             index,
             lock,
@@ -432,6 +439,7 @@ impl Inner {
             profiles,
             stopping: false,
             no_push_before: None,
+            pushes,
             swept: Instant::now(),
         })
     }
@@ -442,13 +450,14 @@ pub(super) fn make_directory(path: &Path) -> Result<(), ServeError> {
     let failed = |error| ServeError::Directory { path: path.to_owned(), error };
     let new: Vec<&Path> = path.ancestors().take_while(|it| !it.is_dir()).collect();
     fs::create_dir_all(path).map_err(failed)?;
-    for made in new {
-        // Of a relative path of one name, this is "".
-        let above = made.parent().filter(|above| !above.as_os_str().is_empty());
-        let above = File::open(above.unwrap_or(Path::new(".")));
-        above.and_then(|directory| directory.sync_all()).map_err(failed)?;
-    }
-    Ok(())
+    new.into_iter().try_for_each(sync_above).map_err(failed)
+}
+
+/// The name of a directory is there after a power cut.
+fn sync_above(path: &Path) -> io::Result<()> {
+    // Of a relative path of one name, this is "".
+    let above = path.parent().filter(|above| !above.as_os_str().is_empty());
+    File::open(above.unwrap_or(Path::new(".")))?.sync_all()
 }
 
 /// New names in a directory are there after a power cut.

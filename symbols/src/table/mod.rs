@@ -220,6 +220,18 @@ impl Table {
     /// # Errors
     /// See [`TableError`].
     pub fn open(bytes: Bytes) -> Result<Self, TableError> {
+        let table = Self::open_again(bytes)?;
+        if xxhash_rust::xxh3::xxh3_64(&table.bytes[16..]) != table.checksum {
+            return Err(TableError::Checksum);
+        }
+        Ok(table)
+    }
+
+    /// The same of bytes that were checked before.
+    ///
+    /// # Errors
+    /// As [`Table::open`], the checksum aside.
+    pub fn open_again(bytes: Bytes) -> Result<Self, TableError> {
         let data: &[u8] = &bytes;
         if data.get(..8) != Some(&MAGIC[..]) {
             return Err(TableError::Version);
@@ -227,9 +239,6 @@ impl Table {
         let header = data.get(..HEADER).ok_or(TableError::Cut)?;
         let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
-        if xxhash_rust::xxh3::xxh3_64(&data[16..]) != long(8) {
-            return Err(TableError::Checksum);
-        }
         let mut at = HEADER;
         let mut part = |count: u32, each: usize| {
             let words = count as usize * each;
