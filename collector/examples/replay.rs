@@ -44,7 +44,8 @@ fn main() -> ExitCode {
     match run(Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("replay: {error}");
+            // Nobody may listen any more.
+            let _ = writeln!(std::io::stderr(), "replay: {error}");
             ExitCode::FAILURE
         }
     }

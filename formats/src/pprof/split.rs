@@ -297,7 +297,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         for line in &location.line {
             if self.functions.insert(line.function_id) {
                 let function = parts.functions.get(&line.function_id);
-                let mut function = (*function.ok_or_else(|| dangling("function"))?).clone();
+                let mut function = **function.ok_or_else(|| dangling("function"))?;
                 for text in [&mut function.name, &mut function.system_name, &mut function.filename]
                 {
                     *text = self.text(*text)?;
@@ -309,7 +309,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         // 0 is none.
         if location.mapping_id != 0 && self.mappings.insert(location.mapping_id) {
             let mapping = parts.mappings.get(&location.mapping_id);
-            let mut mapping = (*mapping.ok_or_else(|| dangling("mapping"))?).clone();
+            let mut mapping = **mapping.ok_or_else(|| dangling("mapping"))?;
             for text in [&mut mapping.filename, &mut mapping.build_id] {
                 *text = self.text(*text)?;
             }
@@ -483,12 +483,13 @@ mod tests {
 
     #[test]
     fn what_refers_to_nothing_is_refused() {
-        let mut damages: Vec<fn(&mut proto::Profile)> = Vec::new();
-        damages.push(|it| it.sample[0].location_id = vec![99]);
-        damages.push(|it| it.location[0].line[0].function_id = 99);
-        damages.push(|it| it.location[0].mapping_id = 99);
-        damages.push(|it| it.function[0].name = -1);
-        damages.push(|it| it.sample[0].label[0].str = 1 << 40);
+        let damages: [fn(&mut proto::Profile); 5] = [
+            |it| it.sample[0].location_id = vec![99],
+            |it| it.location[0].line[0].function_id = 99,
+            |it| it.location[0].mapping_id = 99,
+            |it| it.function[0].name = -1,
+            |it| it.sample[0].label[0].str = 1 << 40,
+        ];
         for damage in damages {
             let mut damaged = profile(3);
             damage(&mut damaged);
