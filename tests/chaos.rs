@@ -281,7 +281,7 @@ fn whatever_fails_what_is_acknowledged_is_in_the_windows_once() {
     if !privileged() {
         return;
     }
-    let seconds = number("STACKWIRE_CHAOS_SECONDS", 25);
+    let seconds = number("STACKWIRE_CHAOS_SECONDS", 15);
     let seed = number("STACKWIRE_CHAOS_SEED", fastrand::u64(..));
     // Said now: the run may not come to its end.
     eprintln!("chaos of {seconds} s: STACKWIRE_CHAOS_SEED={seed}");

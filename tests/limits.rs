@@ -1,5 +1,6 @@
 //! What a client of `serve` may take: beyond that it is refused by name, and nobody else feels it.
 
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
@@ -274,4 +275,53 @@ fn who_sends_too_fast_has_to_wait_and_loses_nothing() {
     assert!(begun.elapsed() > Duration::from_secs(2), "{:?}", begun.elapsed());
     server.terminate();
     assert_eq!(setting.samples(), 800_000);
+}
+
+#[test]
+fn lists_that_nobody_takes_are_made_one_at_a_time() {
+    const CAPTURES: u16 = 1000;
+    let setting = Setting::new();
+    let server = setting.server(&[]);
+    let client = setting.client(&server, "mallory");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let channel = client.connect().await;
+        for number in 0..CAPTURES {
+            let mut capture_id = vec![0; 16];
+            capture_id[..2].copy_from_slice(&number.to_be_bytes());
+            // Six times as long in JSON.
+            let word = || "\u{1}".repeat(255);
+            let hello = v1::Hello {
+                capture_id,
+                hostname: word(),
+                collector_version: word(),
+                kernel_release: word(),
+                ..hello(0)
+            };
+            let first = tokio_stream::once(v1::CollectorMessage { body: Some(Body::Hello(hello)) });
+            let mut of_channel = SymbolizerClient::new(channel.clone());
+            let answers = of_channel.capture(client.request(first)).await;
+            let mut answers = answers.unwrap().into_inner();
+            while answers.message().await.unwrap().is_some() {}
+        }
+    });
+    let before = peak_memory(server.pid());
+    let url = format!("https://{}/v1/captures", server.address);
+    let [ca, _] = setting.0.proofs("mallory");
+    let ca = ca.trim_start_matches("--tls-ca=").to_owned();
+    let asking: Vec<_> = (0..40)
+        .map(|_| {
+            let mut curl = Command::new("curl");
+            curl.args(["-sS", "--cacert", &ca, "--limit-rate", "1k", "--max-time", "5"]);
+            curl.args(["-H", "authorization: Bearer mallory-1", "-o", "/dev/null", &url]);
+            curl.stderr(Stdio::null()).spawn().unwrap()
+        })
+        .collect();
+    for mut curl in asking {
+        let _ = curl.wait();
+    }
+    let grown = peak_memory(server.pid()) - before;
+    assert!(grown < 80, "the server grew by {grown} MiB");
+    setting.honest(&server, 200);
+    server.terminate();
 }

@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
@@ -279,13 +279,22 @@ fn connections_over_which_nobody_is_let_in_are_closed() {
     authority.client("good", 2100);
     let client_ca = format!("--tls-client-ca={}", authority.file("ca.pem"));
     let served = server(&directory.path().join("out"), &authority, &[&client_ca]);
-    let plain = Server::start(&directory.path().join("plain"), "127.0.0.1:0", &[]);
-    // Some that say nothing, to a server with TLS and to one without; one that begins and stops.
+    let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let metrics_listen = format!("--metrics-listen={metrics}");
+    let plain = Server::start(&directory.path().join("plain"), "127.0.0.1:0", &[&metrics_listen]);
+    // Who takes no answers, of many that it asked for.
+    let before = sockets(&plain);
+    let deaf: Vec<TcpStream> = (0..20).map(|_| ask_and_take_nothing(&plain.address)).collect();
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(sockets(&plain) >= before + deaf.len());
+    // Some that say nothing, to a server with TLS and to one without, and to its metrics; one that
+    // begins and stops.
     let connect = |server: &Server| TcpStream::connect(&server.address).unwrap();
     let mut idle: Vec<TcpStream> = (0..200).map(|_| connect(&served)).collect();
     let mut begun = connect(&plain);
     begun.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").unwrap();
     idle.extend([connect(&plain), begun]);
+    idle.extend((0..50).map(|_| TcpStream::connect(metrics).unwrap()));
     // Meanwhile others come in.
     let program = Running::start(Command::new(work()).args(["plain", "60"]));
     let honest = collector(&program, &good(&authority, &served, "--duration=1s"));
@@ -297,8 +306,29 @@ fn connections_over_which_nobody_is_let_in_are_closed() {
         let waited = ended.is_err_and(|error| error.kind() == ErrorKind::WouldBlock);
         assert!(!waited, "it is open after 25 s");
     }
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while sockets(&plain) > before {
+        assert!(Instant::now() < deadline, "{} are open, of {before}", sockets(&plain));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(deaf);
     served.terminate();
     plain.terminate();
+}
+
+/// Descriptors of a server that are sockets.
+fn sockets(server: &Server) -> usize {
+    let open = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap().flatten();
+    let is_socket = |path: std::path::PathBuf| path.to_string_lossy().starts_with("socket:");
+    open.filter(|entry| std::fs::read_link(entry.path()).is_ok_and(is_socket)).count()
+}
+
+/// Asks for as much as one may who is nobody yet.
+fn ask_and_take_nothing(address: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let asks = b"GET /v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(500);
+    stream.write_all(&asks).unwrap();
+    stream
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! `stackwire serve` with real collectors: many at once, a server killed and started again,
 //! windows.
 
+use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use crate::identical::{Server, profiles};
-use crate::support::{Pprof, Ran, Running, binary, build::work, privileged};
+use crate::support::{Pprof, Ran, Running, binary, build::work, privileged, stackwire};
 
 fn collector(pid: u32, address: &str, seconds: u32) -> Child {
     Command::new(binary("stackwire-collector"))
@@ -203,14 +204,16 @@ fn a_collector_killed_in_the_middle_leaves_a_profile_that_says_so() {
 #[test]
 fn two_servers_do_not_share_a_directory() {
     let directory = tempfile::tempdir().unwrap();
-    let server = Server::start(directory.path(), "127.0.0.1:0", &[]);
-    crate::support::stackwire([
-        "serve".as_ref(),
-        "--listen=127.0.0.1:0".as_ref(),
-        "--output-dir".as_ref(),
-        directory.path().as_os_str(),
-    ])
-    .failed(1, "another stackwire serve");
+    let socket = format!("unix:{}", directory.path().join("socket").display());
+    let server = Server::start(directory.path(), &socket, &[]);
+    let another = |output: &Path| {
+        let output = format!("--output-dir={}", output.display());
+        stackwire(["serve", "--listen", &socket, &output])
+    };
+    another(directory.path()).failed(1, "another stackwire serve");
+    // Nor does one with another directory take the socket away.
+    another(&directory.path().join("other")).failed(1, "another program listens there");
+    stackwire(["ps", "--from", &socket]).succeeded();
     server.terminate();
 }
 

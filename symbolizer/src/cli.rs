@@ -7,7 +7,8 @@ use anyhow::{Context, anyhow, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use stackwire::{
-    ContainerId, Event, Groups, Listen, PodUid, Share, Source, Unwind, VERSION, WaitState,
+    ContainerId, Event, FetchFormat, Groups, Listen, PodUid, Share, Source, Unwind, VERSION,
+    WaitState,
 };
 
 /// Profile Linux processes: stacks from a small privileged collector, names found here.
@@ -536,28 +537,11 @@ pub struct Fetch {
     pub event: Option<String>,
     /// What to write; without it, as the name of the output ends: .svg, .folded, .data, .txt,
     /// .json, else pprof.
-    #[arg(long, value_name = "FORMAT")]
+    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FetchFormat::ALL.map(FetchFormat::name)).try_map(|name| name.parse::<FetchFormat>()))]
     pub format: Option<FetchFormat>,
     /// Where it goes; "-" is standard output.
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
-}
-
-/// What a server writes a profile as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FetchFormat {
-    /// For pprof and what reads its files.
-    Pprof,
-    /// A line a stack.
-    Folded,
-    /// An SVG.
-    Flamegraph,
-    /// For perf.
-    PerfData,
-    /// How threads were scheduled, for people.
-    PmuText,
-    /// The same for programs.
-    PmuJson,
 }
 
 fn labels_as_typed(text: &str) -> anyhow::Result<String> {

@@ -32,6 +32,7 @@
 
 mod artifacts;
 mod capture;
+mod few;
 #[cfg(fuzzing)]
 pub mod fuzz;
 mod here;
@@ -52,8 +53,8 @@ pub use resolve::{
     SymbolsError, add_to_cache, build_ids, lay_out, resolve,
 };
 pub use serve::{
-    Allowed, Capture, Captures, Config as ServeConfig, Keep, Limits, Listen, Pyroscope, ServeError,
-    Tls, Windows, run as serve,
+    Allowed, Capture, Captures, Config as ServeConfig, Format as FetchFormat, Keep, Limits, Listen,
+    Pyroscope, ServeError, Tls, Windows, run as serve,
 };
 pub use session::{
     Builder, Kept, MetricsExporter, Session, SessionError, Spawned, WriteExporter, find_collector,

@@ -19,6 +19,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::few::Few;
 use crate::profile::{Executable, ExecutableId, Named, Profile, Quality, Resolution};
 
 /// Where the names of an executable are from.
@@ -365,7 +366,7 @@ pub fn listen(address: &str, metrics: Arc<Metrics>) -> io::Result<String> {
                 .route("/readyz", readiness);
             if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
                 // Ends with the process.
-                let _ = axum::serve(listener, router).await;
+                let _ = axum::serve(Few::of(listener), router).await;
             }
         });
     })?;

@@ -4,12 +4,13 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
+use stackwire::FetchFormat;
 
 use super::Failure;
 use super::ask::{Server, block_on};
 use super::output::Output;
 use super::place::Placer;
-use crate::cli::{Fetch, FetchFormat};
+use crate::cli::Fetch;
 use crate::say::say;
 
 pub fn run(arguments: &Fetch) -> Result<(), Failure> {
@@ -17,7 +18,7 @@ pub fn run(arguments: &Fetch) -> Result<(), Failure> {
     let placer = Placer::start()?;
     let output = Output::prepare(&arguments.output, &placer)?;
     placer.confine()?;
-    let format = arguments.format.unwrap_or_else(|| FetchFormat::of(&arguments.output));
+    let format = arguments.format.unwrap_or_else(|| format_of(&arguments.output));
     let mut query = vec![("format", format.name().to_owned())];
     let options = [
         ("last", arguments.last.map(|last| format!("{}ms", last.as_millis()))),
@@ -49,28 +50,14 @@ pub fn run(arguments: &Fetch) -> Result<(), Failure> {
     Ok(())
 }
 
-impl FetchFormat {
-    /// As a file is named that it goes to.
-    fn of(path: &Path) -> Self {
-        match path.extension().and_then(|extension| extension.to_str()) {
-            Some("svg") => Self::Flamegraph,
-            Some("folded") => Self::Folded,
-            Some("data") => Self::PerfData,
-            Some("txt") => Self::PmuText,
-            Some("json") => Self::PmuJson,
-            _ => Self::Pprof,
-        }
-    }
-
-    /// As the server knows it.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Pprof => "pprof",
-            Self::Folded => "folded",
-            Self::Flamegraph => "flamegraph",
-            Self::PerfData => "perf-data",
-            Self::PmuText => "pmu-text",
-            Self::PmuJson => "pmu-json",
-        }
+/// As a file is named that it goes to.
+fn format_of(path: &Path) -> FetchFormat {
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("svg") => FetchFormat::Flamegraph,
+        Some("folded") => FetchFormat::Folded,
+        Some("data") => FetchFormat::PerfData,
+        Some("txt") => FetchFormat::PmuText,
+        Some("json") => FetchFormat::PmuJson,
+        _ => FetchFormat::Pprof,
     }
 }

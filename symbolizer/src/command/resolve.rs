@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
 use regex::Regex;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire::formats::report::{self, Window};
 use stackwire::formats::{compare, flamegraph, folded, pmu};
 use stackwire::profile::{Moment, Named, Names, Profile, unite};
@@ -202,8 +201,7 @@ impl Captures {
         let at_once = !capabilities::effective().is_empty();
         if at_once {
             // There may be one for each window of a week.
-            let limit = getrlimit(Resource::Nofile);
-            setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+            stackwire_rights::descriptors::raise_limit()
                 .context("cannot raise the limit of open files")?;
         }
         let files = paths.iter().map(|path| {

@@ -40,6 +40,7 @@ pub fn run(arguments: Serve) -> Result<(), Failure> {
             "Pyroscope refuses profiles that begin more than an hour ago: use a shorter --window, or set its reject_older_than"
         );
     }
+    stackwire_rights::descriptors::raise_limit().context("cannot raise the limit of open files")?;
     confine()?;
     let mut sources = arguments.symbols.sources()?;
     sources.trust_executables = arguments.trust_executables;

@@ -26,7 +26,7 @@ use crate::capture::CaptureError;
 use crate::receive::handed::FileWanted;
 use crate::receive::log::LogError;
 use crate::receive::messages::{Memory, Messages, Received, Shares};
-use crate::receive::peer::{Caller, Connected, TOKEN};
+use crate::receive::peer::{Caller, Connected};
 use crate::receive::wants::Wanted;
 
 /// Keeps one stream. Its methods block: they write and sync files.
@@ -77,6 +77,12 @@ pub enum Stopped {
     /// An epoch that does not hold together.
     #[error(transparent)]
     Capture(#[from] CaptureError),
+    /// An epoch behind a later one.
+    #[error("epoch {number} came after it, or after a later one")]
+    Order {
+        /// Which.
+        number: u64,
+    },
     /// More than its sender may send.
     #[error("{0}")]
     TooMuch(String),
@@ -124,6 +130,9 @@ pub enum NotAdmitted {
     /// Nobody knows who it is.
     #[error("{0}")]
     Unknown(String),
+    /// A web page had its browser send this.
+    #[error("web pages are not served here")]
+    Page,
     /// It has as much as it may have.
     #[error("{0}")]
     TooMuch(String),
@@ -217,6 +226,14 @@ impl<A: Accept> tonic::codegen::Service<http::Request<HttpBody>> for Service<A> 
             if parts.uri.path() != CAPTURE {
                 return Ok(Status::unimplemented("there is no such method").into_http());
             }
+            // Web pages have browsers send other kinds, in HTTP/1.
+            let kind = parts.headers.get(http::header::CONTENT_TYPE).map(|kind| kind.as_bytes());
+            let is_grpc = kind.is_some_and(|kind| kind.starts_with(b"application/grpc"));
+            if !is_grpc || parts.version != http::Version::HTTP_2 {
+                let mut response = http::Response::new(HttpBody::empty());
+                *response.status_mut() = http::StatusCode::UNSUPPORTED_MEDIA_TYPE;
+                return Ok(response);
+            }
             Ok(match service.capture(&parts, body).await {
                 Ok(answers) => respond(answers),
                 Err(status) => status.into_http(),
@@ -260,13 +277,13 @@ impl<A: Accept> Service<A> {
         body: HttpBody,
     ) -> Result<Answers, Status> {
         let connected: Option<&Connected> = parts.extensions.get();
-        let token = parts.headers.get(TOKEN).and_then(|token| token.to_str().ok());
-        let caller = Caller::of(connected, token);
+        let caller = Caller::of(connected, &parts.uri, &parts.headers);
         let name = self.acceptor.admit(caller.as_ref()).map_err(|why| {
             let peer = connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string());
             tracing::warn!(peer, "a stream from {peer} is refused: {why}");
             match why {
                 NotAdmitted::Unknown(why) => Status::unauthenticated(why),
+                NotAdmitted::Page => Status::permission_denied(why.to_string()),
                 NotAdmitted::TooMuch(why) => Status::resource_exhausted(why),
             }
         })?;
@@ -282,11 +299,13 @@ impl<A: Accept> Service<A> {
         if hello.format > FORMAT {
             // By the format in the welcome a collector knows that there is no use in coming back:
             // a status may be of whatever lies between.
-            let _ = replies.send(Ok(welcome(0)));
-            let _ = replies.send(Err(Status::failed_precondition(format!(
+            let why = Status::failed_precondition(format!(
                 "the collector writes format {}, this symbolizer reads up to {FORMAT}; use a newer stackwire",
                 hello.format
-            ))));
+            ));
+            self.acceptor.cut(&name, &Cut::NoMessage(&why));
+            let _ = replies.send(Ok(welcome(0)));
+            let _ = replies.send(Err(why));
             return Ok(UnboundedReceiverStream::new(outgoing));
         }
         let Accepted { keeper, replaced, turns } =
@@ -403,9 +422,10 @@ impl Stream {
             if let Some(error) = failed {
                 let status = match &error {
                     Stopped::Later(_) | Stopped::Write(_) => Status::unavailable,
-                    Stopped::Seal(_) | Stopped::Capture(_) | Stopped::TooMuch(_) => {
-                        Status::invalid_argument
-                    }
+                    Stopped::Seal(_)
+                    | Stopped::Capture(_)
+                    | Stopped::Order { .. }
+                    | Stopped::TooMuch(_) => Status::invalid_argument,
                 };
                 keeper.cut(&Cut::Stopped(&error));
                 let _ = self.replies.send(Err(status(error.to_string())));

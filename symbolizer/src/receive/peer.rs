@@ -4,8 +4,12 @@
 //! accepted, read by the gRPC service.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use axum::http::header::{AUTHORIZATION, HOST, HeaderMap, ORIGIN};
+use axum::http::uri::{Authority, Uri};
 
 /// How a connection came to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,16 +86,78 @@ pub struct Caller {
     pub peer: Peer,
     /// What was sent as `authorization: Bearer TOKEN`.
     pub token: Option<String>,
+    /// A web page may have had its browser send this.
+    pub is_page: bool,
 }
-
-/// The header of a request that has a token: `Bearer TOKEN`.
-pub const TOKEN: &str = "authorization";
 
 impl Caller {
     /// Who sends a request, if its connection tells.
     #[must_use]
-    pub fn of(connected: Option<&Connected>, authorization: Option<&str>) -> Option<Self> {
-        let token = authorization.and_then(|value| value.strip_prefix("Bearer "));
-        Some(Self { peer: connected?.peer.clone(), token: token.map(str::to_owned) })
+    pub fn of(connected: Option<&Connected>, uri: &Uri, headers: &HeaderMap) -> Option<Self> {
+        let peer = connected?.peer.clone();
+        let authorization = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        // RFC 9110: the scheme has no case.
+        let token = authorization.and_then(|value| value.split_once(' '));
+        let token = token.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+        let token = token.map(|(_, token)| token.to_owned());
+        let is_page = is_of_page(&peer, uri, headers);
+        Some(Self { peer, token, is_page })
+    }
+}
+
+/// Whether a web page may have had its browser send this: browsers say which page it is, or were
+/// led to this host by a name that is not its own (DNS rebinding). On other connections there is a
+/// proof of who sends it, which a page does not have.
+fn is_of_page(peer: &Peer, uri: &Uri, headers: &HeaderMap) -> bool {
+    if headers.contains_key(ORIGIN) {
+        return true;
+    }
+    if *peer != Peer::Loopback {
+        return false;
+    }
+    let of_header = headers.get(HOST).and_then(|host| host.to_str().ok());
+    let host = uri.authority().map(Authority::as_str).or(of_header).unwrap_or_default();
+    !is_own_name(host)
+}
+
+/// `host` or `host:port`, by address, as `localhost`, or as this host is called.
+fn is_own_name(authority: &str) -> bool {
+    let Ok(authority) = authority.parse::<Authority>() else { return authority.is_empty() };
+    let host = authority.host().trim_matches(['[', ']']).to_ascii_lowercase();
+    let first = |name: &str| name.split('.').next().unwrap_or_default().to_ascii_lowercase();
+    let uname = rustix::system::uname();
+    host.parse::<IpAddr>().is_ok()
+        || host == "localhost"
+        || host.ends_with(".localhost")
+        || first(&host) == first(&uname.nodename().to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::header::HeaderName;
+
+    use super::*;
+
+    #[test]
+    fn web_pages_are_known() {
+        let is = |peer: &Peer, uri: &str, header: Option<(HeaderName, &str)>| {
+            let mut headers = HeaderMap::new();
+            if let Some((name, value)) = header {
+                headers.insert(name, value.parse().unwrap());
+            }
+            is_of_page(peer, &uri.parse().unwrap(), &headers)
+        };
+        let here = Peer::Loopback;
+        for own in ["127.0.0.1:4400", "[::1]:4400", "localhost", "LOCALHOST:1", "a.localhost"] {
+            assert!(!is(&here, "/v1/captures", Some((HOST, own))), "{own}");
+            assert!(!is(&here, &format!("http://{own}/x"), None), "{own}");
+        }
+        assert!(!is(&here, "/v1/captures", None), "HTTP/1.0");
+        for other in ["evil.example", "evil.example:4400", "127.0.0.1.evil.example", "a b"] {
+            assert!(is(&here, "/v1/captures", Some((HOST, other))), "{other}");
+        }
+        let tls = Peer::Tls;
+        assert!(!is(&tls, "/v1/captures", Some((HOST, "stackwire.example"))));
+        assert!(is(&tls, "/v1/captures", Some((ORIGIN, "https://evil.example"))));
     }
 }

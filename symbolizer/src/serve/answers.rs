@@ -1,4 +1,7 @@
-//! What `/v1/captures` answers, for the server that says it and for who asks.
+//! What `/v1/captures` answers and what `/v1/profile` may be asked for, for the server and for who
+//! asks.
+
+use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
@@ -57,4 +60,69 @@ pub struct Windows {
     pub pushed: u64,
     /// With profiles of which some was refused there.
     pub not_pushed: u64,
+}
+
+/// What `/v1/profile` is written as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// For pprof and what reads its files.
+    Pprof,
+    /// A line a stack.
+    Folded,
+    /// An SVG.
+    Flamegraph,
+    /// For perf.
+    PerfData,
+    /// How threads were scheduled, for people.
+    PmuText,
+    /// The same for programs.
+    PmuJson,
+}
+
+/// No format is called like this.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{0:?} is no format")]
+pub struct NoFormat(String);
+
+impl Format {
+    /// Every one.
+    pub const ALL: [Self; 6] =
+        [Self::Pprof, Self::Folded, Self::Flamegraph, Self::PerfData, Self::PmuText, Self::PmuJson];
+
+    /// As it is asked for.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pprof => "pprof",
+            Self::Folded => "folded",
+            Self::Flamegraph => "flamegraph",
+            Self::PerfData => "perf-data",
+            Self::PmuText => "pmu-text",
+            Self::PmuJson => "pmu-json",
+        }
+    }
+
+    /// For HTTP.
+    pub(super) fn content_type(self) -> &'static str {
+        match self {
+            Self::Pprof | Self::PerfData => "application/octet-stream",
+            Self::Folded | Self::PmuText => "text/plain; charset=utf-8",
+            Self::Flamegraph => "image/svg+xml",
+            Self::PmuJson => "application/json",
+        }
+    }
+
+    /// Whether it has no samples.
+    pub(super) fn is_pmu(self) -> bool {
+        matches!(self, Self::PmuText | Self::PmuJson)
+    }
+}
+
+impl FromStr for Format {
+    type Err = NoFormat;
+
+    fn from_str(name: &str) -> Result<Self, NoFormat> {
+        let found = Self::ALL.into_iter().find(|format| format.name() == name);
+        found.ok_or_else(|| NoFormat(name.to_owned()))
+    }
 }

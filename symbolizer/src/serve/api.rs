@@ -10,22 +10,22 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Query, State};
-use axum::http::header::{CONTENT_TYPE, HeaderMap, HeaderName};
-use axum::http::{Extensions, Request, StatusCode};
+use axum::http::header::{CONTENT_TYPE, HeaderName};
+use axum::http::{Request, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use serde::Deserialize;
 use tokio::sync::Semaphore;
 
-use super::answers::{Capture, Captures};
+use super::answers::{Capture, Captures, Format};
 use super::asked::{Kept, Known};
-use super::fetch::{self, Format, NoProfile, Wanted};
+use super::fetch::{self, NoProfile, Wanted};
 use super::index::now_ms;
 use super::keeper::Keepers;
 use super::limits::Account;
 use super::live::Streamed;
 use crate::receive::grpc::{Accept, NotAdmitted};
-use crate::receive::peer::{Caller, Connected, TOKEN};
+use crate::receive::peer::{Caller, Connected};
 
 /// What handlers share.
 pub(super) struct Api {
@@ -75,13 +75,15 @@ struct Sight<'a> {
 
 impl Api {
     /// Lets somebody in who asks.
-    fn admit(&self, extensions: &Extensions, headers: &HeaderMap) -> Result<Sight<'_>, Refusal> {
-        let connected: Option<&Connected> = extensions.get();
-        let token = headers.get(TOKEN).and_then(|token| token.to_str().ok());
-        let caller = Caller::of(connected, token);
+    fn admit(&self, request: &Request<axum::body::Body>) -> Result<Sight<'_>, Refusal> {
+        let connected: Option<&Connected> = request.extensions().get();
+        let caller = Caller::of(connected, request.uri(), request.headers());
         let account = self.keepers.admit(caller.as_ref()).map_err(|why| {
+            let peer = connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string());
+            tracing::warn!(peer, "a request from {peer} is refused: {why}");
             let status = match &why {
                 NotAdmitted::Unknown(_) => StatusCode::UNAUTHORIZED,
+                NotAdmitted::Page => StatusCode::FORBIDDEN,
                 NotAdmitted::TooMuch(_) => StatusCode::TOO_MANY_REQUESTS,
             };
             Refusal(status, why.to_string())
@@ -140,8 +142,11 @@ async fn captures(
     query: Result<Query<CapturesQuery>, axum::extract::rejection::QueryRejection>,
     request: Request<axum::body::Body>,
 ) -> Result<Response, Refusal> {
-    let sight = api.admit(request.extensions(), request.headers())?;
+    let sight = api.admit(&request)?;
     let Query(query) = query.map_err(|why| Refusal(StatusCode::BAD_REQUEST, why.body_text()))?;
+    // One at a time for each client, until it is taken: it may be large.
+    let turn = Arc::clone(&sight.account.asking).acquire_owned();
+    let turn = tokio::time::timeout(PATIENCE, turn).await.map_err(|_elapsed| busy())?;
     let owner = sight.only();
     let known = blocking(&api, move |keepers| {
         Ok(keepers.shared.store.reader()?.captures(owner.as_deref())?)
@@ -154,7 +159,13 @@ async fn captures(
     let captures = captures.filter(|capture| capture.live || !query.live).collect();
     let body = serde_json::to_string(&Captures { captures });
     let body = body.map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why.to_string()))?;
-    Ok(([(CONTENT_TYPE, JSON)], body).into_response())
+    let body = pieces(std::io::Cursor::new(body.into_bytes()), (sight.account, turn));
+    Ok(([(CONTENT_TYPE, JSON)], axum::body::Body::from_stream(body)).into_response())
+}
+
+fn busy() -> Refusal {
+    let why = "other answers are being made: ask again later".to_owned();
+    Refusal(StatusCode::SERVICE_UNAVAILABLE, why)
 }
 
 /// Which profile.
@@ -199,10 +210,8 @@ impl ProfileQuery {
             Some(text) => crate::labels::parse(text).map_err(|bad| bad.to_string())?,
         };
         let format = self.format.as_deref().unwrap_or("pprof");
-        let known = Format::ALL.iter().find(|(name, _)| *name == format);
-        let &(_, format) = known.ok_or_else(|| {
-            let names = Format::ALL.map(|(name, _)| name).join(", ");
-            format!("{format:?} is no format: there are {names}")
+        let format = format.parse::<Format>().map_err(|none| {
+            format!("{none}: there are {}", Format::ALL.map(Format::name).join(", "))
         })?;
         let (chosen, labels) = Chosen::of(labels);
         Ok((Wanted { time_ms, labels, event: self.event.clone(), format }, chosen))
@@ -241,15 +250,11 @@ async fn profile(
     query: Result<Query<ProfileQuery>, axum::extract::rejection::QueryRejection>,
     request: Request<axum::body::Body>,
 ) -> Result<Response, Refusal> {
-    let sight = api.admit(request.extensions(), request.headers())?;
+    let sight = api.admit(&request)?;
     let bad = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
     let Query(query) = query.map_err(|why| bad(why.body_text()))?;
     let (wanted, chosen) = query.wanted().map_err(bad)?;
     // One at a time for each client, so that none keeps the others waiting with many.
-    let busy = || {
-        let why = "other profiles are being made: ask again later".to_owned();
-        Refusal(StatusCode::SERVICE_UNAVAILABLE, why)
-    };
     let turns = async {
         let own = Arc::clone(&sight.account.asking).acquire_owned().await;
         (own, Arc::clone(&api.turns).acquire_owned().await)
@@ -281,19 +286,20 @@ async fn profile(
     Ok(([(CONTENT_TYPE, format.content_type()), nosniff], body).into_response())
 }
 
-/// A file piece by piece, read as fast as it is taken. No thread waits for who takes it, and who
-/// takes nothing for a while gets no more. Until the end it counts as a stream of the client.
+/// An answer piece by piece, read as fast as it is taken. No thread waits for who takes it, and who
+/// takes nothing for a while gets no more. `held` until the end: it counts as a stream of the
+/// client.
 fn pieces(
-    mut file: std::fs::File,
-    account: Account,
+    mut file: impl std::io::Read + Send + 'static,
+    held: impl Send + 'static,
 ) -> impl tokio_stream::Stream<Item = std::io::Result<Vec<u8>>> {
     let (out, pieces) = tokio::sync::mpsc::channel(2);
     tokio::spawn(async move {
-        let _account = account;
+        let _held = held;
         loop {
             let read = tokio::task::spawn_blocking(move || {
                 let mut piece = vec![0; PIECE];
-                let read = std::io::Read::read(&mut file, &mut piece);
+                let read = file.read(&mut piece);
                 piece.truncate(*read.as_ref().unwrap_or(&0));
                 (file, read.map(|_| piece))
             });

@@ -133,6 +133,9 @@ mod tests {
         for number in 0..3 {
             close(&mut index, number, &Tally::of(&epoch, number));
         }
+        // Nor do they when its collector comes back.
+        let before = index.claim(ONE, "token:a", &hello).unwrap();
+        assert_eq!(before.lost[&1].count, i64::MAX as u64);
         let reader = Index::reader(directory.path()).unwrap();
         let found = reader.captures(Some("token:a")).unwrap();
         assert_eq!(

@@ -13,6 +13,7 @@ use stackwire_formats::{flamegraph, folded, perf_data, pmu, pprof};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, v1};
 
+use super::answers::Format;
 use super::asked::Kept;
 use super::identity::Identity;
 use super::keeper::Keepers;
@@ -33,42 +34,6 @@ pub(super) struct Wanted {
     /// One event of several.
     pub event: Option<String>,
     pub format: Format,
-}
-
-/// What a profile is written as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    Pprof,
-    Folded,
-    Flamegraph,
-    PerfData,
-    PmuText,
-    PmuJson,
-}
-
-impl Format {
-    pub(super) const ALL: [(&'static str, Self); 6] = [
-        ("pprof", Self::Pprof),
-        ("folded", Self::Folded),
-        ("flamegraph", Self::Flamegraph),
-        ("perf-data", Self::PerfData),
-        ("pmu-text", Self::PmuText),
-        ("pmu-json", Self::PmuJson),
-    ];
-
-    /// For HTTP.
-    pub(super) fn content_type(self) -> &'static str {
-        match self {
-            Self::Pprof | Self::PerfData => "application/octet-stream",
-            Self::Folded | Self::PmuText => "text/plain; charset=utf-8",
-            Self::Flamegraph => "image/svg+xml",
-            Self::PmuJson => "application/json",
-        }
-    }
-
-    fn is_pmu(self) -> bool {
-        matches!(self, Self::PmuText | Self::PmuJson)
-    }
 }
 
 /// Why there is no profile.

@@ -152,6 +152,10 @@ fn read_tokens(paths: &[PathBuf]) -> io::Result<Tokens> {
                 let wrong = format!("line {} is not a name and a token", number + 1);
                 return Err(at(path, &io::Error::new(io::ErrorKind::InvalidData, wrong)));
             };
+            if !token.is_ascii() {
+                let wrong = format!("line {}: a token has only ASCII characters", number + 1);
+                return Err(at(path, &io::Error::new(io::ErrorKind::InvalidData, wrong)));
+            }
             tokens.insert(Sha256::digest(token).into(), name.to_owned());
         }
     }
@@ -167,7 +171,7 @@ mod tests {
     use super::*;
 
     fn caller(peer: Peer, token: Option<&str>) -> Caller {
-        Caller { peer, token: token.map(str::to_owned) }
+        Caller { peer, token: token.map(str::to_owned), is_page: false }
     }
 
     #[test]
@@ -193,6 +197,8 @@ mod tests {
         fs::write(&path, "node another-1\n").unwrap();
         assert_eq!(name(&Peer::Tls, Some("another-1")), token("node"));
         assert_eq!(name(&Peer::Tls, Some("secret-1")), Err(Denied::UnknownToken));
+        fs::write(&path, "node gehe\u{ef}m\n").unwrap();
+        assert!(read_tokens(&[path.clone()]).unwrap_err().to_string().contains("ASCII"));
         fs::write(&path, "node\n").unwrap();
         assert_eq!(name(&Peer::Tls, Some("another-1")), token("node"));
     }

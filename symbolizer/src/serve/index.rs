@@ -259,6 +259,12 @@ impl Index {
         Ok(Before { owner, next_epoch, next_window, lost: lost.collect::<Result<_>>()? })
     }
 
+    /// Whether anything is known of a capture.
+    pub(super) fn is_known(&self, capture: CaptureId) -> Result<bool> {
+        let sql = "SELECT EXISTS (SELECT 1 FROM captures WHERE id = ?1)";
+        self.connection.prepare_cached(sql)?.query_row([&capture.0], |row| row.get(0))
+    }
+
     /// A window that is about to be begun: its log is made after this.
     pub(super) fn begin(&mut self, id: WindowId) -> Result<()> {
         let now = now_ms();
@@ -317,7 +323,8 @@ impl Index {
             for lost in tally.lost.values() {
                 transaction.execute(
                     "INSERT INTO lost VALUES (?1, ?2, ?3, ?4)
-                     ON CONFLICT (capture, reason) DO UPDATE SET count = count + ?4",
+                     ON CONFLICT (capture, reason)
+                     DO UPDATE SET count = min(count, 9223372036854775807 - ?4) + ?4",
                     params![id.capture.0, lost.reason, lost.samples, integer(lost.count)],
                 )?;
             }

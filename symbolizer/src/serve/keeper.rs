@@ -97,6 +97,10 @@ impl Accept for Keepers {
             None => Err("nobody knows where it is from".to_owned()),
         };
         let counts = &self.shared.counts;
+        if caller.is_some_and(|caller| caller.is_page) {
+            counts.refuse(Refused::Unknown);
+            return Err(NotAdmitted::Page);
+        }
         let name = name.map_err(|why| {
             counts.refuse(Refused::Unknown);
             NotAdmitted::Unknown(why)
@@ -163,6 +167,8 @@ struct Keeper {
     window: Option<Window>,
     /// The window before, while artifacts it asked for are on their way.
     closing: Option<Window>,
+    /// The newest epoch of this stream.
+    last: Option<u64>,
     /// Said by the collector to be all.
     end: Option<v1::End>,
     account: Arc<Account>,
@@ -244,6 +250,7 @@ impl Keeper {
             place: Arc::new(place),
             window: None,
             closing: None,
+            last: None,
             end: None,
             account,
             on_air,
@@ -267,7 +274,7 @@ impl Keeper {
 
     fn begin_window(&mut self) -> Result<Window, StoreError> {
         let id = WindowId { capture: self.capture, number: self.before.next_window };
-        let begun = self.shared.store.begin(id, &self.hello).inspect_err(|error| {
+        let begun = self.shared.store.begin(id, &self.account.who, &self.hello).inspect_err(|error| {
             if matches!(error, StoreError::Log(failed) if failed.error.kind() == ErrorKind::AlreadyExists)
             {
                 self.before.next_window += 1;
@@ -329,8 +336,13 @@ impl Keeper {
         let mut stop = Ok(());
         for message in messages {
             let Some(Body::Epoch(sealed)) = &message.body else { break };
-            if sealed.number < self.next_epoch().max(batch.tally().next_epoch) {
-                // Sent again: durable since before, or with this batch.
+            if last.max(self.last).is_some_and(|before| sealed.number <= before) {
+                // It would be acknowledged and be nowhere.
+                stop = Err(Stop::Refused(Stopped::Order { number: sealed.number }));
+                break;
+            }
+            if sealed.number < self.next_epoch() {
+                // Sent again: durable since before this stream.
                 (count, last) = (count + 1, last.max(Some(sealed.number)));
                 continue;
             }
@@ -370,6 +382,7 @@ impl Keeper {
         }
         taken.messages += count;
         taken.ack = taken.ack.max(last);
+        self.last = self.last.max(last);
         stop
     }
 
@@ -499,7 +512,8 @@ impl Keep for Keeper {
         tracing::warn!(%client, %capture, "a stream of {client} is cut: {why}");
         match why {
             Cut::Stopped(Stopped::TooMuch(_)) => self.shared.counts.refuse(Refused::Limit),
-            Cut::NoMessage(_) | Cut::Stopped(Stopped::Seal(_) | Stopped::Capture(_)) => {
+            Cut::NoMessage(_)
+            | Cut::Stopped(Stopped::Seal(_) | Stopped::Capture(_) | Stopped::Order { .. }) => {
                 self.shared.counts.refuse(Refused::Malformed);
             }
             Cut::Broken(_) | Cut::Stopped(Stopped::Later(_) | Stopped::Write(_)) => {}

@@ -21,6 +21,7 @@ use tokio_rustls::TlsAcceptor;
 use tonic::transport::server::Connected;
 
 use super::counts::{Counts, Refused};
+use super::crowd::{Crowd, Full, Member};
 use super::identity::Allowed;
 use super::tls::{self, Certificates};
 use crate::receive::peer::{self, Admitted, Peer};
@@ -63,8 +64,41 @@ pub(super) struct Connection {
     /// For the log.
     from: String,
     counts: Counts,
+    /// What its first bytes are, and how many came while nobody was let in.
+    first: [u8; 3],
+    come: usize,
+    /// It was told so.
+    is_refused: bool,
     /// Its place among the connections there may be.
     _place: OwnedSemaphorePermit,
+    /// And among those of its address.
+    _member: Member,
+}
+
+impl Connection {
+    /// Why it is closed, if nobody was let in over it: it takes too long, or brings too much.
+    fn refused(&mut self, context: &mut Context<'_>) -> Option<io::Error> {
+        let gone = || io::Error::from(io::ErrorKind::TimedOut);
+        if self.is_refused {
+            return Some(gone());
+        }
+        if self.connected.admitted.get() {
+            return None;
+        }
+        let is_late = self.deadline.as_mut().poll(context).is_ready();
+        // With HTTP/2 nothing is read ahead of what is looked at; it has limits of its own.
+        let is_large = self.first != HTTP2 && self.come > MAX_HEADERS;
+        let why = match (is_late, is_large) {
+            (true, _) => "nobody was let in over it in time",
+            (_, true) => "its headers are too large",
+            _ => return None,
+        };
+        let from = &self.from;
+        tracing::warn!(from, "a connection of {from} is refused: {why}");
+        self.counts.refuse(Refused::Handshake);
+        self.is_refused = true;
+        Some(gone())
+    }
 }
 
 trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -74,6 +108,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long a connection may be there until somebody is let in over it.
 const ADMISSION: Duration = Duration::from_secs(15);
+/// Bytes of HTTP/1 before somebody is let in.
+const MAX_HEADERS: usize = 32 << 10;
+/// How HTTP/2 begins.
+const HTTP2: [u8; 3] = *b"PRI";
 /// Handshakes at a time; more wait in the backlog of the socket.
 const HANDSHAKES: usize = 256;
 /// After an error of the listener, as when there are no descriptors.
@@ -93,8 +131,14 @@ impl Listener {
     pub(super) async fn bind(listen: &Listen, allowed: &Allowed) -> io::Result<Self> {
         match listen {
             Listen::Unix(path) => {
-                // A socket from before; anything else there is not ours to remove.
+                // A socket from before, that nobody listens on; anything else is not ours.
                 if fs::symlink_metadata(path).is_ok_and(|found| is_socket(&found)) {
+                    if UnixStream::connect(path).await.is_ok() {
+                        return Err(io::Error::new(
+                            io::ErrorKind::AddrInUse,
+                            "another program listens there",
+                        ));
+                    }
                     fs::remove_file(path)?;
                 }
                 let listener = UnixListener::bind(path)?;
@@ -128,15 +172,17 @@ impl Listener {
         }
     }
 
-    /// Hands connections out until nobody takes them. `places`: how many there may be.
+    /// Hands connections out until nobody takes them. `places`: how many there may be; `crowd`: of
+    /// one address.
     pub(super) async fn run(
         self,
         certificates: Option<Arc<Certificates>>,
-        places: Arc<Semaphore>,
+        (places, crowd): (Arc<Semaphore>, Arc<Crowd>),
         counts: Counts,
         out: mpsc::Sender<io::Result<Connection>>,
     ) {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
+        let greeting = Crowd::of(HANDSHAKES);
         loop {
             // Neither is ever closed.
             let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
@@ -153,19 +199,35 @@ impl Listener {
                     continue;
                 }
             };
+            let from = raw.from();
+            let member = crowd.enter(raw.ip(), Full::Refuse);
+            let both = member.zip(greeting.enter(raw.ip(), Full::Replace));
+            let Some((member, mut greeter)) = both else {
+                tracing::warn!(from, "a connection of {from} is refused: it has too many");
+                counts.refuse(Refused::Handshake);
+                continue;
+            };
             let (certificates, counts, out) = (certificates.clone(), counts.clone(), out.clone());
             tokio::spawn(async move {
                 let _handshake = handshake;
-                let from = raw.from();
-                let greeted = tokio::time::timeout(HANDSHAKE, raw.greet(certificates)).await;
-                let late = |_elapsed| io::Error::other("no handshake in time");
-                match greeted.map_err(late).flatten() {
+                let greeted = tokio::select! {
+                    greeted = raw.greet(certificates) => greeted,
+                    () = greeter.is_replaced() => Err(io::Error::other("others of its address came")),
+                    () = tokio::time::sleep(HANDSHAKE) => {
+                        Err(io::Error::other("no handshake in time"))
+                    }
+                };
+                match greeted {
                     Ok((stream, peer)) => {
                         let connection = Connection {
                             stream,
                             connected: peer::Connected { peer, admitted: Admitted::default() },
                             from,
                             counts,
+                            first: [0; 3],
+                            come: 0,
+                            is_refused: false,
+                            _member: member,
                             deadline: Box::pin(tokio::time::sleep(ADMISSION)),
                             _place: place,
                         };
@@ -200,6 +262,13 @@ enum Raw {
 }
 
 impl Raw {
+    fn ip(&self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(_, from) => Some(*from),
+            Self::Unix(_) => None,
+        }
+    }
+
     /// Where it is from, for the log.
     fn from(&self) -> String {
         match self {
@@ -261,14 +330,18 @@ impl AsyncRead for Connection {
         context: &mut Context<'_>,
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if !self.connected.admitted.get() && self.deadline.as_mut().poll(context).is_ready() {
-            let why = "nobody was let in over it in time";
-            let from = &self.from;
-            tracing::warn!(from, "a connection of {from} is refused: {why}");
-            self.counts.refuse(Refused::Handshake);
-            return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, why)));
+        if let Some(refused) = self.refused(context) {
+            return Poll::Ready(Err(refused));
         }
-        Pin::new(&mut self.stream).poll_read(context, into)
+        let before = into.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, into);
+        let new = &into.filled()[before..];
+        let (known, first) = (self.come, &mut self.first);
+        for (place, byte) in first.iter_mut().skip(known).zip(new) {
+            *place = *byte;
+        }
+        self.come = self.come.saturating_add(new.len());
+        read
     }
 }
 
@@ -278,14 +351,24 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        // Who takes no answers is not read from.
+        if let Some(refused) = self.refused(context) {
+            return Poll::Ready(Err(refused));
+        }
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if let Some(refused) = self.refused(context) {
+            return Poll::Ready(Err(refused));
+        }
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if let Some(refused) = self.refused(context) {
+            return Poll::Ready(Err(refused));
+        }
         Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }

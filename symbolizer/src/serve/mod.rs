@@ -11,6 +11,7 @@ mod changed;
 mod closing;
 mod counted;
 mod counts;
+mod crowd;
 mod fetch;
 mod id;
 mod identity;
@@ -41,10 +42,11 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Routes;
 
-pub use self::answers::{Capture, Captures, Windows};
+pub use self::answers::{Capture, Captures, Format, Windows};
 use self::api::Api;
 use self::closing::Closing;
 use self::counts::Counts;
+use self::crowd::Crowd;
 pub use self::identity::Allowed;
 use self::identity::Door;
 use self::keeper::{AllHanded, Keepers, Shared};
@@ -159,6 +161,9 @@ pub enum ServeError {
 
 /// Largest message of somebody who was not let in.
 const STRANGERS: usize = 4096;
+/// Bytes that a stream and a connection may send before they are looked at.
+const STREAM_AHEAD: u32 = 128 << 10;
+const CONNECTION_AHEAD: u32 = 512 << 10;
 /// Connections at a time; further ones wait.
 const MAX_CONNECTIONS: usize = 4096;
 
@@ -175,17 +180,6 @@ pub async fn run(
     let door = Door::new(config.allowed.clone()).map_err(ServeError::Credentials)?;
     let certificates = config.tls.clone().map(Certificates::new).transpose();
     let certificates = certificates.map_err(ServeError::Credentials)?.map(Arc::new);
-    let mut listeners = Vec::new();
-    for listen in &config.listen {
-        let listener = Listener::bind(listen, &config.allowed).await;
-        let listener =
-            listener.map_err(|error| ServeError::Listen { address: listen.to_string(), error })?;
-        let address = listener.address(listen);
-        if listener.is_open() && certificates.is_none() && !config.is_insecure {
-            return Err(ServeError::ClearText(address));
-        }
-        listeners.push((listener, address));
-    }
     let (close, closing) = tokio::sync::watch::channel(false);
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(stackwire_proto::DESCRIPTORS)
@@ -208,6 +202,18 @@ pub async fn run(
         keep_profiles: config.keep_profiles,
         is_pushing: config.push.is_some(),
     })?);
+    // After the lock: a second server must not take this one's sockets away.
+    let mut listeners = Vec::new();
+    for listen in &config.listen {
+        let listener = Listener::bind(listen, &config.allowed).await;
+        let listener =
+            listener.map_err(|error| ServeError::Listen { address: listen.to_string(), error })?;
+        let address = listener.address(listen);
+        if listener.is_open() && certificates.is_none() && !config.is_insecure {
+            return Err(ServeError::ClearText(address));
+        }
+        listeners.push((listener, address));
+    }
     profiles::remove_unfinished(&config);
     let config = Arc::new(config);
     let (counts, registry) = Counts::new();
@@ -264,14 +270,18 @@ pub async fn run(
     let server = tonic::transport::Server::builder()
         // For who asks as people do.
         .accept_http1(true)
+        .initial_stream_window_size(STREAM_AHEAD)
+        .initial_connection_window_size(CONNECTION_AHEAD)
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
         .add_routes(Routes::from(grpc.into_axum_router().merge(api)));
     let (accepted, incoming) = mpsc::channel(16);
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let crowd = Crowd::of(MAX_CONNECTIONS);
     for (listener, address) in listeners {
         ready(&address);
-        let (certificates, places) = (certificates.clone(), Arc::clone(&places));
-        tokio::spawn(listener.run(certificates, places, listen_counts.clone(), accepted.clone()));
+        let places = (Arc::clone(&places), Arc::clone(&crowd));
+        let (certificates, counts) = (certificates.clone(), listen_counts.clone());
+        tokio::spawn(listener.run(certificates, places, counts, accepted.clone()));
     }
     tokio::select! {
         result = server.serve_with_incoming(ReceiverStream::new(incoming)) => result?,

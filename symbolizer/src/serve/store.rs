@@ -15,6 +15,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use stackwire_proto::v1;
+use stackwire_proto::v1::collector_message::Body;
 
 use super::ServeError;
 use super::counts::Now;
@@ -126,6 +127,12 @@ impl Store {
         if !places.is_pushing {
             let forgotten = inner.index.forget_pushes();
             forgotten.map_err(|error| ServeError::Index(error.to_string()))?;
+            if inner.pushes > 0 {
+                tracing::warn!(
+                    "{} profiles were to be pushed by a server before this one, and are not: this one does not push",
+                    inner.pushes
+                );
+            }
             inner.pushes = 0;
         }
         Ok(Self {
@@ -274,10 +281,19 @@ impl Store {
     pub(super) fn begin(
         &self,
         id: WindowId,
+        owner: &Identity,
         hello: &v1::CollectorMessage,
     ) -> Result<Log, StoreError> {
         self.room()?;
-        self.usable()?.index.begin(id)?;
+        let mut inner = self.usable()?;
+        // Silent for so long that it was forgotten, or of an index that is gone.
+        if let Some(Body::Hello(hello)) = &hello.body
+            && !inner.index.is_known(id.capture)?
+        {
+            inner.index.claim(id.capture, &owner.to_string(), hello)?;
+        }
+        inner.index.begin(id)?;
+        drop(inner);
         match Log::create(id.log(&self.places.logs), hello) {
             Ok(log) => match sync_directory(&self.places.logs) {
                 Ok(()) => {

@@ -48,7 +48,7 @@ fn a_window_is_resolved_once_wherever_servers_end() {
     let store = open(directory.path());
     let before = store.before(ONE.capture, &owner, &v1::Hello::default()).unwrap();
     assert_eq!((before.next_epoch, before.next_window), (0, 0));
-    let mut log = store.begin(ONE, &hello()).unwrap();
+    let mut log = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
     add(&mut log, 0..3);
     drop((log, store));
     // It was open. Its collector comes back, and is told what is there.
@@ -83,7 +83,7 @@ fn windows_without_anything_leave_nothing() {
     // Killed before the log was made, and before anything was added.
     store.lock().index.begin(ONE).unwrap();
     let two = WindowId { number: 1, ..ONE };
-    drop(store.begin(two, &hello()).unwrap());
+    drop(store.begin(two, &Identity::Loopback, &hello()).unwrap());
     drop(store);
     let store = open(directory.path());
     let before = store.before(ONE.capture, &Identity::Loopback, &v1::Hello::default()).unwrap();
@@ -96,7 +96,7 @@ fn windows_without_anything_leave_nothing() {
 fn a_window_that_ends_every_server_is_given_up() {
     let directory = tempfile::tempdir().unwrap();
     let store = open(directory.path());
-    let mut log = store.begin(ONE, &hello()).unwrap();
+    let mut log = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
     add(&mut log, 0..1);
     store.close(ONE, &mut log, &[]).unwrap();
     let mut store = Some(store);
@@ -119,7 +119,7 @@ fn a_window_that_ends_every_server_is_given_up() {
 fn logs_without_a_profile_are_never_removed_and_make_collectors_wait() {
     let directory = tempfile::tempdir().unwrap();
     let store = open_with(directory.path(), 0);
-    let mut log = store.begin(ONE, &hello()).unwrap();
+    let mut log = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
     add(&mut log, 0..3);
     store.close(ONE, &mut log, &[]).unwrap();
     let path = ONE.log(&directory.path().join("logs"));
@@ -143,7 +143,7 @@ fn a_capture_is_of_who_began_it() {
     let theirs = store.before(ONE.capture, &Identity::User(2), &v1::Hello::default());
     assert!(matches!(theirs, Err(StoreError::NotTheirs)));
     // Of an index that is lost, nobody knows: who comes first has it.
-    let mut log = store.begin(ONE, &hello()).unwrap();
+    let mut log = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
     add(&mut log, 0..3);
     drop((log, store));
     std::fs::remove_file(directory.path().join("logs/windows.db")).unwrap();
@@ -161,10 +161,10 @@ fn an_index_that_is_removed_under_a_server_costs_nothing() {
     let store = open(directory.path());
     let owner = Identity::Loopback;
     let two = WindowId { number: 1, ..ONE };
-    let mut closed = store.begin(ONE, &hello()).unwrap();
+    let mut closed = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
     add(&mut closed, 0..2);
     store.close(ONE, &mut closed, &[]).unwrap();
-    let mut growing = store.begin(two, &hello()).unwrap();
+    let mut growing = store.begin(two, &Identity::Loopback, &hello()).unwrap();
     add(&mut growing, 2..3);
     for name in ["windows.db", "windows.db-wal", "windows.db-shm"] {
         std::fs::remove_file(directory.path().join("logs").join(name)).unwrap();
@@ -192,7 +192,7 @@ fn what_is_old_is_removed_however_little_there_is() {
         is_pushing: false,
     })
     .unwrap();
-    let mut log = store.begin(ONE, &hello()).unwrap();
+    let mut log = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
     add(&mut log, 0..1);
     store.close(ONE, &mut log, &[]).unwrap();
     let due = store.next_due().unwrap();

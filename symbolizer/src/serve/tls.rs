@@ -109,7 +109,8 @@ fn at(path: &Path, error: &dyn std::fmt::Display) -> io::Error {
 /// What a certificate that was verified is called.
 pub(super) fn name(certificate: &CertificateDer<'_>) -> Option<CertificateName> {
     let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
-    let uri = certificate.valid_uri_names().next();
+    // Nothing else is called as a URI is.
+    let uri = certificate.valid_uri_names().find(|uri| uri.contains("://"));
     let named = uri.or_else(|| certificate.valid_dns_names().next()).map(str::to_owned);
     // As `openssl x509 -pubkey | openssl pkey -pubin -outform DER | sha256sum`.
     let key = || format!("sha256:{}", hex(&Sha256::digest(certificate.subject_public_key_info())));
