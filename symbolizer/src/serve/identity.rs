@@ -198,7 +198,9 @@ mod tests {
         assert_eq!(name(&Peer::Tls, Some("another-1")), token("node"));
         assert_eq!(name(&Peer::Tls, Some("secret-1")), Err(Denied::UnknownToken));
         fs::write(&path, "node gehe\u{ef}m\n").unwrap();
-        assert!(read_tokens(&[path.clone()]).unwrap_err().to_string().contains("ASCII"));
+        assert!(
+            read_tokens(std::slice::from_ref(&path)).unwrap_err().to_string().contains("ASCII")
+        );
         fs::write(&path, "node\n").unwrap();
         assert_eq!(name(&Peer::Tls, Some("another-1")), token("node"));
     }
