@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use axum::http::Version;
 use axum::http::header::{AUTHORIZATION, HOST, HeaderMap, ORIGIN};
 use axum::http::uri::{Authority, Uri};
 
@@ -93,14 +94,18 @@ pub struct Caller {
 impl Caller {
     /// Who sends a request, if its connection tells.
     #[must_use]
-    pub fn of(connected: Option<&Connected>, uri: &Uri, headers: &HeaderMap) -> Option<Self> {
+    pub fn of(
+        connected: Option<&Connected>,
+        (version, uri): (Version, &Uri),
+        headers: &HeaderMap,
+    ) -> Option<Self> {
         let peer = connected?.peer.clone();
         let authorization = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         // RFC 9110: the scheme has no case.
         let token = authorization.and_then(|value| value.split_once(' '));
         let token = token.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
         let token = token.map(|(_, token)| token.to_owned());
-        let is_page = is_of_page(&peer, uri, headers);
+        let is_page = is_of_page(&peer, (version, uri), headers);
         Some(Self { peer, token, is_page })
     }
 }
@@ -108,11 +113,12 @@ impl Caller {
 /// Whether a web page may have had its browser send this: browsers say which page it is, or were
 /// led to this host by a name that is not its own (DNS rebinding). On other connections there is a
 /// proof of who sends it, which a page does not have.
-fn is_of_page(peer: &Peer, uri: &Uri, headers: &HeaderMap) -> bool {
+fn is_of_page(peer: &Peer, (version, uri): (Version, &Uri), headers: &HeaderMap) -> bool {
     if headers.contains_key(ORIGIN) {
         return true;
     }
-    if *peer != Peer::Loopback {
+    // Browsers speak HTTP/2 over TLS alone.
+    if *peer != Peer::Loopback || version == Version::HTTP_2 {
         return false;
     }
     let of_header = headers.get(HOST).and_then(|host| host.to_str().ok());
@@ -140,13 +146,14 @@ mod tests {
 
     #[test]
     fn web_pages_are_known() {
-        let is = |peer: &Peer, uri: &str, header: Option<(HeaderName, &str)>| {
+        let of = |version, peer: &Peer, uri: &str, header: Option<(HeaderName, &str)>| {
             let mut headers = HeaderMap::new();
             if let Some((name, value)) = header {
                 headers.insert(name, value.parse().unwrap());
             }
-            is_of_page(peer, &uri.parse().unwrap(), &headers)
+            is_of_page(peer, (version, &uri.parse().unwrap()), &headers)
         };
+        let is = |peer: &Peer, uri: &str, header| of(Version::HTTP_11, peer, uri, header);
         let here = Peer::Loopback;
         for own in ["127.0.0.1:4400", "[::1]:4400", "localhost", "LOCALHOST:1", "a.localhost"] {
             assert!(!is(&here, "/v1/captures", Some((HOST, own))), "{own}");
@@ -156,6 +163,7 @@ mod tests {
         for other in ["evil.example", "evil.example:4400", "127.0.0.1.evil.example", "a b"] {
             assert!(is(&here, "/v1/captures", Some((HOST, other))), "{other}");
         }
+        assert!(!of(Version::HTTP_2, &here, "http://tunnel:4400/x", None));
         let tls = Peer::Tls;
         assert!(!is(&tls, "/v1/captures", Some((HOST, "stackwire.example"))));
         assert!(is(&tls, "/v1/captures", Some((ORIGIN, "https://evil.example"))));

@@ -77,7 +77,8 @@ impl Api {
     /// Lets somebody in who asks.
     fn admit(&self, request: &Request<axum::body::Body>) -> Result<Sight<'_>, Refusal> {
         let connected: Option<&Connected> = request.extensions().get();
-        let caller = Caller::of(connected, request.uri(), request.headers());
+        let line = (request.version(), request.uri());
+        let caller = Caller::of(connected, line, request.headers());
         let account = self.keepers.admit(caller.as_ref()).map_err(|why| {
             let peer = connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string());
             tracing::warn!(peer, "a request from {peer} is refused: {why}");
