@@ -9,7 +9,7 @@ use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::{ARTIFACT_PIECE_BYTES, seal_epoch, seal_piece, v1};
 
 use crate::identical::{Server, profiles};
-use crate::support::client::{Client, epoch, hello, sealed};
+use crate::support::client::{Client, bomb, epoch, hello, sealed};
 use crate::support::tokens::Tokens;
 use crate::support::{Pprof, peak_memory};
 
@@ -65,18 +65,11 @@ fn refused(
 /// A few KB that become as much as an epoch may have.
 fn bombs() -> Vec<v1::CollectorMessage> {
     let one = || epoch(0, "/nowhere/bomb", &[0xee; 20], 0x1000, 1);
-    let columns = 10 << 20;
-    let nodes = v1::StackNodes {
-        parent: vec![0; columns],
-        executable: vec![0; columns],
-        offset_delta: vec![0; columns],
-        kind: vec![0; columns],
-    };
     let process = one().processes[0].clone();
     let thread = one().threads[0];
     let name = "x".repeat(1 << 20);
     let bombs = [
-        v1::Epoch { nodes: Some(nodes), ..one() },
+        bomb(),
         v1::Epoch { processes: vec![process; 1 << 20], ..one() },
         // One name for a million threads.
         v1::Epoch {

@@ -32,6 +32,7 @@
 
 mod artifacts;
 mod capture;
+mod causes;
 mod few;
 #[cfg(fuzzing)]
 pub mod fuzz;

@@ -181,3 +181,15 @@ pub(crate) fn epoch(
 pub(crate) fn sealed(epoch: &v1::Epoch) -> v1::CollectorMessage {
     v1::CollectorMessage { body: Some(Body::Epoch(seal_epoch(epoch))) }
 }
+
+/// An epoch of a few KB whose columns take more memory than an epoch may.
+pub(crate) fn bomb() -> v1::Epoch {
+    let columns = 10 << 20;
+    let nodes = v1::StackNodes {
+        parent: vec![0; columns],
+        executable: vec![0; columns],
+        offset_delta: vec![0; columns],
+        kind: vec![0; columns],
+    };
+    v1::Epoch { nodes: Some(nodes), ..epoch(0, "/nowhere/bomb", &[0xee; 20], 0x1000, 1) }
+}

@@ -279,7 +279,7 @@ impl<A: Accept> Service<A> {
         let connected: Option<&Connected> = parts.extensions.get();
         let caller = Caller::of(connected, (parts.version, &parts.uri), &parts.headers);
         let name = self.acceptor.admit(caller.as_ref()).map_err(|why| {
-            let peer = connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string());
+            let peer = Connected::from(connected);
             tracing::warn!(peer, "a stream from {peer} is refused: {why}");
             match why {
                 NotAdmitted::Unknown(why) => Status::unauthenticated(why),

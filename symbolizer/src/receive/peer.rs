@@ -32,6 +32,14 @@ pub enum Peer {
     Certificate(CertificateName),
 }
 
+impl Connected {
+    /// Where a request is from, for the log.
+    #[must_use]
+    pub fn from(connected: Option<&Self>) -> String {
+        connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string())
+    }
+}
+
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

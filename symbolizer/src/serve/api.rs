@@ -80,7 +80,7 @@ impl Api {
         let line = (request.version(), request.uri());
         let caller = Caller::of(connected, line, request.headers());
         let account = self.keepers.admit(caller.as_ref()).map_err(|why| {
-            let peer = connected.map_or("nobody knows where".to_owned(), |it| it.peer.to_string());
+            let peer = Connected::from(connected);
             tracing::warn!(peer, "a request from {peer} is refused: {why}");
             let status = match &why {
                 NotAdmitted::Unknown(_) => StatusCode::UNAUTHORIZED,

@@ -67,7 +67,7 @@ pub(super) struct Connection {
     /// What its first bytes are, and how many came while nobody was let in.
     first: [u8; 3],
     come: usize,
-    /// It was told so.
+    /// It is closed, and the log says why.
     is_refused: bool,
     /// Its place among the connections there may be.
     _place: OwnedSemaphorePermit,
@@ -86,7 +86,7 @@ impl Connection {
             return None;
         }
         let is_late = self.deadline.as_mut().poll(context).is_ready();
-        // With HTTP/2 nothing is read ahead of what is looked at; it has limits of its own.
+        // Of HTTP/2, the windows of streams and of the connection limit what comes.
         let is_large = self.first != HTTP2 && self.come > MAX_HEADERS;
         let why = match (is_late, is_large) {
             (true, _) => "nobody was let in over it in time",

@@ -251,11 +251,10 @@ pub async fn run(
     let pushing = pushing.transpose().map_err(ServeError::Thread)?;
     let keepers = Arc::new(Keepers { config: Arc::clone(&config), shared, door, ledger, alive });
     let (reporter, health) = tonic_health::server::health_reporter();
-    let listen_counts = counts.clone();
     let pulse = Pulse {
         store: Arc::clone(&store),
         ledger: Arc::clone(&keepers.ledger),
-        counts,
+        counts: counts.clone(),
         metrics: Arc::clone(&config.sources.metrics),
         reporter,
     };
@@ -280,7 +279,7 @@ pub async fn run(
     for (listener, address) in listeners {
         ready(&address);
         let places = (Arc::clone(&places), Arc::clone(&crowd));
-        let (certificates, counts) = (certificates.clone(), listen_counts.clone());
+        let (certificates, counts) = (certificates.clone(), counts.clone());
         tokio::spawn(listener.run(certificates, places, counts, accepted.clone()));
     }
     tokio::select! {

@@ -22,7 +22,7 @@ use super::index::now_ms;
 use super::limits::Ledger;
 use super::pushed::ToPush;
 use super::pyroscope::{Answer, Receiver, Sent};
-use super::queue::wait_after;
+use super::queue::{MAX_INTERRUPTED, wait_after};
 use super::store::Store;
 
 /// What the thread needs.
@@ -44,8 +44,6 @@ const LARGEST: Largest = Largest { bytes: 1 << 20, samples: 10_000 };
 const OPENED: u64 = 8;
 /// How long an answer may take when the server stops.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// How often a profile may end the server before it is given up.
-const MAX_INTERRUPTED: u32 = 8;
 /// How long a profile is tried. Pyroscope refuses what is older than an hour.
 const TRIED: Duration = Duration::from_secs(24 * 3600);
 /// How long all wait after a failure.

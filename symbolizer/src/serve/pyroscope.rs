@@ -11,6 +11,8 @@ use prost::Message;
 use reqwest::header::{CONTENT_TYPE, RETRY_AFTER};
 use reqwest::{Certificate, Client, Response, StatusCode, Url};
 
+use crate::causes::chain;
+
 /// Where profiles are pushed to, and who we are there.
 #[derive(Clone, Debug)]
 pub struct Pyroscope {
@@ -113,7 +115,7 @@ impl Receiver {
         } else if let Some(path) = &at.ca {
             client = client.tls_certs_only(certificates(path)?);
         }
-        let client = client.build().map_err(std::io::Error::other)?;
+        let client = client.build().map_err(|error| std::io::Error::other(chain(&error)))?;
         let mut url = at.url.clone();
         let base = url.path().trim_end_matches('/').to_owned();
         url.set_path(&format!("{base}/{PATH}"));
@@ -188,14 +190,4 @@ async fn read(mut answer: Response) -> Answer {
         | StatusCode::UNPROCESSABLE_ENTITY => Answer::Refused(said),
         _ => Answer::Later(said, pause),
     }
-}
-
-fn chain(error: &reqwest::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use super::index::{Due, State};
 use super::store::{Inner, Store};
 
-/// How often a window may end the server before it is given up.
-const MAX_INTERRUPTED: u32 = 8;
+/// How often a window, or a push of its profiles, may end the server before it is given up.
+pub(super) const MAX_INTERRUPTED: u32 = 8;
 /// How long a window that failed waits: a second, then twice as long each time, up to this.
 const LONGEST_WAIT: Duration = Duration::from_secs(600);
 /// How often what is old is looked for.

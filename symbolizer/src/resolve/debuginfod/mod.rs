@@ -20,6 +20,7 @@ use stackwire_model::BuildId;
 use tokio::runtime::Runtime;
 
 use self::server::Server;
+use crate::causes::chain;
 use crate::metrics::Metrics;
 
 /// Why servers cannot be asked.
@@ -229,20 +230,4 @@ impl Tier for Servers<'_> {
             _ => None,
         }
     }
-}
-
-/// An error with its causes, and without the address it repeats.
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = String::new();
-    let mut cause = Some(error);
-    while let Some(error) = cause {
-        let part = error.to_string();
-        let part = part.split(" for url").next().unwrap_or_default();
-        if !text.contains(part) {
-            text += if text.is_empty() { "" } else { ": " };
-            text += part;
-        }
-        cause = error.source();
-    }
-    text
 }
