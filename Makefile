@@ -23,7 +23,7 @@ demo: build
 test: build
 	tests/setup.sh
 	tests/versions.sh $(STACKWIRE_TEST_CACHE)
-	cache=$$(mktemp -d) && trap 'rm -r "$$cache"' EXIT && XDG_CACHE_HOME=$$cache DEBUGINFOD_URLS= $(CARGO) test --release --locked --workspace -- --test-threads=1
+	cache=$$(mktemp -d) && trap 'rm -r "$$cache"' EXIT && XDG_CACHE_HOME=$$cache DEBUGINFOD_URLS= $(CARGO) test --release --locked --workspace --no-fail-fast -- --test-threads=1
 
 # Other kernels, in QEMU.
 test-kernels: build
