@@ -165,15 +165,17 @@ fn names_of_a_megabyte_and_names_that_lead_elsewhere_are_harmless() {
 }
 
 #[test]
-fn streams_beyond_the_limit_are_refused_and_others_come_in() {
+fn ten_thousand_streams_are_refused_but_for_the_limit_and_others_come_in() {
+    const STREAMS: usize = 10_000;
     let setting = Setting::new();
     let server = setting.server(&["--streams-max=100"]);
+    let before = peak_memory(server.pid());
     let mallory = setting.client(&server, "mallory");
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let (open, refused) = runtime.block_on(async {
         let mut open = Vec::new();
         let mut refused = 0;
-        for _connection in 0..10 {
+        for _connection in 0..STREAMS / 100 {
             let channel = mallory.connect().await;
             for _stream in 0..100 {
                 // They say nothing, and are streams all the same.
@@ -185,6 +187,13 @@ fn streams_beyond_the_limit_are_refused_and_others_come_in() {
                 open.push((out, answer));
             }
         }
+        let all = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < all
+            && open.iter().filter(|(_, answer)| answer.is_finished()).count() < STREAMS - 100
+        {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        // More would be too many.
         tokio::time::sleep(Duration::from_millis(500)).await;
         for (_, answer) in &mut open {
             if answer.is_finished() {
@@ -196,8 +205,10 @@ fn streams_beyond_the_limit_are_refused_and_others_come_in() {
         }
         (open, refused)
     });
-    assert_eq!(refused, 900);
+    assert_eq!(refused, STREAMS - 100);
     setting.honest(&server, 200);
+    let grown = peak_memory(server.pid()) - before;
+    assert!(grown < GROWTH, "the server grew by {grown} MiB");
     drop(open);
     server.terminate();
     assert_eq!(setting.samples(), 9);

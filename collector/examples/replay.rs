@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
-use stackwire_collector::{Address, Credentials, How, Limits, Progress, Replay, Target};
+use stackwire_collector::{Address, Credentials, Limits, Progress, Replay, ReplayConfig, Target};
 
 #[derive(Debug, Parser)]
 struct Arguments {
@@ -56,7 +56,7 @@ fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
     signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&stop))?;
     let id = u128::from_str_radix(&arguments.id, 16)?.to_be_bytes();
     let replay = Replay::read(std::io::BufReader::new(std::fs::File::open(arguments.capture)?))?;
-    let how = How {
+    let how = ReplayConfig {
         target: Target {
             addresses: arguments.to,
             credentials: Credentials {

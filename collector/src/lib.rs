@@ -55,7 +55,7 @@ pub use count::{Count, CountError, Counters, Counting};
 pub use list::{Listed, list_events};
 pub use outbox::Limits;
 pub use pipeline::Summary;
-pub use replay::{How, Progress, Replay};
+pub use replay::{Progress, Replay, ReplayConfig};
 pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{Address, AddressError, Broken, Credentials, SinkError, Target};

@@ -28,7 +28,7 @@ pub struct Replay {
 
 /// How a capture is sent.
 #[derive(Debug)]
-pub struct How {
+pub struct ReplayConfig {
     /// Where to.
     pub target: Target,
     /// How much may wait.
@@ -95,7 +95,7 @@ impl Replay {
     /// When there is none to send, a thread cannot be started, or not all was delivered in time.
     pub fn run(
         &self,
-        how: How,
+        how: ReplayConfig,
         mut goes_on: impl FnMut(Progress) -> bool,
     ) -> Result<Progress, SessionError> {
         let (Some(first), Some(last)) = (self.epochs.first(), self.epochs.last()) else {

@@ -1,6 +1,6 @@
 //! Writes the man pages and shell completions of `stackwire` into a directory; `make install` does.
 
-#[path = "../src/cli.rs"]
+#[path = "../src/cli/mod.rs"]
 mod cli;
 
 use std::path::PathBuf;

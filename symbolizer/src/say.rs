@@ -14,7 +14,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use crate::cli::LogFormat;
+use crate::cli::serve::LogFormat;
 
 /// Writes lines to standard error. Characters in names of strangers that could control the terminal
 /// are replaced. `eprintln!` would panic when nobody listens any more.

@@ -9,7 +9,7 @@ use reqwest::{Certificate, Client, Identity, Response, Url};
 use serde::Deserialize;
 
 use super::Failure;
-use crate::cli::FromOptions;
+use crate::cli::ask::FromOptions;
 
 /// A server that can be asked.
 pub struct Server {

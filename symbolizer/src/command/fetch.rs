@@ -10,7 +10,7 @@ use super::Failure;
 use super::ask::{Server, block_on};
 use super::output::Output;
 use super::place::Placer;
-use crate::cli::Fetch;
+use crate::cli::ask::Fetch;
 use crate::say::say;
 
 pub fn run(arguments: &Fetch) -> Result<(), Failure> {

@@ -68,7 +68,7 @@ pub struct Outputs {
     pmu: Option<Output>,
     pmu_as: pmu::Options,
     flamegraph: Option<Output>,
-    flames: cli::Flames,
+    flames: cli::outputs::Flames,
     folded: Option<Output>,
     perf_data: Option<Output>,
     tags: Vec<String>,
@@ -92,7 +92,7 @@ impl Outputs {
     /// Makes sure that all can be written.
     pub fn prepare(
         paths: &Paths,
-        outputs: &cli::Outputs,
+        outputs: &cli::outputs::Outputs,
         pmu_as: pmu::Options,
         placer: &Placer,
     ) -> anyhow::Result<Self> {
@@ -217,18 +217,18 @@ impl Written {
     }
 }
 
-impl cli::PmuAs {
+impl cli::outputs::PmuAs {
     /// The same, for the library.
     pub fn options(self) -> pmu::Options {
         let format = match self.pmu_format {
-            cli::PmuFormat::Text => pmu::Format::Text,
-            cli::PmuFormat::Json => pmu::Format::Json,
+            cli::outputs::PmuFormat::Text => pmu::Format::Text,
+            cli::outputs::PmuFormat::Json => pmu::Format::Json,
         };
         pmu::Options { format, per_pid: self.per_pid }
     }
 }
 
-impl cli::Flames {
+impl cli::outputs::Flames {
     /// Of stacks that begin with this label, under this title.
     pub fn of<'a>(self, by: Option<&'a str>, title: &'a str) -> flamegraph::Flames<'a> {
         let Self { icicle, no_inlines } = self;

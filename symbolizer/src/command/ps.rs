@@ -9,7 +9,7 @@ use stackwire::{Capture, Captures, Windows};
 use super::Failure;
 use super::ask::{Server, block_on};
 use super::place::confine;
-use crate::cli::{Ps, PsFormat};
+use crate::cli::ask::{Ps, PsFormat};
 
 const HEAD: [&str; 10] = [
     "HOST",

@@ -18,7 +18,9 @@ use super::launch::{Launched, exit};
 use super::output::{Outputs, Paths, check_distinct};
 use super::place::Placer;
 use super::target::is_stdout;
-use crate::cli::{self, PmuFormat, Record};
+use crate::cli;
+use crate::cli::outputs::PmuFormat;
+use crate::cli::record::Record;
 use crate::say::say;
 
 /// Without `--duration`, as perf-agent has it.
@@ -237,7 +239,8 @@ fn start(
         builder = builder.profile();
     }
     if arguments.offcpu {
-        let cli::Waits { offcpu_states, offcpu_threshold, offcpu_wakers, .. } = &arguments.waits;
+        let cli::record::Waits { offcpu_states, offcpu_threshold, offcpu_wakers, .. } =
+            &arguments.waits;
         let (states, threshold) = (offcpu_states.clone(), *offcpu_threshold);
         builder = builder.off_cpu(OffCpu { states, threshold, wakers: *offcpu_wakers });
     }

@@ -15,7 +15,8 @@ use stackwire_rights::capabilities;
 use super::Failure;
 use super::output::{Output, Outputs, Paths, check_distinct, title};
 use super::place::Placer;
-use crate::cli::{PmuFormat, Report, Resolve, Slice, Sort};
+use crate::cli::outputs::PmuFormat;
+use crate::cli::show::{Report, Resolve, Slice, Sort};
 
 pub fn run(arguments: Resolve) -> Result<(), Failure> {
     let first = arguments.captures.first().map_or(Path::new(""), PathBuf::as_path);

@@ -10,7 +10,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::Failure;
 use super::ask::is_here;
 use super::place::confine;
-use crate::cli::{LimitOptions, PushOptions, Serve};
+use crate::cli::serve::{LimitOptions, PushOptions, Serve};
 use crate::say::set_format;
 
 pub fn run(arguments: Serve) -> Result<(), Failure> {

@@ -9,7 +9,7 @@ use stackwire::profile::Named;
 use stackwire::{Debuginfod, Scratch, Sources, cache::Cache};
 
 use super::Failure;
-use crate::cli::{CacheOptions, MetricsOption, SymbolOptions};
+use crate::cli::symbols::{CacheOptions, MetricsOption, SymbolOptions};
 use crate::say::say;
 
 impl CacheOptions {

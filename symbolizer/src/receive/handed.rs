@@ -1,5 +1,4 @@
-//! Files the collector hands over because they cannot be seen from here: taken piece by piece,
-//! verified, kept in the symbol cache.
+//! Files the collector hands over because they cannot be seen from here, kept in the symbol cache.
 //!
 //! Knows what was asked for and takes nothing else. Filled by `log.rs` from streams, where a
 //! transfer goes on after a broken connection, and by `capture.rs` from files; read by `resolve/`.
@@ -13,13 +12,13 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use sha2::{Digest, Sha256};
 use stackwire_cache::Id;
-use stackwire_elf::{Elf, ElfError, Scratch};
+use stackwire_elf::Scratch;
 use stackwire_model::ExecutableKey;
-use stackwire_proto::{ARTIFACT_PIECE_BYTES, SealError, open_piece, seal_piece, v1};
+use stackwire_proto::{ARTIFACT_PIECE_BYTES, seal_piece, v1};
 
 use super::tenant::Tenant;
+use super::transfer::{NotTaken, Transfer};
 use crate::profile::{ArtifactHash, Executable};
 
 /// The file a piece is of, if it says.
@@ -78,41 +77,6 @@ pub enum NotHanded {
     System(#[from] io::Error),
 }
 
-/// Why a file that was sent is not kept.
-#[derive(Debug, thiserror::Error)]
-pub enum NotTaken {
-    /// The collector says so, in its own words.
-    #[error("{0}")]
-    Said(String),
-    /// A piece is not where it belongs.
-    #[error("what the collector sent of it is damaged")]
-    Damaged,
-    /// A piece does not decompress.
-    #[error(transparent)]
-    Piece(#[from] SealError),
-    /// It is not what its hash says.
-    #[error("the collector sent something else than it announced")]
-    OtherContent,
-    /// It is not what was asked for.
-    #[error("the collector sent a file with another build-id")]
-    OtherBuildId,
-    /// It is no ELF file.
-    #[error(transparent)]
-    Elf(#[from] ElfError),
-    /// A collector sends one at a time.
-    #[error("the collector sent more files at a time than are taken")]
-    AtATime,
-    /// There are as many files as can be held open.
-    #[error("the collector sent more files than can be kept")]
-    TooMany,
-    /// All files together are too large.
-    #[error("the collector sent more than the {MAX_BYTES} bytes that are kept")]
-    TooLarge,
-    /// It cannot be written.
-    #[error("it cannot be kept: {0}")]
-    NotKept(#[from] io::Error),
-}
-
 /// What a piece did.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Taken {
@@ -129,8 +93,6 @@ pub enum Taken {
     Again,
 }
 
-/// Most bytes kept of all files of a capture.
-const MAX_BYTES: u64 = 4 << 30;
 /// Most files asked for in a capture.
 const MAX_FILES: usize = 4096;
 /// Most files that are held open, and most that come at a time: below the usual limit of 1,024
@@ -159,17 +121,9 @@ enum State {
     Asked,
     /// Its hash is known, and it is not here.
     Announced,
-    Partial(Partial),
+    Partial(Transfer),
     Whole(Whole),
     Refused(Arc<NotTaken>),
-}
-
-#[derive(Debug)]
-struct Partial {
-    file: File,
-    hasher: Sha256,
-    hash: ArtifactHash,
-    at: u64,
 }
 
 #[derive(Debug)]
@@ -229,7 +183,7 @@ impl Handed {
         match state {
             State::Asked => wanted(0, self.tenant.cache.is_some()),
             State::Announced => wanted(0, false),
-            State::Partial(partial) => wanted(partial.at, false),
+            State::Partial(partial) => wanted(partial.at(), false),
             State::Whole(whole) => Ask::Known(Box::new(announcement(key, whole))),
             State::Refused(reason) => Ask::Known(Box::new(refusal(Some(key.into()), reason))),
         }
@@ -334,31 +288,42 @@ impl Handed {
         (bytes, open): (&mut u64, &mut usize),
         place: &Place,
     ) -> Result<Taken, NotTaken> {
-        match piece(state, chunk, &self.scratch, bytes)? {
-            Progress::Partial => Ok(Taken::Nothing),
-            Progress::Again => Ok(Taken::Again),
-            Progress::Whole => {
-                let State::Partial(partial) = std::mem::replace(state, State::Asked) else {
-                    return Ok(Taken::Nothing);
-                };
-                let Partial { file, hash, .. } = check(partial, key, &self.scratch)?;
-                let may_open = *open < MAX_OPEN;
-                let file = match place {
-                    Place::File if may_open => Some(file),
-                    _ => match self.tenant.keep(&hash, &file) {
-                        Some(()) => None,
-                        None if may_open => Some(file),
-                        None => return Err(NotTaken::TooMany),
-                    },
-                };
-                *open += usize::from(file.is_some());
-                if file.is_none() {
-                    *bytes = bytes.saturating_sub(chunk.length);
-                }
-                *state = State::Whole(Whole { hash, length: chunk.length, file });
-                Ok(Taken::Whole)
+        let hash = chunk.hash.as_slice().try_into().map_err(|_length| NotTaken::Damaged)?;
+        if let State::Partial(other) = &*state
+            && other.hash() != hash
+        {
+            *bytes -= other.at();
+            *state = State::Asked;
+            if chunk.offset > 0 {
+                return Ok(Taken::Again);
             }
         }
+        if matches!(state, State::Asked | State::Announced) {
+            *state = State::Partial(Transfer::new(hash, self.scratch.file()?));
+        }
+        let State::Partial(transfer) = state else { return Err(NotTaken::Damaged) };
+        if !transfer.take(chunk, bytes)? {
+            return Ok(Taken::Nothing);
+        }
+        let State::Partial(transfer) = std::mem::replace(state, State::Asked) else {
+            return Err(NotTaken::Damaged);
+        };
+        let file = transfer.finish(key, &self.scratch)?;
+        let may_open = *open < MAX_OPEN;
+        let file = match place {
+            Place::File if may_open => Some(file),
+            _ => match self.tenant.keep(&hash, &file) {
+                Some(()) => None,
+                None if may_open => Some(file),
+                None => return Err(NotTaken::TooMany),
+            },
+        };
+        *open += usize::from(file.is_some());
+        if file.is_none() {
+            *bytes = bytes.saturating_sub(chunk.length);
+        }
+        *state = State::Whole(Whole { hash, length: chunk.length, file });
+        Ok(Taken::Whole)
     }
 
     /// What the log of a window is to say that has asked for these files: which of them have not
@@ -443,70 +408,11 @@ fn message(mut chunk: v1::ArtifactChunk) -> v1::CollectorMessage {
     v1::CollectorMessage { body: Some(v1::collector_message::Body::Artifact(chunk)) }
 }
 
-enum Progress {
-    Partial,
-    Whole,
-    Again,
-}
-
-/// Writes a piece behind those before it.
-fn piece(
-    state: &mut State,
-    chunk: &v1::ArtifactChunk,
-    scratch: &Scratch,
-    bytes: &mut u64,
-) -> Result<Progress, NotTaken> {
-    let hash = chunk.hash.as_slice().try_into().map_err(|_length| NotTaken::Damaged)?;
-    if let State::Partial(partial) = &*state
-        && partial.hash != hash
-    {
-        *bytes -= partial.at;
-        *state = State::Asked;
-        if chunk.offset > 0 {
-            return Ok(Progress::Again);
-        }
-    }
-    if matches!(state, State::Asked | State::Announced) {
-        let file = scratch.file()?;
-        *state = State::Partial(Partial { file, hasher: Sha256::new(), hash, at: 0 });
-    }
-    let State::Partial(partial) = state else { return Err(NotTaken::Damaged) };
-    let end = chunk.offset.saturating_add(chunk.piece_length.into());
-    if end <= partial.at && chunk.length > 0 {
-        return Ok(Progress::Partial); // came before
-    }
-    if chunk.offset != partial.at || end > chunk.length {
-        return Err(NotTaken::Damaged);
-    }
-    if *bytes + u64::from(chunk.piece_length) > MAX_BYTES {
-        return Err(NotTaken::TooLarge);
-    }
-    let content = open_piece(chunk)?;
-    partial.file.write_all_at(&content, partial.at)?;
-    partial.hasher.update(&content);
-    partial.at += content.len() as u64;
-    *bytes += content.len() as u64;
-    Ok(if partial.at == chunk.length { Progress::Whole } else { Progress::Partial })
-}
-
-/// Whether it is what it was said to be, and what was asked for.
-fn check(partial: Partial, key: ExecutableKey, scratch: &Scratch) -> Result<Partial, NotTaken> {
-    if ArtifactHash::from(partial.hasher.clone().finalize()) != partial.hash {
-        return Err(NotTaken::OtherContent);
-    }
-    if let ExecutableKey::BuildId(id) = key {
-        let elf = Elf::open(partial.file.try_clone()?, scratch)?;
-        if elf.ids.gnu != Some(id) {
-            return Err(NotTaken::OtherBuildId);
-        }
-    }
-    Ok(partial)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Read;
 
+    use sha2::{Digest, Sha256};
     use stackwire_cache::Cache;
     use stackwire_model::{Device, FileId};
 

@@ -10,4 +10,5 @@ pub mod log;
 pub mod messages;
 pub mod peer;
 pub mod tenant;
+pub mod transfer;
 pub mod wants;

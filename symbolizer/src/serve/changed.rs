@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 /// Files as they were when they were read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stamp {
+pub(super) struct Files {
     paths: Vec<PathBuf>,
     found: Vec<Option<Found>>,
 }
@@ -23,9 +23,9 @@ struct Found {
     changed: (i64, i64),
 }
 
-impl Stamp {
+impl Files {
     /// As they are now.
-    pub(super) fn of(paths: impl IntoIterator<Item = PathBuf>) -> Self {
+    pub(super) fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
         let paths: Vec<PathBuf> = paths.into_iter().collect();
         let found = paths.iter().map(|path| {
             let found = fs::metadata(path).ok()?;
@@ -43,7 +43,7 @@ impl Stamp {
 /// What was made of files last.
 #[derive(Debug)]
 pub(super) struct Watched<T> {
-    stamp: Stamp,
+    files: Files,
     made: T,
 }
 
@@ -53,22 +53,22 @@ impl<T> Watched<T> {
     /// # Errors
     /// Those of `make`.
     pub(super) fn new(
-        stamp: Stamp,
+        files: Files,
         make: impl FnOnce(&[PathBuf]) -> io::Result<T>,
     ) -> io::Result<Self> {
-        let made = make(&stamp.paths)?;
-        Ok(Self { stamp, made })
+        let made = make(&files.paths)?;
+        Ok(Self { files, made })
     }
 
     /// What there is now. Where it cannot be made anew, what there was.
     pub(super) fn now(&mut self, make: impl FnOnce(&[PathBuf]) -> io::Result<T>) -> &T {
-        let stamp = Stamp::of(self.stamp.paths.iter().cloned());
-        if stamp != self.stamp {
-            match make(&stamp.paths) {
+        let files = Files::new(self.files.paths.iter().cloned());
+        if files != self.files {
+            match make(&files.paths) {
                 Ok(made) => self.made = made,
                 Err(error) => tracing::warn!("{error}: what was read before stays in force"),
             }
-            self.stamp = stamp;
+            self.files = files;
         }
         &self.made
     }

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use sha2::{Digest, Sha256};
 
-use super::changed::{Stamp, Watched};
+use super::changed::{Files, Watched};
 use crate::receive::peer::{Caller, CertificateName, Peer};
 
 /// Who sent something.
@@ -101,7 +101,8 @@ impl Door {
     /// When the tokens cannot be read.
     pub(super) fn new(allowed: Allowed) -> io::Result<Self> {
         let tokens = allowed.tokens.clone();
-        let tokens = tokens.map(|path| Watched::new(Stamp::of([path]), read_tokens)).transpose()?;
+        let tokens =
+            tokens.map(|path| Watched::new(Files::new([path]), read_tokens)).transpose()?;
         Ok(Self { allowed, tokens: tokens.map(Mutex::new) })
     }
 

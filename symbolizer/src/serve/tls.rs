@@ -10,7 +10,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use sha2::{Digest, Sha256};
 
-use super::changed::{Stamp, Watched};
+use super::changed::{Files, Watched};
 use crate::profile::hex;
 use crate::receive::peer::CertificateName;
 
@@ -44,7 +44,7 @@ impl Certificates {
     pub(super) fn new(tls: Tls) -> io::Result<Self> {
         let paths = [&tls.certificate, &tls.key].into_iter();
         let paths = paths.chain(&tls.client_ca).chain(&tls.client_crl).cloned();
-        let config = Watched::new(Stamp::of(paths), |_| read(&tls))?;
+        let config = Watched::new(Files::new(paths), |_| read(&tls))?;
         Ok(Self { tls, config: Mutex::new(config) })
     }
 
