@@ -19,11 +19,15 @@ build:
 demo: build
 	./demo.sh $(OUT)
 
-# All set-up and all tests. One at a time: shares of CPU time want the CPUs for themselves.
+# All set-up and all tests: first those that may run beside each other (tests/main.rs), then one at a time those that judge
+# shares of CPU time.
+TEST := $(CARGO) test --release --locked --workspace --exclude stackwire-fuzz --no-fail-fast
 test: build
 	tests/setup.sh
 	tests/versions.sh $(STACKWIRE_TEST_CACHE)
-	cache=$$(mktemp -d) && trap 'rm -r "$$cache"' EXIT && XDG_CACHE_HOME=$$cache DEBUGINFOD_URLS= $(CARGO) test --release --locked --workspace --no-fail-fast -- --test-threads=1
+	cache=$$(mktemp -d) && trap 'rm -r "$$cache"' EXIT && export XDG_CACHE_HOME=$$cache DEBUGINFOD_URLS= && \
+	{ $(TEST) --test e2e -- --test-threads=2 together:: || failed=1; } && \
+	$(TEST) -- --test-threads=1 --skip together:: && [ -z "$$failed" ]
 
 # Other kernels, in QEMU.
 test-kernels: build
@@ -40,7 +44,6 @@ lint:
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --release --locked --workspace --all-targets --features stackwire-e2e/bench -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
-	RUSTFLAGS="--cfg fuzzing -D warnings" $(CARGO) check --release --locked --manifest-path fuzz/Cargo.toml --target-dir target/fuzzing
 	tests/aarch64.sh
 	tests/deny.sh
 

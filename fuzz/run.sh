@@ -8,6 +8,8 @@ export RUSTC_BOOTSTRAP=1
 host=$(rustc -vV | sed -n 's/^host: //p')
 # Sanitizers come as shared objects, which a statically linked program cannot load.
 export CARGO_BUILD_TARGET="$host" RUSTFLAGS="-Ctarget-feature=-crt-static"
+# Built with instrumentation: apart from what is built without.
+export CARGO_TARGET_DIR=fuzz/target
 # Of random bytes none is an ELF file: begin with real ones, small, of each shape.
 seeds=fuzz/corpus/elf
 mkdir -p "$seeds"

@@ -21,4 +21,4 @@ if [ -n "${missing:-}" ]; then
 fi
 # Unoptimized and without debug information: it takes half as long.
 export CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
-CARGO_PROFILE_DEV_DEBUG=0 cargo build --locked --workspace --exclude stackwire-collector-ebpf --features stackwire-e2e/bench --target "$target"
+CARGO_PROFILE_DEV_DEBUG=0 cargo build --locked --workspace --exclude stackwire-collector-ebpf --exclude stackwire-fuzz --features stackwire-e2e/bench --target "$target"

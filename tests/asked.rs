@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use stackwire_proto::v1;
 
-use crate::identical::Server;
 use crate::support::build::work;
 use crate::support::client::{epoch, hello, sealed};
+use crate::support::server::Server;
 use crate::support::tokens::Tokens;
 use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire, test_cache};
 

@@ -14,10 +14,10 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
-use crate::identical::Server;
 use crate::support::Ran;
 use crate::support::authority::Authority;
 use crate::support::client::{bomb, epoch, hello, sealed};
+use crate::support::server::Server;
 use crate::support::tokens::Tokens;
 
 struct Attacked {

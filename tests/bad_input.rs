@@ -369,7 +369,7 @@ fn no_permission() {
     if !crate::support::can("root, to become nobody", rustix::process::geteuid().is_root()) {
         return;
     }
-    let directory = crate::privileges::public_binaries(None);
+    let directory = crate::support::nobody::public_binaries(None);
     for (what, output) in [
         ("--profile", "--profile-output=/tmp/never.pb.gz"),
         ("--offcpu", "--offcpu-output=/tmp/never.pb.gz"),

@@ -18,10 +18,10 @@ use fastrand::Rng;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, open_epoch, v1};
 
-use crate::identical::{Server, profiles};
 use crate::support::build::work;
 use crate::support::client::hello;
 use crate::support::mounted::Tmpfs;
+use crate::support::server::{Server, profiles};
 use crate::support::tokens::Tokens;
 use crate::support::{Pprof, Running, binary, peak_memory, privileged};
 

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use tonic::Code;
 
-use crate::identical::{Server, profiles};
 use crate::support::build::work;
 use crate::support::mounted::Tmpfs;
 use crate::support::peer::{Does, Peer};
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Running, binary, privileged};
 
 fn collector(more: &[&str]) -> Child {

@@ -6,7 +6,7 @@ version=0.20.2
 tool=$cache/cargo-deny-$version/bin/cargo-deny
 if [ ! -x "$tool" ]; then
   # A tool that runs for a second needs no optimization, which would take five minutes.
-  cargo install -q cargo-deny --version "$version" --locked --debug --root "$cache/cargo-deny-$version" || {
+  CARGO_PROFILE_DEV_DEBUG=0 cargo install -q cargo-deny --version "$version" --locked --debug --root "$cache/cargo-deny-$version" || {
     echo "tests/deny.sh: could not install cargo-deny $version: dependencies are not checked" >&2
     [ -z "${STACKWIRE_NO_SKIP:-}" ]
     exit

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::identical::{Server, profiles};
-use crate::privileges::NOBODY;
+use crate::support::nobody::NOBODY;
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Ran, Running, binary, outside_cargo, privileged, run, test_cache};
 
 fn root() -> PathBuf {

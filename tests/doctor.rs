@@ -2,8 +2,8 @@
 
 use std::process::{Command, Stdio};
 
-use crate::privileges::{NOBODY, public_binaries};
 use crate::support::interpreters::{javas, pythons};
+use crate::support::nobody::{NOBODY, public_binaries};
 use crate::support::{Ran, Running, build, go, of_debian, privileged, stackwire};
 
 #[test]

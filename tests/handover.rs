@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FrameReader, open_piece};
 
-use crate::identical::{Server, profiles};
-use crate::privileges::{NOBODY, public_binaries};
 use crate::support::build::inlined_cc;
+use crate::support::nobody::{NOBODY, public_binaries};
 use crate::support::pprof::go;
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
 
 /// A program in a directory only root may enter, deleted as soon as it runs; `more` random bytes

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use crate::identical::{Server, profiles};
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Ran, Running, binary, build, privileged, report, stackwire};
 
 /// Ways of `hostile.c`.

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::identical::{Server, profiles};
 use crate::support::interpreters::javas;
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Running, binary, build, privileged, record, stackwire};
 
 /// Share of the samples that have this function.

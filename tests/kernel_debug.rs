@@ -11,8 +11,8 @@ use std::process::Command;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{FORMAT, FrameWriter, seal_epoch, seal_piece, v1};
 
-use crate::inlined::oracle;
-use crate::perf_data::perfs;
+use super::inlined::oracle;
+use super::perf_data::perfs;
 use crate::support::{Pprof, stackwire};
 
 const RELEASE: &str = "9.9.9-test";

@@ -8,8 +8,8 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::{ARTIFACT_PIECE_BYTES, seal_epoch, seal_piece, v1};
 
-use crate::identical::{Server, profiles};
 use crate::support::client::{Client, bomb, epoch, hello, sealed};
+use crate::support::server::{Server, profiles};
 use crate::support::tokens::Tokens;
 use crate::support::{Pprof, peak_memory};
 

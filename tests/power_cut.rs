@@ -11,10 +11,10 @@ use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_client::SymbolizerClient;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
 
-use crate::identical::{Server, profiles};
 use crate::support::build::{library_named, offset_of_function};
 use crate::support::client;
 use crate::support::disk::{CALLS, Disk, Files, steps};
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, binary};
 
 const CAPTURES: u8 = 2;

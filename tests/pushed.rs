@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use stackwire_proto::v1;
 
-use crate::identical::{Server, profiles};
 use crate::support::build::work;
 use crate::support::client::{epoch, hello, sealed};
+use crate::support::server::{Server, profiles};
 use crate::support::tokens::Tokens;
 use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire, test_cache};
 

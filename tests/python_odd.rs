@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::privileges::{NOBODY, OPENS_ALL, public_binaries};
 use crate::support::interpreters::pythons;
+use crate::support::nobody::{NOBODY, OPENS_ALL, public_binaries};
 use crate::support::python::{
     Adding, collected, collector, is_switched_on_again, kill, like, sampling, with_trampolines,
 };

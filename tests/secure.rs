@@ -12,9 +12,9 @@ use stackwire_proto::v1::symbolizer_message::Body as Answer;
 use stackwire_proto::{FORMAT, seal_epoch, v1};
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
-use crate::identical::{Server, profiles};
 use crate::support::authority::Authority;
 use crate::support::build::work;
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Ran, Running, binary, privileged, stackwire};
 
 fn collector(program: &Running, more: &[String]) -> Child {

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use crate::identical::{Server, profiles};
 use crate::support::pprof::{Pprof, Sample, go, unpack};
+use crate::support::server::{Server, profiles};
 use crate::support::{Ran, Running, alone, binary, build, privileged, recorded, run, stackwire};
 
 const KINDS: [&str; 4] =

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use crate::identical::{Server, profiles};
+use crate::support::server::{Server, profiles};
 use crate::support::{Pprof, Ran, Running, binary, build::work, privileged, stackwire};
 
 fn collector(pid: u32, address: &str, seconds: u32) -> Child {

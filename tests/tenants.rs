@@ -6,9 +6,9 @@ use sha2::{Digest, Sha256};
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::{ARTIFACT_PIECE_BYTES, seal_piece, v1};
 
-use crate::identical::{Server, profiles};
 use crate::support::build::{library_named, offset_of_function};
 use crate::support::client::{Heard, epoch, hello, sealed};
+use crate::support::server::{Server, profiles};
 use crate::support::tokens::Tokens;
 use crate::support::{Pprof, stackwire};
 

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::privileges::{NOBODY, public_binaries};
 use crate::support::build::{
     attack, handlers, inlined_cc_release, inlined_rs_release, spread, unwind_corpus,
 };
+use crate::support::nobody::{NOBODY, public_binaries};
 use crate::support::pprof::Sample;
 use crate::support::whole::ended;
 use crate::support::{Pprof, Ran, Running, binary, can, privileged, recorded, report};

@@ -70,7 +70,7 @@ pub use unwind::Stats as TableStats;
 pub const VERSION: &str = env!("STACKWIRE_VERSION");
 
 /// Entry points for fuzzing: parsers of what other processes or the kernel wrote. For `fuzz/`.
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub mod fuzz {
     /// Looks for the functions of an interpreter in a file.
     pub fn interpreter(bytes: &[u8]) {

@@ -9,7 +9,7 @@ pub mod compare;
 mod error;
 pub mod flamegraph;
 pub mod folded;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod gperftools;
 mod host;

@@ -34,7 +34,7 @@ mod artifacts;
 mod capture;
 mod causes;
 mod few;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub mod fuzz;
 mod here;
 mod ingest;

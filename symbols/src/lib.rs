@@ -7,7 +7,7 @@
 
 pub mod compile;
 pub mod demangle;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod jit;
 pub mod kallsyms;

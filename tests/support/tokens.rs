@@ -6,7 +6,7 @@ use std::process::Command;
 use super::authority::Authority;
 use super::binary;
 use super::client::Client;
-use crate::identical::Server;
+use super::server::Server;
 
 /// Clients there are; each has its token in a file of its name.
 const CLIENTS: [&str; 4] = ["alice", "bob", "mallory", "ops"];

@@ -85,6 +85,8 @@ fn serve(server: &Server, mut keepers: Option<Keepers>) -> io::Result<()> {
                 if !Pid::from_raw(child).is_none_or(|child| ends(child, limit)) {
                     answer(server, &question, Err(OpenError::Hangs(limit)))?;
                 }
+                // Where no other question comes, it would be a zombie until the end.
+                reap(&mut children, &mut keepers);
             }
         }
     }
