@@ -38,8 +38,6 @@ mod together {
     mod identical;
     /// Inlined chains against llvm-symbolizer, for every sampled address.
     mod inlined;
-    /// Profiles of perf, Go, gperftools and our own read back in, divided and compared.
-    mod inputs;
     /// Hosts as they are: packages, no certificates, collectors for everyone, odd compilers.
     mod installed;
     /// Code made at run time: Node, Java, containers, maps that grow.
@@ -84,8 +82,6 @@ mod together {
     mod symbolize;
     /// Clients of one server that share nothing: files handed over.
     mod tenants;
-    /// Users of one host: forged files, many rules, many mappings.
-    mod users;
 }
 
 /// Waits of servers beside offcputime.
@@ -98,6 +94,8 @@ mod events;
 mod ground_truth;
 /// Frame pointers that are data, return addresses made up, threads that are gone: nothing guessed.
 mod guesses;
+/// Profiles of perf, Go, gperftools and our own read back in, divided and compared.
+mod inputs;
 /// User stacks under kernel stacks.
 mod kernel_stacks;
 /// Containers, pods and services of samples, by real cgroups.
@@ -120,6 +118,8 @@ mod system_wide;
 mod unprivileged;
 /// Unwinding in the kernel: whole stacks, mappings that change, executables that lie.
 mod unwinding;
+/// Users of one host: forged files, many rules, many mappings.
+mod users;
 /// Where threads wait, and for how long, in a program whose answer is known.
 mod waits;
 

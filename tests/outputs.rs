@@ -124,7 +124,8 @@ fn profiles_named_within_a_minute_are_both_kept() {
     let profiles = written.filter(|path| path.extension().is_some_and(|it| it == "gz"));
     let written: Vec<Pprof> = profiles.map(|path| Pprof::read(&path)).collect();
     assert_eq!(written.len(), 2);
-    assert!(written.iter().all(|profile| (200..1200).contains(&profile.count())));
+    // Each has its own second, of which others may take a part.
+    assert!(written.iter().all(|profile| (50..1200).contains(&profile.count())));
 }
 
 /// A device that is full takes nothing; what else was asked for is written, and it is said where
