@@ -100,6 +100,8 @@ mod inputs;
 mod kernel_stacks;
 /// Containers, pods and services of samples, by real cgroups.
 mod labels;
+/// The first samples of programs nobody has met before, and copies of stacks, which go nowhere.
+mod late;
 /// Pid namespaces: from inside, from outside, nested.
 mod namespaces;
 /// Processes that have just begun, of programs met before.

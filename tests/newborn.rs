@@ -7,8 +7,8 @@ use std::process::{Child, Command};
 use crate::support::whole::{complete, ended, recorded};
 use crate::support::{Pprof, Ran, binary, build, privileged, stackwire};
 
-/// A shell that runs commands again and again.
-struct Loop(Child);
+/// What runs until it is dropped, as a shell that runs commands again and again.
+pub(crate) struct Loop(pub(crate) Child);
 
 impl Loop {
     fn start(commands: &str, directory: &Path) -> Self {

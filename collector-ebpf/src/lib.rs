@@ -17,6 +17,7 @@ mod walk {
     #[cfg(not(target_arch = "bpf"))]
     pub mod copied;
     pub mod frame;
+    pub mod handed_over;
     pub mod masked;
     pub mod memory;
     pub mod rule;
@@ -27,9 +28,9 @@ mod walk {
 
 pub use picker::Picker;
 pub use record::{
-    ANY_LEVEL, COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS, MAX_EVENTS,
-    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, RecordKind, SAMPLE,
-    SampleHeader, Scope, Unwind, UserEnd, WALK,
+    ANY_LEVEL, COPY, COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS,
+    MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, RecordKind,
+    SAMPLE, SampleHeader, Scope, Unwind, UserEnd, WALK,
 };
 pub use wait::{
     MAX_WAITING, Stratum, TOLD_STACKS, WAIT_WORDS, WOKEN_WORDS, Wait, WaitState, Waiting, Waker,
@@ -37,6 +38,7 @@ pub use wait::{
 };
 #[cfg(not(target_arch = "bpf"))]
 pub use walk::copied::CopiedStack;
+pub use walk::handed_over::{CopyHead, MAX_COPY_BYTES};
 pub use walk::masked::masked;
 pub use walk::memory::Memory;
 pub use walk::rule::{NO_RULE, Rule, cfa, fp, ra};

@@ -29,6 +29,7 @@ mod told;
 mod walk {
     pub mod by_frame_pointers;
     pub mod by_tables;
+    pub mod copy;
     pub mod remembered;
     pub mod stacks;
     pub mod tree;

@@ -12,8 +12,9 @@ use stackwire_collector_ebpf::frame::TableWalk;
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
 use stackwire_collector_ebpf::{
-    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS,
-    MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader, TOLD_STACKS, Waiting, Waker,
+    COUNTERS_PER_CPU, Config, CopyHead, Counter, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS,
+    MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader,
+    TOLD_STACKS, Waiting, Waker,
 };
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
@@ -110,7 +111,7 @@ pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
 
 /// What programs of events call, and what those call in turn: see `sources/perf_event.rs`.
 #[map]
-pub static STAGES: ProgramArray = ProgramArray::with_max_entries(3, 0);
+pub static STAGES: ProgramArray = ProgramArray::with_max_entries(4, 0);
 
 /// Likewise for `sources/off_cpu.rs`: a map holds programs of one type.
 #[map]
@@ -131,6 +132,24 @@ pub const SWITCHER: u32 = 1;
 pub const ANSWERS: u32 = 2;
 /// The slot of programs at a wake-up.
 pub const WAKER: u32 = 3;
+
+/// Where a copy of a stack is put together, by programs of perf events alone.
+#[repr(C)]
+pub struct Copied {
+    pub header: SampleHeader,
+    pub head: CopyHead,
+    /// More than are copied: the verifier does not know that the last piece is not as long as it
+    /// could be.
+    pub bytes: [u8; MAX_COPY_BYTES + 2 * PAGE],
+}
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+
+#[map]
+pub static COPIES: PerCpuArray<Copied> = PerCpuArray::with_max_entries(1, 0);
+/// Most bytes of a stack that are copied now. Written by the collector, through mmap.
+#[map]
+pub static COPY_BYTES: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
 
 /// By thread id. The collector makes it smaller where waits are not recorded.
 #[map]
@@ -268,6 +287,8 @@ static CONFIG: Config = Config {
     pid_numbers: 0,
     upid_ns: 0,
     namespace_inode: 0,
+    stack_copies: 0,
+    reserved: 0,
 };
 
 /// The configuration the collector wrote before load.

@@ -20,6 +20,8 @@ pub const SAMPLE: u32 = 0;
 pub const WALK: u32 = 1;
 /// See [`SAMPLE`].
 pub const PICK: u32 = 2;
+/// Likewise: what copies a stack that cannot be walked yet.
+pub const COPY: u32 = 3;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
 
@@ -81,6 +83,10 @@ pub enum RecordKind {
     /// A wait that is over. Its words are those of a [`Wait`](crate::Wait), in place of frames, or
     /// of a [`Woken`](crate::Woken).
     Wait = 2,
+    /// A part of a user stack that could not be walked yet: a [`CopyHead`](crate::CopyHead) in
+    /// place of frames, and the bytes from its stack pointer on. The next sample of this CPU is of
+    /// it, with the same time.
+    Copy = 3,
 }
 
 /// Why a user stack ended where it did.
@@ -126,6 +132,15 @@ pub enum UserEnd {
     NotSaid = 17,
     /// The stack was walked from a copy, and goes on in memory that is elsewhere. Never from here.
     NotCopied = 18,
+}
+
+impl UserEnd {
+    /// Whether the walk goes on once the collector has learned what it is about to learn.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_early(end: u64) -> bool {
+        end == Self::NoTableYet as u64 || end == Self::NoMappingsYet as u64
+    }
 }
 
 /// Why a kernel stack ended where it did.
@@ -269,6 +284,10 @@ pub struct Config {
     pub upid_ns: u32,
     /// Offset of `ns.inum` in `struct pid_namespace`.
     pub namespace_inode: u32,
+    /// Non-zero: stacks that cannot be walked yet are copied.
+    pub stack_copies: u32,
+    /// Zero; keeps the size a multiple of 8.
+    pub reserved: u32,
 }
 
 /// How user stacks are walked.
@@ -296,5 +315,5 @@ mod layout {
     //! What the two compilations must agree on.
     use super::{Config, SampleHeader};
     const _: () = assert!(size_of::<SampleHeader>() == 80 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 128);
+    const _: () = assert!(size_of::<Config>() == 136);
 }

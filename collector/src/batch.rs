@@ -169,6 +169,7 @@ pub struct Epoch {
     /// How processes and threads were scheduled.
     pub sched: Vec<SchedDef>,
 
+    oldest_late_ns: Option<u64>,
     executable_index: FxHashMap<u64, u32>,
     process_index: FxHashMap<u64, u32>,
     mapping_index: FxHashMap<(u32, UserAddr, UserAddr, u64), u32>,
@@ -198,6 +199,56 @@ impl Epoch {
     ) {
         let (process, user) = self.user_stack(header, user, processes);
         let kernel = self.kernel_stack(header.kernel_end, kernel, processes, layout);
+        self.push(header, process, (user, kernel), taken);
+    }
+
+    /// Adds a sample whose user stack was walked later than it was taken, by what was mapped in its
+    /// process then.
+    pub fn add_late(
+        &mut self,
+        header: &SampleHeader,
+        (user, kernel): (&[u64], &[u64]),
+        process: &Process,
+        processes: &mut Processes,
+        layout: &KernelLayout,
+    ) {
+        let unmapped = processes.executables().intern(Kind::Unmapped);
+        // What is known of it now is more than what was known then.
+        let now = processes.get(process.pid).filter(|now| now.image == process.image);
+        let index = self.process(now.unwrap_or(process));
+        let stacks = (
+            self.stack_of(process, user, header.user_end, &unmapped),
+            self.kernel_stack(header.kernel_end, kernel, processes, layout),
+        );
+        let oldest_ns = self.oldest_late_ns.get_or_insert(header.time_ns);
+        *oldest_ns = header.time_ns.min(*oldest_ns);
+        self.push(header, index, stacks, Taken::ONE);
+    }
+
+    /// When it began, for which it has to be told when it was opened: samples that were added late
+    /// may be older.
+    #[must_use]
+    pub fn start(&self, opened_ns: u64) -> u64 {
+        self.oldest_late_ns.map_or(opened_ns, |late_ns| late_ns.min(opened_ns))
+    }
+
+    /// Puts samples that were added late where they belong.
+    pub fn put_in_order(&mut self) {
+        for (samples, woken_by) in self.series.iter_mut().zip(&self.woken_by) {
+            // Waits are never late.
+            if woken_by.is_empty() {
+                samples.sort_by_key(|sample| sample.time_ns);
+            }
+        }
+    }
+
+    fn push(
+        &mut self,
+        header: &SampleHeader,
+        process: u32,
+        (user, kernel): (u32, u32),
+        taken: Taken,
+    ) {
         let thread = self.thread(ThreadDef { process, tid: header.tid, comm: header.comm });
         let event = usize::from(header.event);
         if self.series.len() <= event {
@@ -279,13 +330,23 @@ impl Epoch {
             Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),
             _ => (user, header.user_end),
         };
+        (index, self.stack_of(process, user, user_end, &unmapped))
+    }
+
+    fn stack_of(
+        &mut self,
+        process: &Process,
+        user: &[u64],
+        user_end: u8,
+        unmapped: &Rc<Executable>,
+    ) -> u32 {
+        let index = self.process(process);
         let version = u64::from(process.version) << 8 | u64::from(user_end);
-        let user = self.stack(&[process.image, version], user, |epoch| {
-            let stack = normalize::user(process, user, user_end, &unmapped)?;
+        self.stack(&[process.image, version], user, |epoch| {
+            let stack = normalize::user(process, user, user_end, unmapped)?;
             epoch.define_mappings(index, &stack.frames);
             Some(stack)
-        });
-        (index, user)
+        })
     }
 
     fn kernel_stack(

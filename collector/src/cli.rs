@@ -8,7 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 use stackwire_collector::{
     AddUp, Address, Choice, Config, Counting, Credentials, Destination, Event, Limits, OffCpu,
-    Scope, Share, Source, Target, Unwind, VERSION, WaitState,
+    Scope, Share, Source, StackCopies, Target, Unwind, VERSION, WaitState,
 };
 use stackwire_model::{ContainerId, Groups, PodUid};
 
@@ -169,6 +169,11 @@ pub struct Args {
     /// stacks are deeper; 32768 to begin with where kernel.perf_event_paranoid is above 2.
     #[arg(long, value_name = "BYTES")]
     stack_bytes: Option<u32>,
+    /// Copy the part of a user stack that cannot be walked yet, because its process or the unwind
+    /// table of its code is not known yet, and walk it a moment later, on this host (auto); or end
+    /// such stacks there (off).
+    #[arg(long, value_name = "WHETHER", default_value = "auto", value_parser = PossibleValuesParser::new(StackCopies::ALL.map(StackCopies::name)).try_map(|name| name.parse::<StackCopies>()))]
+    stack_copies: StackCopies,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers
     /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]
@@ -253,6 +258,7 @@ impl Args {
         config.kernel_stacks = self.kernel_stacks;
         config.source = self.source;
         config.stack_bytes = self.stack_bytes;
+        config.stack_copies = self.stack_copies;
         config.unwind = self.unwind;
         config.unwind_cache = self.unwind_cache_dir.or_else(unwind_cache);
         config.duration = self.duration;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use stackwire_collector_ebpf::MAX_EVENTS;
-use stackwire_model::{AddUp, Choice, Event, NoBpf, OffCpu, Share, Source, Unwind};
+use stackwire_model::{AddUp, Choice, Event, NoBpf, OffCpu, Share, Source, StackCopies, Unwind};
 use stackwire_rights::capabilities::as_user;
 
 use crate::host::proc_is_own;
@@ -85,6 +85,8 @@ pub struct Config {
     pub source: Source,
     /// Bytes of user stacks that perf events copy. None: few, and more where stacks are deeper.
     pub stack_bytes: Option<u32>,
+    /// Whether stacks that cannot be walked yet are copied.
+    pub stack_copies: StackCopies,
     /// How user stacks are walked.
     pub unwind: Unwind,
     /// Where unwind tables are kept from run to run.
@@ -225,6 +227,7 @@ impl Config {
             kernel_stacks: true,
             source: Source::default(),
             stack_bytes: None,
+            stack_copies: StackCopies::default(),
             unwind: Unwind::default(),
             unwind_cache: None,
             duration: None,

@@ -30,6 +30,7 @@ mod handover;
 mod helpers;
 mod host;
 mod in_time;
+mod late;
 mod list;
 mod normalize;
 mod off_cpu;
@@ -61,7 +62,7 @@ pub use session::{Builder, Helpers, Session, SessionError};
 pub use sink::{Address, AddressError, Broken, Credentials, SinkError, Target};
 pub use sources::tracepoint::TracepointError;
 pub use stackwire_model::{
-    AddUp, Choice, Event, LostReason, OffCpu, Share, Source, Unwind, WaitState,
+    AddUp, Choice, Event, LostReason, OffCpu, Share, Source, StackCopies, Unwind, WaitState,
 };
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
 pub use unwind::Stats as TableStats;

@@ -11,7 +11,7 @@ use stackwire_collector_ebpf::{Counter, RecordKind, SampleHeader};
 use stackwire_model::LostReason;
 
 use crate::artifact::Hash;
-use crate::batch::{Epoch, ProcessDef};
+use crate::batch::Epoch;
 use crate::clock::now_ns;
 use crate::handover::Handover;
 use crate::host::Identity;
@@ -19,6 +19,7 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
+use crate::late::{Late, LateWalks};
 use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
@@ -77,6 +78,8 @@ pub struct Pipeline {
     unwind: Option<Unwind>,
     /// `None`: samples are those of the eBPF programs, which say everything.
     perf: Option<PerfSamples>,
+    /// `None`: all stacks have been walked as far as they are.
+    late: Option<LateWalks>,
     layout: KernelLayout,
     names: KernelNames,
     identity: Identity,
@@ -122,6 +125,8 @@ pub struct Parts {
     pub unwind: Option<Unwind>,
     /// Completes samples of perf events; `None`: samples are those of the eBPF programs.
     pub perf: Option<PerfSamples>,
+    /// Walks on in copies of stacks; `None`: there are none.
+    pub late: Option<LateWalks>,
     /// Where the kernel's code is.
     pub layout: KernelLayout,
     /// What it is called.
@@ -165,13 +170,15 @@ impl Pipeline {
     pub fn new(parts: Parts) -> Self {
         let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
         let Outgoing { jit, whose, handover, outbox } = parts.outgoing;
-        let Parts { perf, off_cpu, sched, pythons, started, epoch_start, epoch_length, .. } = parts;
+        let Parts { perf, late, off_cpu, sched, pythons, .. } = parts;
+        let Parts { started, epoch_start, epoch_length, .. } = parts;
         Self {
             started,
             sampler,
             processes,
             unwind,
             perf,
+            late,
             layout,
             names,
             identity,
@@ -222,9 +229,9 @@ impl Pipeline {
             }
             // Before the epoch is cut, which has nobody in it then.
             if second.elapsed() >= Duration::from_secs(1) {
-                self.whose.ask(images(&self.epoch, &self.processes));
+                self.whose.ask(images(&self.epoch, &self.late, &self.processes));
                 if let Some(pythons) = &mut self.pythons {
-                    pythons.meet(images(&self.epoch, &self.processes));
+                    pythons.meet(images(&self.epoch, &self.late, &self.processes));
                 }
             }
             if now_ns() - self.epoch_start >= self.epoch_length.as_nanos() as u64
@@ -234,8 +241,11 @@ impl Pipeline {
                 self.cut();
             }
             self.sampler.adapt();
-            if let Some(tally) = self.perf.as_mut().and_then(PerfSamples::take_tally) {
-                self.sampler.note_cut(tally);
+            if let Some(late) = &mut self.late {
+                self.sampler.copy_at_most(late.bytes_to_copy());
+                if let Some(tally) = late.take_tally() {
+                    self.sampler.note_cut(tally);
+                }
             }
             if second.elapsed() >= Duration::from_secs(1) {
                 second = Instant::now();
@@ -254,18 +264,20 @@ impl Pipeline {
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
-        // Those of young programs wait for their tables, none without end (`perf_samples.rs`).
-        while !self.batch.samples.is_empty() {
-            std::thread::sleep(SETTLE);
-            self.take(Duration::ZERO, false);
-        }
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         if let Some(off_cpu) = &mut self.off_cpu {
             off_cpu.add_going_on(sampler, processes, &self.layout, &mut self.epoch, end_ns);
         }
         self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
         self.scheduling.add_running(sampler, processes, &mut self.epoch, end_ns);
-        self.whose.ask_last(images(&self.epoch, &self.processes));
+        self.whose.ask_last(images(&self.epoch, &self.late, &self.processes));
+        // Samples of young programs wait for their tables, none without end.
+        while self.late.as_ref().is_some_and(LateWalks::any_waits)
+            && self.outbox.stopped().is_none()
+        {
+            std::thread::sleep(SETTLE);
+            self.walk_on();
+        }
         self.finish()
     }
 
@@ -280,7 +292,6 @@ impl Pipeline {
         self.identify();
         let mut events = 0;
         let mut samples = 0;
-        let mut waits_for_table = false;
         while let Some(&sample) =
             self.batch.samples.get(samples).filter(|sample| sample.header.time_ns <= until)
         {
@@ -289,54 +300,66 @@ impl Pipeline {
                 self.apply(events);
                 events += 1;
             }
-            waits_for_table = !self.add(&sample);
-            if waits_for_table {
-                break;
-            }
+            self.add(&sample);
             samples += 1;
         }
-        while !waits_for_table
-            && self.batch.events.get(events).is_some_and(|event| event.time_ns <= until)
-        {
+        while self.batch.events.get(events).is_some_and(|event| event.time_ns <= until) {
             self.apply(events);
             events += 1;
         }
-        if !waits_for_table {
-            self.known_ns = until;
-        }
+        self.known_ns = until;
         self.batch.advance(samples, events);
         if let Some(unwind) = &mut self.unwind {
             unwind.update(&mut self.processes, &self.batch.events, hurry);
         }
+        self.walk_on();
     }
 
-    /// False: the table is not there yet that its stack is to be walked by.
-    fn add(&mut self, sample: &RawSample) -> bool {
+    fn add(&mut self, sample: &RawSample) {
         if sample.header.kind != RecordKind::Sample as u8 {
             if let Some(off_cpu) = &mut self.off_cpu {
                 let (processes, layout) = (&mut self.processes, &self.layout);
                 off_cpu.take(sample, &self.batch, processes, layout, &mut self.epoch);
             }
-            return true;
+            return;
         }
         if !self.counts(&sample.header) {
             self.uncounted += 1;
-            return true;
+            return;
         }
         let processes = &mut self.processes;
-        let (header, user) = match &mut self.perf {
-            None => (sample.header, self.batch.user(sample)),
-            Some(perf) => {
-                let unwind = self.unwind.as_mut();
-                match perf.complete(sample, &self.batch, processes, unwind) {
-                    Some(completed) => completed,
-                    None => return false,
-                }
+        let mut header = sample.header;
+        if let Some(perf) = &mut self.perf {
+            perf.complete(&mut header, processes);
+        }
+        let copy = self.batch.take_copy(sample);
+        let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
+        if let (Some(copy), Some(late), Some(unwind)) = (copy, &mut self.late, &mut self.unwind) {
+            let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
+            if header.host_pid != 0 {
+                process.host_pid = header.host_pid;
             }
-        };
-        let kernel = self.batch.kernel(sample);
+            if late.takes(&header, user, process) {
+                let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
+                let sample = Late { header, user, kernel, copy, process };
+                let (epoch, layout) = (&mut self.epoch, &self.layout);
+                late.take(sample, unwind, &mut |header, user, kernel, process| {
+                    epoch.add_late(header, (user, kernel), process, processes, layout);
+                });
+                return;
+            }
+        }
         self.epoch.add(&header, user, kernel, Taken::ONE, processes, &self.layout);
-        true
+    }
+
+    /// Adds the samples that need wait no more for their tables.
+    fn walk_on(&mut self) {
+        if let (Some(late), Some(unwind)) = (&mut self.late, &mut self.unwind) {
+            let (epoch, processes, layout) = (&mut self.epoch, &mut self.processes, &self.layout);
+            late.look(unwind, &mut |header, user, kernel, process| {
+                epoch.add_late(header, (user, kernel), process, processes, layout);
+            });
+        }
     }
 
     /// Whether it is of a time and a process that count.
@@ -367,7 +390,8 @@ impl Pipeline {
             // The last moment what its JIT wrote can still be found.
             Change::Exit { tid } if *tid == event.pid => {
                 if let Some(image) = self.processes.image(event.pid)
-                    && self.epoch.runs_anonymous(image)
+                    && (self.epoch.runs_anonymous(image)
+                        || self.late.as_ref().is_some_and(|late| late.has(image)))
                 {
                     let jitdump = self.processes.jitdump(event.pid);
                     self.jit.take(image, event.pid, jitdump, self.epoch_number, &self.outbox);
@@ -423,6 +447,7 @@ impl Pipeline {
         lost.extend(self.outbox.take_dropped_losses());
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
+        self.epoch.put_in_order();
         let samples = self.epoch.samples();
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();
         let mut kernel_symbols = self.name_kernel();
@@ -432,7 +457,7 @@ impl Pipeline {
         }
         let span = Span {
             number: self.epoch_number,
-            times: (self.epoch_start, now),
+            times: (self.epoch.start(self.epoch_start), now),
             lost: &lost,
             tables: tables.since(self.tables_before),
             kernel_symbols: &kernel_symbols,
@@ -453,6 +478,9 @@ impl Pipeline {
         }
         if let Some(unwind) = &mut self.unwind {
             unwind.end_epoch(&self.processes);
+        }
+        if let Some(late) = &mut self.late {
+            late.rest();
         }
         let processes = &self.processes;
         self.jit.retain(|image| processes.has_image(image));
@@ -517,8 +545,15 @@ impl Pipeline {
     }
 }
 
-/// Images of the processes of an epoch that run still, each with its pid.
-fn images(epoch: &Epoch, processes: &Processes) -> impl Iterator<Item = (u64, u32)> {
-    let runs = |it: &&ProcessDef| it.end_ns == 0 && processes.image(it.pid) == Some(it.image);
-    epoch.processes.iter().filter(runs).map(|process| (process.image, process.pid))
+/// Images of the processes that have samples in an epoch or waiting and run still, each with its
+/// pid.
+fn images(
+    epoch: &Epoch,
+    late: &Option<LateWalks>,
+    processes: &Processes,
+) -> impl Iterator<Item = (u64, u32)> {
+    let running = epoch.processes.iter().filter(|process| process.end_ns == 0);
+    let all = running.map(|process| (process.image, process.pid));
+    let all = all.chain(late.iter().flat_map(LateWalks::images));
+    all.filter(|&(image, pid)| processes.image(pid) == Some(image))
 }

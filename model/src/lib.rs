@@ -30,7 +30,7 @@ pub use perf_events::PerfType;
 pub use profile::Profile;
 pub use python::PythonOutcome;
 pub use reason::{EndReason, LostReason};
-pub use sampling::{NoBpf, Share, Source, UnknownName, Unwind};
+pub use sampling::{NoBpf, Share, Source, StackCopies, UnknownName, Unwind};
 pub use sched::{AddUp, Histogram, SchedStats};
 pub use value::ValueKind;
 pub use wait::{OffCpu, Wait, WaitState};

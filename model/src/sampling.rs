@@ -50,6 +50,39 @@ impl FromStr for Unwind {
     }
 }
 
+/// Whether stacks that cannot be walked where they are taken are copied, to be walked a moment
+/// later on the same host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StackCopies {
+    /// As much of them as there is room for.
+    #[default]
+    Auto,
+    /// Nothing is copied: they end there.
+    Off,
+}
+
+impl StackCopies {
+    /// Every way.
+    pub const ALL: [Self; 2] = [Self::Auto, Self::Off];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Off => "off",
+        }
+    }
+}
+
+impl FromStr for StackCopies {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        by_name(Self::ALL, Self::name, name)
+    }
+}
+
 /// With what samples are taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {

@@ -65,8 +65,8 @@ pub use stackwire_elf::Scratch;
 pub use stackwire_formats as formats;
 pub use stackwire_model::profile::Names;
 pub use stackwire_model::{
-    AddUp, Choice, ContainerId, Event, Groups, OffCpu, PodUid, Profile, Share, Source, Unwind,
-    VirtAddr, WaitState, profile,
+    AddUp, Choice, ContainerId, Event, Groups, OffCpu, PodUid, Profile, Share, Source, StackCopies,
+    Unwind, VirtAddr, WaitState, profile,
 };
 
 /// Version of this crate with the commit it was built from.

@@ -72,6 +72,16 @@ pub(crate) fn inlined_static() -> &'static Path {
     })
 }
 
+/// `secret`.
+pub(crate) fn secret() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("secret");
+        run(Command::new("gcc").args(C).arg(source("secret.c")).arg("-o").arg(&out));
+        out
+    })
+}
+
 /// `faults`.
 pub(crate) fn faults() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

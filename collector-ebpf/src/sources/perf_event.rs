@@ -10,8 +10,8 @@ use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{
-    Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE, SampleHeader, Scope,
-    UserEnd, WALK,
+    COPY, Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE, SampleHeader,
+    Scope, UserEnd, WALK,
 };
 
 use crate::maps::{
@@ -19,7 +19,7 @@ use crate::maps::{
 };
 use crate::targets::wanted;
 use crate::task::{Task, current, current_of_host};
-use crate::walk::{by_frame_pointers, by_tables, stacks};
+use crate::walk::{by_frame_pointers, by_tables, copy, stacks};
 
 /// A program for each event: no helper tells which event a program runs for
 /// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
@@ -181,7 +181,22 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
         let _ = unsafe { STAGES.tail_call(ctx, WALK) };
         scratch.walk.end = UserEnd::DepthLimit as u64;
     }
+    if config().stack_copies != 0 && UserEnd::is_early(scratch.walk.end) {
+        // SAFETY: as in `sample`. Where it fails, the record says where the walk ended.
+        let _ = unsafe { STAGES.tail_call(ctx, COPY) };
+    }
     finish(ctx, scratch);
+    0
+}
+
+/// Hands over a copy of the user stack, which cannot be walked yet, and the record.
+#[perf_event]
+pub fn copy_stack(ctx: PerfEventContext) -> u32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
+    // SAFETY: as in `sample`, in whose name this runs.
+    let scratch = unsafe { &mut *scratch };
+    copy::hand_over_copy(scratch);
+    finish(&ctx, scratch);
     0
 }
 

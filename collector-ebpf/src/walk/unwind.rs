@@ -5,6 +5,9 @@
 //! same lines. Where rules come from is `tables.rs`, what they are made of the unwind compiler's
 //! (`unwind/`).
 
+#[cfg(not(target_arch = "bpf"))]
+use zerocopy::{FromBytes, Immutable, KnownLayout};
+
 use crate::arch::{
     Edge, RAX, RBP, RBX, REGISTERS, RSP, SIGNAL_FRAME, SignalFrame, edge, follows_call, interrupted,
 };
@@ -14,6 +17,7 @@ use crate::walk::memory::Memory;
 use crate::walk::rule::{Rule, cfa, fp, ra};
 
 /// What is known of a frame.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Cursor {

@@ -1,11 +1,10 @@
 //! What one look at the rings brought. Pure. Filled by `ebpf.rs` or `perf.rs`, emptied by
 //! `pipeline.rs`.
 
-use std::ops::Range;
-
 use stackwire_collector_ebpf::SampleHeader;
+use stackwire_collector_ebpf::unwind::Cursor;
+use zeroize::{Zeroize, Zeroizing};
 
-use crate::sources::perf_sample::Registers;
 use crate::sources::side_band;
 
 /// A sample, its frames still in the arena of its [`Batch`].
@@ -18,22 +17,19 @@ pub struct RawSample {
     copy: u32,
 }
 
-/// What a user stack is to be walked from.
-#[derive(Clone, Debug)]
+/// What the walk of a user stack goes on from. It is wiped when it is dropped.
+#[derive(Debug, Default)]
 pub struct Copy {
-    /// Registers of user mode.
-    pub registers: Registers,
-    /// Where memory from the stack pointer on is, in the bytes of the [`Batch`].
-    pub stack: Range<usize>,
+    /// The frame whose caller is not known.
+    pub cursor: Cursor,
+    /// Memory from its stack pointer on.
+    pub stack: Zeroizing<Vec<u8>>,
 }
 
-/// The same, to look at.
-#[derive(Clone, Copy, Debug)]
-pub struct Copied<'a> {
-    /// Registers of user mode.
-    pub registers: &'a Registers,
-    /// Memory from the stack pointer on.
-    pub stack: &'a [u8],
+impl Drop for Copy {
+    fn drop(&mut self) {
+        self.cursor.registers.zeroize();
+    }
 }
 
 /// What one drain brought, samples and events each in time order.
@@ -47,13 +43,11 @@ pub struct Batch {
     pub malformed: u64,
     pub(super) frames: Vec<u64>,
     copies: Vec<Copy>,
-    /// Records with copied stacks.
-    pub(super) bytes: Vec<u8>,
 }
 
 impl Batch {
-    /// Adds a sample whose frames from `start` on are in the arena. `copy`: its user stack is still
-    /// to be walked, from this; its frames are those the kernel found by frame pointers.
+    /// Adds a sample whose frames from `start` on are in the arena. `copy`: the walk of its user
+    /// stack is to go on from this.
     pub fn push(&mut self, header: SampleHeader, start: usize, copy: Option<Copy>) {
         let copy = copy.map_or(0, |copy| {
             self.copies.push(copy);
@@ -62,17 +56,10 @@ impl Batch {
         self.samples.push(RawSample { header, start, copy });
     }
 
-    /// What the user stack of a sample is to be walked from; None: it has been walked.
-    #[must_use]
-    pub fn copied(&self, sample: &RawSample) -> Option<Copied<'_>> {
-        let copy = self.copies.get((sample.copy as usize).checked_sub(1)?)?;
-        Some(Copied { registers: &copy.registers, stack: self.bytes.get(copy.stack.clone())? })
-    }
-
-    /// Bytes of records with copied stacks.
-    #[must_use]
-    pub fn copied_bytes(&self) -> usize {
-        self.bytes.len()
+    /// Takes out what the walk of a sample's user stack goes on from; None: it is over.
+    pub fn take_copy(&mut self, sample: &RawSample) -> Option<Copy> {
+        let index = (sample.copy as usize).checked_sub(1)?;
+        self.copies.get_mut(index).map(std::mem::take)
     }
 
     /// User frames of a sample, leaf first.
@@ -91,22 +78,11 @@ impl Batch {
     /// Forgets the first `samples` samples and `events` events; keeps the rest for the next drain.
     pub fn advance(&mut self, samples: usize, events: usize) {
         self.events.drain(..events);
-        if samples == self.samples.len() {
-            self.samples.clear();
-            self.frames.clear();
-            self.copies.clear();
-            self.bytes.clear();
-            return;
-        }
         self.samples.drain(..samples);
-        let mut kept = Vec::new();
-        let (mut copies, mut bytes) = (Vec::new(), Vec::new());
+        let (mut kept, mut copies) = (Vec::new(), Vec::new());
         for sample in &mut self.samples {
             if let Some(copy) = (sample.copy as usize).checked_sub(1) {
-                let Copy { registers, stack } = self.copies[copy].clone();
-                let first = bytes.len();
-                bytes.extend_from_slice(&self.bytes[stack]);
-                copies.push(Copy { registers, stack: first..bytes.len() });
+                copies.push(std::mem::take(&mut self.copies[copy]));
                 sample.copy = copies.len() as u32;
             }
             let frames =
@@ -115,7 +91,7 @@ impl Batch {
             kept.extend_from_slice(&self.frames[sample.start..][..frames]);
             sample.start = start;
         }
-        (self.frames, self.copies, self.bytes) = (kept, copies, bytes);
+        (self.frames, self.copies) = (kept, copies);
     }
 }
 
@@ -131,18 +107,18 @@ mod tests {
             batch.frames.extend([ip, ip + 1]);
             let header =
                 SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
-            let registers = Registers { ip, ..Registers::default() };
-            let stack = batch.bytes.len()..batch.bytes.len() + 3;
-            batch.bytes.extend([ip as u8; 3]);
-            batch.push(header, start, (ip != 10).then_some(Copy { registers, stack }));
+            let cursor = Cursor { ip, ..Cursor::default() };
+            let stack = Zeroizing::new(vec![ip as u8; 3]);
+            batch.push(header, start, (ip != 10).then_some(Copy { cursor, stack }));
         }
-        assert!(batch.copied(&batch.samples[0]).is_none());
+        let first = batch.samples[0];
+        assert!(batch.take_copy(&first).is_none());
         batch.advance(2, 0);
         let left = batch.samples[0];
         assert_eq!((batch.user(&left), batch.kernel(&left)), (&[30][..], &[31][..]));
-        let copied = batch.copied(&left).unwrap();
-        assert_eq!((copied.registers.ip, copied.stack), (30, &[30; 3][..]));
+        let copied = batch.take_copy(&left).unwrap();
+        assert_eq!((copied.cursor.ip, &copied.stack[..]), (30, &[30; 3][..]));
         batch.advance(1, 0);
-        assert!(batch.samples.is_empty() && batch.frames.is_empty() && batch.bytes.is_empty());
+        assert!(batch.samples.is_empty() && batch.frames.is_empty() && batch.copies.is_empty());
     }
 }

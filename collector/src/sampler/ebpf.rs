@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use aya::maps::{MapData, MapError, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
-use stackwire_collector_ebpf::{Counter, RING_BYTES, WaitState, Waiting};
+use stackwire_collector_ebpf::{Counter, RING_BYTES, RecordKind, WaitState, Waiting};
 use stackwire_model::Event;
 use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
+use zeroize::Zeroizing;
 
-use super::drained::Batch;
+use super::drained::{Batch, Copy};
 use super::object::{Filter, Object, Waiters};
 use super::sched_stats::{SchedSums, counters};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error};
@@ -24,7 +25,8 @@ use crate::clock::now_ns;
 use crate::process::waiting::ran_ns;
 use crate::sources::pace::Pace;
 use crate::sources::perf_event::{PerfEvent, Sampled};
-use crate::sources::{record, side_band};
+use crate::sources::record::{self, Record};
+use crate::sources::side_band;
 use crate::unwind::Descriptors;
 
 /// Shortest time between two looks at the rings. At 20,000 samples of 4 KiB a second the ring, of 8
@@ -36,6 +38,9 @@ const SHORT_TURN: Duration = Duration::from_millis(1);
 /// Turns that short in a row, and how many come back in a second. A build would take a tenth of a
 /// CPU.
 const SHORT_TURNS: u32 = 40;
+
+/// A copy this old has no sample: they come one behind the other.
+const OF_NO_SAMPLE_NS: u64 = 1_000_000_000;
 
 /// The running kernel side.
 pub struct EbpfSampler {
@@ -52,6 +57,8 @@ pub struct EbpfSampler {
     /// Counters that were asked for.
     counters: Vec<PerfCounter>,
     ring: RingBuf<MapData>,
+    /// By CPU: a copy whose sample comes next, and when it was taken.
+    copies: HashMap<u32, (u64, Copy)>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
     events: BTreeMap<u32, Vec<PerfEvent>>,
@@ -120,6 +127,7 @@ impl EbpfSampler {
             sched,
             counters,
             ring,
+            copies: HashMap::new(),
             wakeups,
             events: BTreeMap::new(),
             paces: BTreeMap::new(),
@@ -330,13 +338,25 @@ impl Sampler for EbpfSampler {
             left = left.saturating_sub(record.len());
             let start = batch.frames.len();
             match record::decode(&record, &mut batch.frames) {
-                Ok(header) => batch.push(header, start, None),
+                Ok(Record::Framed(header)) => {
+                    let is_sample = header.kind == RecordKind::Sample as u8;
+                    let copy = is_sample.then(|| self.copies.remove(&header.cpu)).flatten();
+                    let copy = copy.filter(|(time_ns, _)| *time_ns == header.time_ns);
+                    batch.push(header, start, copy.map(|(_, copy)| copy));
+                }
+                Ok(Record::Copy { of, cursor, stack }) => {
+                    let stack = Zeroizing::new(stack.to_vec());
+                    self.copies.insert(of.cpu, (of.time_ns, Copy { cursor, stack }));
+                }
                 Err(_) => batch.malformed += 1,
             }
             if left == 0 {
                 break;
             }
         }
+        // There was no room for the samples of those that have been here for long.
+        let oldest_ns = now_ns().saturating_sub(OF_NO_SAMPLE_NS);
+        self.copies.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
         for event in self.events.values_mut().filter_map(|events| events.first_mut()) {
             event.drain(&mut self.buffer, |record| batch.events.extend(side_band::decode(record)));
         }
@@ -350,6 +370,10 @@ impl Sampler for EbpfSampler {
             let _ = event.disable();
         }
         self.object.stop_watching();
+    }
+
+    fn copy_at_most(&self, bytes: usize) {
+        self.object.copy_at_most(bytes);
     }
 
     fn forget(&self, place: u32, number: u64) {

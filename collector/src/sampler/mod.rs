@@ -22,7 +22,7 @@ use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{Counter, Waiting};
 use stackwire_model::{Event, NoBpf};
 
-pub use self::drained::{Batch, Copied, RawSample};
+pub use self::drained::{Batch, Copy, RawSample};
 pub use self::ebpf::EbpfSampler;
 pub use self::load_error::{BTF_PATH, LoadError};
 pub use self::object::Filter;
@@ -160,6 +160,9 @@ pub trait Sampler: fmt::Debug {
     /// Told how many stacks were walked since the last time, and how many went on behind their
     /// copy.
     fn note_cut(&mut self, _tally: Tally) {}
+
+    /// Has the eBPF programs copy at most so many bytes of a stack that cannot be walked yet.
+    fn copy_at_most(&self, _bytes: usize) {}
 
     /// Threads that wait, each with its id; from kernel 5.19 on it takes no capability.
     fn waiting(&self) -> Vec<(u32, Waiting)> {

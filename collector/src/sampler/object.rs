@@ -16,8 +16,8 @@ use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
-    COUNTERS_PER_CPU, Config, Counter, MAX_CPUS, MAX_EVENTS, PICK, Picker, SAMPLE, TOLD_STACKS,
-    Unwind, WALK, Waiting,
+    COPY, COUNTERS_PER_CPU, Config, Counter, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK, Picker,
+    SAMPLE, TOLD_STACKS, Unwind, WALK, Waiting,
 };
 use zerocopy::IntoBytes;
 
@@ -58,6 +58,8 @@ pub struct Object {
     ebpf: Ebpf,
     counters: Mapped,
     pickers: Mapped,
+    /// Bytes of stacks that are copied now.
+    copy_bytes: Mapped,
     /// `None`: waits are not recorded.
     told: Option<Mapped>,
     /// With each wait it is recorded who ended it.
@@ -144,10 +146,16 @@ impl Object {
         if adds_up {
             others.extend(SCHEDULER.map(|(name, _)| name));
         }
+        let copies = config.stack_copies != 0 && config.unwind != FRAME_POINTERS;
+        if copies {
+            others.push("copy_stack");
+        }
         verify(&mut ebpf, walk, &others, &types)?;
         let mut stages = take_stages(&mut ebpf, "STAGES")?;
         let pick = (config.counted != 0).then_some((PICK, "pick"));
-        for (place, name) in [(SAMPLE, "sample"), (WALK, walk)].into_iter().chain(pick) {
+        let copy = copies.then_some((COPY, "copy_stack"));
+        let stages_of = [(SAMPLE, "sample"), (WALK, walk)].into_iter().chain(pick).chain(copy);
+        for (place, name) in stages_of {
             let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
             stages.set(place, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
         }
@@ -179,10 +187,14 @@ impl Object {
         let read_only = |name: &str, bytes: usize| mapped(&ebpf, name, bytes, Mapped::read_only);
         let counters = read_only("COUNTERS", MAX_CPUS as usize * COUNTERS_PER_CPU as usize * 8)?;
         let pickers = read_only("PICKERS", MAX_CPUS as usize * MAX_EVENTS * size_of::<Picker>())?;
+        let copy_bytes = mapped(&ebpf, "COPY_BYTES", 8, Mapped::read_write)?;
+        // The first samples come before anybody looks.
+        copy_bytes.atomic(0).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
         let told = || mapped(&ebpf, "TOLD", TOLD_STACKS as usize * 8, Mapped::read_write);
         let told = waits.then(told).transpose()?;
         let watching = Watching::default();
-        Ok(Self { ebpf, counters, pickers, told, wakers, answers, _stages: all_stages, watching })
+        let _stages = all_stages;
+        Ok(Self { ebpf, counters, pickers, copy_bytes, told, wakers, answers, _stages, watching })
     }
 
     /// Lets samples of these processes through.
@@ -275,6 +287,11 @@ impl Object {
             let program: Result<&mut RawTracePoint, _> = program(&mut self.ebpf, name);
             let _ = program.map(|program| program.detach(link));
         }
+    }
+
+    /// Has at most so many bytes of a stack copied from now on.
+    pub fn copy_at_most(&self, bytes: usize) {
+        self.copy_bytes.atomic(0).store(bytes as u64, Ordering::Relaxed);
     }
 
     /// Has the kernel side tell of a stack again, by its number and the place it is noted in.

@@ -315,13 +315,11 @@ impl Sampler for PerfSampler {
     fn drain(&mut self, batch: &mut Batch) {
         self.opened.clear();
         self.looked_at = 0;
-        let mut bytes = std::mem::take(&mut batch.bytes);
-        let (from, first_event) = (bytes.len(), batch.events.len());
-        self.rings.drain(&mut bytes);
-        for (at, record) in records(&bytes, from) {
-            self.seen.take(record, at, &self.by_id, batch);
+        let first_event = batch.events.len();
+        let bytes = self.rings.drain();
+        for (_, record) in records(&bytes, 0) {
+            self.seen.take(record, &self.by_id, batch);
         }
-        batch.bytes = bytes;
         if matches!(self.tasks, Tasks::Processes { follow: true }) {
             // Of those that are watched alone: their parents may end before them.
             for event in &batch.events[first_event..] {

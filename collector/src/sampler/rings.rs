@@ -14,6 +14,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use stackwire_model::Event;
 use stackwire_rights::capabilities;
+use zeroize::Zeroizing;
 
 use super::{SamplerError, open_error};
 use crate::priority::Raised;
@@ -50,9 +51,10 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Inner {
     rings: BTreeMap<u32, Ring>,
-    /// Records, one behind the other, each with its header.
-    taken: Vec<u8>,
-    buffer: Vec<u8>,
+    /// Records, one behind the other, each with its header. They hold memory of processes, which is
+    /// wiped.
+    taken: Zeroizing<Vec<u8>>,
+    buffer: Zeroizing<Vec<u8>>,
     /// How often the thread was called, and how many of the calls it has answered.
     calls: u64,
     answers: u64,
@@ -125,10 +127,11 @@ impl Rings {
         self.shared.lock().rings.get(&cpu).map(|ring| open(&ring.event)).transpose()
     }
 
-    /// Moves all records that came behind `to`, each with its header.
+    /// Takes all records that came, each with its header.
     ///
-    /// The thread takes them: whoever is interrupted between lock and unlock keeps it waiting.
-    pub fn drain(&self, to: &mut Vec<u8>) {
+    /// The thread takes them out of the rings: whoever is interrupted between lock and unlock keeps
+    /// it waiting.
+    pub fn drain(&self) -> Zeroizing<Vec<u8>> {
         let mut inner = self.shared.lock();
         inner.calls += 1;
         let call = inner.calls;
@@ -136,9 +139,7 @@ impl Rings {
         let late = |inner: &mut Inner| inner.answers < call;
         let waited = self.shared.answered.wait_timeout_while(inner, PATIENCE, late);
         let (mut inner, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let mut taken = std::mem::take(&mut inner.taken);
-        drop(inner);
-        to.append(&mut taken);
+        std::mem::take(&mut inner.taken)
     }
 
     /// Looks at all records that have come and were not drained; returns how many bytes they have.
@@ -197,10 +198,20 @@ impl Inner {
         let Self { rings, taken, buffer, .. } = self;
         for ring in rings.values_mut() {
             if taken.len() < MAX_TAKEN {
-                ring.event.drain(buffer, |record| taken.extend_from_slice(record));
+                ring.event.drain(buffer, |record| append(taken, record));
             }
         }
     }
+}
+
+/// As `extend_from_slice`, which leaves behind what was there where it moves to more memory.
+fn append(to: &mut Zeroizing<Vec<u8>>, bytes: &[u8]) {
+    if to.capacity() - to.len() < bytes.len() {
+        let mut larger = Vec::with_capacity((to.len() + bytes.len()) * 2);
+        larger.extend_from_slice(to);
+        *to = Zeroizing::new(larger);
+    }
+    to.extend_from_slice(bytes);
 }
 
 /// Records in bytes from `from` on, each with where it begins.

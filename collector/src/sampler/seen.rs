@@ -4,14 +4,16 @@
 
 use std::collections::HashMap;
 
+use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::{
     KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader, UserEnd,
 };
+use zeroize::Zeroizing;
 
 use super::drained::{Batch, Copy};
 use crate::host::pid_namespace;
 use crate::sources::perf_event::{Contents, PerfEvent};
-use crate::sources::perf_sample::{PerfSample, SAMPLE};
+use crate::sources::perf_sample::{PerfSample, Registers, SAMPLE};
 use crate::sources::side_band::{self, Change, without_id};
 
 /// What came out of the rings so far.
@@ -68,14 +70,8 @@ impl Seen {
         }
     }
 
-    /// Takes a record, header first, that begins there in what the batch keeps.
-    pub fn take(
-        &mut self,
-        record: &[u8],
-        at: usize,
-        by_id: &HashMap<u64, Place>,
-        batch: &mut Batch,
-    ) {
+    /// Takes a record, header first.
+    pub fn take(&mut self, record: &[u8], by_id: &HashMap<u64, Place>, batch: &mut Batch) {
         if record.first_chunk() != Some(&SAMPLE.to_ne_bytes()) {
             let event = side_band::decode(without_id(record));
             batch.events.extend(event.map(|mut event| {
@@ -105,7 +101,7 @@ impl Seen {
             }
             Ok(sample) => {
                 self.samples += 1;
-                add(&sample, at, *number, batch);
+                add(&sample, record, *number, batch);
             }
             Err(_) => {
                 self.samples += 1;
@@ -116,7 +112,7 @@ impl Seen {
 }
 
 /// Adds a sample to those that are to be walked, or that the kernel has walked.
-fn add(sample: &PerfSample<'_>, at: usize, event: u8, batch: &mut Batch) {
+fn add(sample: &PerfSample<'_>, record: &[u8], event: u8, batch: &mut Batch) {
     let start = batch.frames.len();
     batch.frames.extend(sample.user().take(if sample.compat { 1 } else { MAX_USER_FRAMES }));
     let user_frames = batch.frames.len() - start;
@@ -146,6 +142,9 @@ fn add(sample: &PerfSample<'_>, at: usize, event: u8, batch: &mut Batch) {
         event,
         ..SampleHeader::default()
     };
-    let stack = at + sample.stack.start..at + sample.stack.end;
-    batch.push(header, start, sample.registers.map(|registers| Copy { registers, stack }));
+    let copy = sample.registers.map(|Registers { by_number, ip }| {
+        let cursor = Cursor { registers: by_number, ip, known: 0xffff, exact: 1, ..<_>::default() };
+        Copy { cursor, stack: Zeroizing::new(record[sample.stack.clone()].to_vec()) }
+    });
+    batch.push(header, start, copy);
 }

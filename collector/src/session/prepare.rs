@@ -7,8 +7,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire_collector_ebpf as abi;
-use stackwire_model::{AddUp, Share, Unwind as Walk, WaitState};
+use stackwire_model::{AddUp, Share, StackCopies, Unwind as Walk, WaitState};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
@@ -74,12 +75,15 @@ pub(super) fn prepare(
     processes.scan();
     // The threads that bring tables would inherit it.
     drop(raised);
-    let mut copied = None;
+    let mut late = None;
     let unwind = match config.unwind {
         Walk::FramePointers => None,
         _ => {
-            let (tables, walks_copies) = side.take_tables(config, &sources.broker)?;
-            copied = walks_copies;
+            let (tables, walks) = side.take_tables(config, &sources.broker)?;
+            late = walks;
+            if late.is_some() {
+                leave_no_core_file();
+            }
             let unwind = Unwind::start(tables, sources, &mut processes, wanted.is_some());
             let error = |error| SessionError::Internal(format!("cannot set up unwinding: {error}"));
             Some(unwind.map_err(error)?)
@@ -131,7 +135,7 @@ pub(super) fn prepare(
     let mut perf = None;
     if let Side::Perf(sampler, _) = &side {
         sampling.kernel_excluded = sampler.contents().kernel == Kernel::Excluded;
-        perf = Some(PerfSamples::new(copied));
+        perf = Some(PerfSamples::default());
     }
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
@@ -177,6 +181,7 @@ pub(super) fn prepare(
         processes,
         unwind,
         perf,
+        late,
         layout,
         names,
         identity,
@@ -190,6 +195,16 @@ pub(super) fn prepare(
         epoch_length: config.epoch,
     });
     Ok((wire::hello(&head), pipeline))
+}
+
+/// Copies of stacks are in this process's memory. One byte: it is less than a file takes, and
+/// where cores are piped to a program, the kernel looks at no other limit (`do_coredump` of
+/// fs/coredump.c).
+fn leave_no_core_file() {
+    let Rlimit { maximum, .. } = getrlimit(Resource::Core);
+    let current = Some(maximum.unwrap_or(1).min(1));
+    // A soft limit below the hard one is never refused.
+    let _ = setrlimit(Resource::Core, Rlimit { current, maximum });
 }
 
 /// Has Python processes name their functions. Those that were chosen one by one have to.
@@ -246,6 +261,7 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
         Walk::FramePointers => abi::Unwind::FramePointers,
     };
     filter.config.unwind = walk as u32;
+    filter.config.stack_copies = (config.stack_copies == StackCopies::Auto).into();
     let mut wanted = None;
     match &config.scope {
         Scope::All => filter.config.scope = abi::Scope::All as u32,

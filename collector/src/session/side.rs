@@ -4,17 +4,18 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use stackwire_model::{NoBpf, Source, Unwind as Walk};
+use stackwire_model::{NoBpf, Source, StackCopies, Unwind as Walk};
 
 use super::{SessionError, as_user};
 use crate::config::{Config, ConfigError, Scope};
 use crate::helpers::broker::Broker;
+use crate::late::{Begun, LateWalks};
 use crate::sampler::{
     EbpfSampler, Filter, PerfSampler, Sampler, SamplerError, Tasks, opens_events_later,
 };
 use crate::sources::perf_event::{Contents, Kernel, Sampled};
 use crate::sources::tracepoint;
-use crate::unwind::{CopiedStacks, Descriptors};
+use crate::unwind::{Code, CopiedStacks, Descriptors};
 
 /// Bytes of user stacks that are copied at first: of programs of a few dozen frames nearly all.
 const STACK_BYTES: u32 = 8 << 10;
@@ -72,22 +73,24 @@ impl Side {
         }
     }
 
-    /// The maps of unwind tables, once, and what walks copied stacks by them.
+    /// The maps of unwind tables, once, and what walks on in copied stacks by them.
     pub(super) fn take_tables(
         &mut self,
         config: &Config,
         broker: &Arc<Broker>,
-    ) -> Result<(Descriptors, Option<CopiedStacks>), SessionError> {
+    ) -> Result<(Descriptors, Option<LateWalks>), SessionError> {
         let failed = |error| SessionError::Internal(format!("cannot set up unwinding: {error}"));
-        match self {
-            Self::Ebpf(sampler) => Ok((sampler.take_tables()?, None)),
-            Self::Perf(..) => {
-                let tables = Descriptors::in_memory().map_err(failed)?;
-                let guesses = config.unwind == Walk::Auto;
-                let copied = CopiedStacks::new(&tables, Arc::clone(broker), guesses);
-                Ok((tables, Some(copied.map_err(failed)?)))
-            }
+        let (tables, begun) = match self {
+            Self::Ebpf(sampler) => (sampler.take_tables()?, Begun::ByTables),
+            Self::Perf(..) => (Descriptors::in_memory().map_err(failed)?, Begun::ByFramePointers),
+        };
+        if begun == Begun::ByTables && config.stack_copies == StackCopies::Off {
+            return Ok((tables, None));
         }
+        // With eBPF, whoever may read a process's memory has given that right up.
+        let code = (begun == Begun::ByFramePointers).then(|| Code::new(Arc::clone(broker)));
+        let walker = CopiedStacks::new(&tables, code, config.unwind == Walk::Auto);
+        Ok((tables, Some(LateWalks::new(walker.map_err(failed)?, begun))))
     }
 
     /// For the pipeline.

@@ -2,7 +2,10 @@
 //!
 //! Called by `sampler/mod.rs` for every record.
 
-use stackwire_collector_ebpf::{MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader};
+use stackwire_collector_ebpf::unwind::Cursor;
+use stackwire_collector_ebpf::{
+    CopyHead, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RecordKind, SampleHeader,
+};
 use zerocopy::FromBytes;
 
 /// A record that is not what the eBPF side writes.
@@ -13,13 +16,36 @@ pub struct MalformedRecord {
     pub length: usize,
 }
 
+/// What a record has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Record<'a> {
+    /// A sample, a stack or a wait, whose words were appended.
+    Framed(SampleHeader),
+    /// A part of a stack that is to be walked on, of the sample with this time and CPU.
+    Copy {
+        /// Head of the sample: its time and its CPU.
+        of: SampleHeader,
+        /// The frame whose caller is not known.
+        cursor: Cursor,
+        /// Memory from its stack pointer on.
+        stack: &'a [u8],
+    },
+}
+
 /// Decodes a record; appends its user frames, then its kernel frames to `frames`.
 ///
 /// # Errors
 /// When the lengths do not add up; `frames` is left as it was.
-pub fn decode(record: &[u8], frames: &mut Vec<u64>) -> Result<SampleHeader, MalformedRecord> {
+pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>, MalformedRecord> {
     let malformed = MalformedRecord { length: record.len() };
     let Ok((header, tail)) = SampleHeader::read_from_prefix(record) else { return Err(malformed) };
+    if header.kind == RecordKind::Copy as u8 {
+        let Ok((CopyHead { cursor, bytes }, tail)) = CopyHead::read_from_prefix(tail) else {
+            return Err(malformed);
+        };
+        let stack = usize::try_from(bytes).ok().and_then(|bytes| tail.get(..bytes));
+        return stack.map(|stack| Record::Copy { of: header, cursor, stack }).ok_or(malformed);
+    }
     let (user, kernel) = (usize::from(header.user_frames), usize::from(header.kernel_frames));
     if user > MAX_USER_FRAMES || kernel > MAX_KERNEL_FRAMES || tail.len() < (user + kernel) * 8 {
         return Err(malformed);
@@ -27,7 +53,7 @@ pub fn decode(record: &[u8], frames: &mut Vec<u64>) -> Result<SampleHeader, Malf
     // The ring rounds lengths up to 8, so there is no tail beyond the frames worth a complaint.
     let (tail, _rounded) = tail.as_chunks();
     frames.extend(tail[..user + kernel].iter().map(|frame| u64::from_ne_bytes(*frame)));
-    Ok(header)
+    Ok(Record::Framed(header))
 }
 
 /// A thread's name as text.
@@ -66,10 +92,25 @@ mod tests {
             record.extend(frame.to_ne_bytes());
         }
         let mut frames = vec![9];
-        let header = decode(&record, &mut frames).unwrap();
+        let Record::Framed(header) = decode(&record, &mut frames).unwrap() else { panic!() };
         assert_eq!((header.time_ns, header.pid, frames), (5, 77, vec![9, 1, 2, 3]));
         assert_eq!(comm_text(&header.comm), "node");
         assert!(decode(&record[..record.len() - 8], &mut Vec::new()).is_err());
+    }
+
+    #[test]
+    fn a_copied_stack_is_as_long_as_it_says() {
+        let mut record = vec![0; HEADER + size_of::<CopyHead>()];
+        record[..8].copy_from_slice(&5u64.to_ne_bytes());
+        record[55] = RecordKind::Copy as u8;
+        let length = record.len() - 8;
+        record[length..].copy_from_slice(&3u64.to_ne_bytes());
+        assert!(decode(&record, &mut Vec::new()).is_err());
+        record.extend([1, 2, 3, 4]);
+        let Record::Copy { of, stack, .. } = decode(&record, &mut Vec::new()).unwrap() else {
+            panic!()
+        };
+        assert_eq!((of.time_ns, stack), (5, &[1, 2, 3][..]));
     }
 
     proptest! {

@@ -1,31 +1,22 @@
 //! Walks a copied stack by the tables, as the eBPF programs walk a live one: with the same
-//! [`TableWalk::up`]. Called by `perf_samples.rs`.
+//! [`TableWalk::up`]. Called by `late.rs`.
 
-use std::collections::HashMap;
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::sync::Arc;
-use std::time::Duration;
 
 use stackwire_collector_ebpf::arch::{RSP, SignalFrame};
 use stackwire_collector_ebpf::frame::{AGAIN, Elsewhere, NOT_CALLED, TableWalk};
-use stackwire_collector_ebpf::tables::Mapping;
+use stackwire_collector_ebpf::tables::{Mapping, state};
 use stackwire_collector_ebpf::unwind::{Cursor, GO_ON, guessed};
 use stackwire_collector_ebpf::{CopiedStack, INTERRUPTED, MAX_USER_FRAMES, Memory, UserEnd};
 use stackwire_model::UserAddr;
 
+use super::code::Code;
 use super::maps::Descriptors;
+use super::processes::Held;
 use super::reader::Reader;
-use crate::helpers::broker::Broker;
-use crate::process::executable::Kind;
-use crate::process::{Process, Wanted};
-use crate::sampler::Copied;
+use crate::process::Process;
+use crate::sampler::Copy;
 
-/// Files whose code is read, kept open.
-const MAX_FILES: usize = 64;
-/// How long a file may take to open.
-const AT_MOST: Duration = Duration::from_millis(50);
 /// Walks again when tables were replaced meanwhile.
 const TRIES: usize = 3;
 /// Stacks that say whether copies are large enough.
@@ -40,10 +31,20 @@ const OVERLAP: usize = 2;
 #[derive(Debug)]
 pub struct CopiedStacks {
     tables: Reader,
-    code: Code,
+    /// None: stacks that code has to be looked at for end there.
+    code: Option<Code>,
     /// Code made at run time is walked by frame pointers.
     guesses: bool,
     tally: Tally,
+}
+
+/// Whose stack it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Of<'a> {
+    /// The process, as it was when the stack was copied.
+    pub process: &'a Process,
+    /// What it had mapped then.
+    pub held: &'a Held,
 }
 
 /// How many stacks were walked.
@@ -62,8 +63,7 @@ impl CopiedStacks {
     ///
     /// # Errors
     /// When they cannot be mapped.
-    pub fn new(maps: &Descriptors, broker: Arc<Broker>, guesses: bool) -> io::Result<Self> {
-        let code = Code { broker, memory: None, files: HashMap::new() };
+    pub fn new(maps: &Descriptors, code: Option<Code>, guesses: bool) -> io::Result<Self> {
         Ok(Self { tables: Reader::new(maps)?, code, guesses, tally: Tally::default() })
     }
 
@@ -73,19 +73,37 @@ impl CopiedStacks {
         (self.tally.walked >= LEAST_WALKED).then(|| std::mem::take(&mut self.tally))
     }
 
-    /// Walks a stack of a process; leaf first into `frames`, as the eBPF programs write them.
-    /// `by_frame_pointers`: what the kernel found, which goes on behind the copy.
+    /// Number of the executable that was looked up last: where there is no table yet, its own.
+    #[must_use]
+    pub fn looked_up_last(&self) -> u32 {
+        self.tables.executable
+    }
+
+    /// Whether it is known by now if an executable has a table.
+    pub fn has_come(&mut self, executable: u32) -> bool {
+        self.tables.state_of(executable) != Some(state::NOT_YET)
+    }
+
+    /// See [`Reader::rest`].
+    pub fn rest(&mut self) {
+        self.tables.rest();
+    }
+
+    /// Walks on from the last of the frames that are `known`, leaf first into `frames`, as the eBPF
+    /// programs write them. `by_frame_pointers`: what the kernel found, which goes on behind the
+    /// copy.
     pub fn walk(
         &mut self,
-        copied: &Copied<'_>,
-        process: &Process,
-        by_frame_pointers: &[u64],
+        copy: &Copy,
+        of: Of<'_>,
+        (known, by_frame_pointers): (&[u64], &[u64]),
         frames: &mut Vec<u64>,
     ) -> UserEnd {
         for _ in 0..TRIES {
             frames.clear();
+            frames.extend_from_slice(known);
             let generation = self.tables.generation();
-            let (end, cut) = self.walk_once(copied, process, frames);
+            let (end, cut) = self.walk_once(copy, of, frames);
             if self.tables.generation() != generation {
                 continue;
             }
@@ -96,41 +114,26 @@ impl CopiedStacks {
             if !cut {
                 return user_end(end);
             }
-            let end = self.go_on(process, by_frame_pointers, frames);
+            let end = self.go_on(of, by_frame_pointers, frames);
             if end == UserEnd::CopyEnded {
                 self.tally.cut += 1;
-                let bytes = copied.stack.len() as u32;
+                let bytes = copy.stack.len() as u32;
                 self.tally.largest_cut = self.tally.largest_cut.max(bytes);
             }
             return end;
         }
-        frames.truncate(1);
+        frames.clear();
+        frames.extend_from_slice(known);
         UserEnd::TablesReplaced
     }
 
     /// The end, and whether it is that of the copy.
-    fn walk_once(
-        &mut self,
-        copied: &Copied<'_>,
-        process: &Process,
-        frames: &mut Vec<u64>,
-    ) -> (u64, bool) {
-        let registers = copied.registers;
-        let cursor = Cursor {
-            registers: registers.by_number,
-            ip: registers.ip,
-            known: 0xffff,
-            exact: 1,
-            // Registers that perf does not copy: fs and gs.
-            thread: 0,
-            guessed: guessed::NOT,
-        };
-        frames.push(cursor.ip);
-        let Some(mut walk) = self.begin(cursor, process) else {
-            return (UserEnd::NoMappingsYet as u64, false);
-        };
-        let stack = CopiedStack::new(copied.stack, cursor.registers[RSP as usize]);
-        let mut memory = Copy { stack, code: &mut self.code, process };
+    fn walk_once(&mut self, copy: &Copy, of: Of<'_>, frames: &mut Vec<u64>) -> (u64, bool) {
+        let cursor = copy.cursor;
+        let mut walk = self.begin(cursor, of);
+        let stack = CopiedStack::new(&copy.stack, cursor.registers[RSP as usize]);
+        let code = self.code.as_mut();
+        let mut memory = Memories { stack, code, process: of.process, code_is_missing: false };
         let mut is_elsewhere = false;
         loop {
             if frames.len() == MAX_USER_FRAMES {
@@ -139,7 +142,16 @@ impl CopiedStacks {
             memory.stack.leaves(&walk.cursor);
             memory.stack.cut = false;
             let sp = walk.cursor.registers[RSP as usize];
-            match walk.up(&mut self.tables, &mut memory, self.guesses, |_| Elsewhere::Nothing) {
+            let is_guessed = walk.cursor.guessed != guessed::NOT;
+            let end = walk.up(&mut self.tables, &mut memory, self.guesses, |_| Elsewhere::Nothing);
+            match end {
+                // Code was to decide about this frame, and cannot be read.
+                _ if memory.code_is_missing => {
+                    if is_guessed {
+                        frames.pop();
+                    }
+                    return (UserEnd::NotCopied as u64, false);
+                }
                 GO_ON => {
                     let mark = if walk.cursor.exact != 0 { INTERRUPTED } else { 0 };
                     let above = walk.cursor.registers[RSP as usize].wrapping_sub(sp);
@@ -161,31 +173,33 @@ impl CopiedStacks {
         }
     }
 
-    fn begin(&self, cursor: Cursor, process: &Process) -> Option<TableWalk> {
-        let (first, count) = self.tables.process(process.pid)?;
+    fn begin(&self, cursor: Cursor, of: Of<'_>) -> TableWalk {
         let generation = self.tables.generation();
         // Of nothing.
         let mapping = Mapping { start: 1, end: 0, word: 0 };
         let signal = SignalFrame::default();
-        Some(TableWalk { cursor, mapping, first, count, generation, signal })
+        TableWalk {
+            cursor,
+            mapping,
+            first: of.held.first,
+            count: of.held.count,
+            generation,
+            signal,
+        }
     }
 
     /// Behind the end of a copy goes on what the kernel found by frame pointers, where both agree
     /// on the frames before.
-    fn go_on(
-        &mut self,
-        process: &Process,
-        by_frame_pointers: &[u64],
-        frames: &mut Vec<u64>,
-    ) -> UserEnd {
+    fn go_on(&mut self, of: Of<'_>, by_frame_pointers: &[u64], frames: &mut Vec<u64>) -> UserEnd {
         let Some(rest) = rest_of(frames, by_frame_pointers) else { return UserEnd::CopyEnded };
         frames.extend(rest.iter().take(MAX_USER_FRAMES - frames.len()));
         // Frame pointers end in any word that is none: only the code tells a thread's first
         // function.
         let last = frames.last().copied().unwrap_or(0);
         let cursor = Cursor { ip: last, ..Cursor::default() };
-        let Some(mut walk) = self.begin(cursor, process) else { return UserEnd::CopyEnded };
-        let mut memory = Copy { stack: CopiedStack::new(&[], 0), code: &mut self.code, process };
+        let mut walk = self.begin(cursor, of);
+        let (stack, code) = (CopiedStack::new(&[], 0), self.code.as_mut());
+        let mut memory = Memories { stack, code, process: of.process, code_is_missing: false };
         let end = walk.up(&mut self.tables, &mut memory, false, |_| Elsewhere::Nothing);
         if end == UserEnd::Root as u64 { UserEnd::Root } else { UserEnd::CopyEnded }
     }
@@ -232,62 +246,27 @@ fn user_end(end: u64) -> UserEnd {
 }
 
 /// The copy, and the code of the process.
-struct Copy<'a> {
+struct Memories<'a> {
     stack: CopiedStack<'a>,
-    code: &'a mut Code,
+    code: Option<&'a mut Code>,
     process: &'a Process,
+    /// Code was asked for, and there was none.
+    code_is_missing: bool,
 }
 
-impl Memory for Copy<'_> {
+impl Memory for Memories<'_> {
     fn word(&mut self, address: u64) -> Option<u64> {
-        let word = self.stack.word(address).or_else(|| self.code.word(self.process, address));
+        let word = self.stack.word(address);
+        let word = word.or_else(|| self.code.as_mut()?.word(self.process, address));
         if word.is_none() {
             self.stack.missed(address);
+            self.code_is_missing |= self.process.mapping(UserAddr(address)).is_some();
         }
         word
     }
 
     fn words<const N: usize>(&mut self, address: u64, to: &mut [u64; N]) -> bool {
         self.stack.words(address, to)
-    }
-}
-
-/// Code of processes: what is in front of return addresses is looked at where frame pointers are
-/// followed. Read from the process, if that is allowed and it lives, else from the file.
-#[derive(Debug)]
-struct Code {
-    broker: Arc<Broker>,
-    /// Of the process asked about last.
-    memory: Option<(u64, Option<File>)>,
-    /// By the number of the executable.
-    files: HashMap<u64, Option<File>>,
-}
-
-impl Code {
-    fn word(&mut self, process: &Process, address: u64) -> Option<u64> {
-        let mapping = process.mapping(UserAddr(address))?;
-        if self.memory.as_ref().is_none_or(|(image, _)| *image != process.image) {
-            let memory = File::open(format!("/proc/{}/mem", process.pid)).ok();
-            self.memory = Some((process.image, memory));
-        }
-        let mut bytes = [0; 8];
-        if let Some((_, Some(memory))) = &self.memory
-            && memory.read_exact_at(&mut bytes, address).is_ok()
-        {
-            return Some(u64::from_le_bytes(bytes));
-        }
-        let Kind::File { path, .. } = &mapping.executable.kind else { return None };
-        if self.files.len() >= MAX_FILES {
-            self.files.clear();
-        }
-        let file = self.files.entry(mapping.executable.id).or_insert_with(|| {
-            let (pid, path) = (process.pid, path.clone());
-            let wanted = Wanted::Mapped { pid, start: mapping.start, end: mapping.end, path };
-            self.broker.open_within(&wanted, AT_MOST).ok()
-        });
-        let at = mapping.offset(UserAddr(address)).0;
-        file.as_ref()?.read_exact_at(&mut bytes, at).ok()?;
-        Some(u64::from_le_bytes(bytes))
     }
 }
 

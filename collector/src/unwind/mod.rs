@@ -4,10 +4,11 @@
 //! `processes.rs` tells what is mapped where, `known.rs` which file is which executable,
 //! `catalog.rs` numbers executables and lays out their tables, `loader.rs` brings them from
 //! `disk.rs` or from the unwind compiler (`helpers/`), a process without privileges; `no_table.rs`
-//! has the reasons why there is none. `copied.rs` walks stacks that perf events copied, by the same
-//! tables, which `reader.rs` reads. Called by `session.rs` and `pipeline.rs`.
+//! has the reasons why there is none. `copied.rs` walks copied stacks by the same tables,
+//! which `reader.rs` reads; `code.rs` reads code for it. Called by `session.rs` and `pipeline.rs`.
 
 mod catalog;
+mod code;
 mod copied;
 mod disk;
 mod known;
@@ -23,22 +24,25 @@ mod space;
 use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use self::catalog::Catalog;
 pub use self::catalog::Stats;
-pub use self::copied::{CopiedStacks, Tally};
+pub use self::code::Code;
+pub use self::copied::{CopiedStacks, Of, Tally};
 use self::loader::Loader;
 pub use self::maps::Descriptors;
 pub use self::no_table::NoTable;
+pub use self::processes::Held;
 use self::processes::Published;
 use crate::clock::now_ns;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
-use crate::process::Processes;
 use crate::process::executable::Kind;
+use crate::process::{Mapping, Processes};
 use crate::sources::side_band::Event;
 
 /// How long a capture of single processes waits for their tables before the first sample.
@@ -123,6 +127,16 @@ impl Unwind {
         if !self.told_ahead.is_empty() {
             self.published.preview(processes, ahead, &self.told_ahead);
         }
+    }
+
+    /// See [`Published::hold`].
+    pub fn hold(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>) -> Option<Held> {
+        self.published.hold(pid, mappings)
+    }
+
+    /// See [`Published::release_held`].
+    pub fn release(&mut self, held: Held) {
+        self.published.release_held(held);
     }
 
     /// Forgets processes that were forgotten.

@@ -42,6 +42,16 @@ pub struct Published {
     taken: HashMap<Owner, u32>,
 }
 
+/// Mappings that stay where they are until they are [released](Published::release_held).
+#[derive(Debug)]
+pub struct Held {
+    area: *const Vec<Mapping>,
+    /// Number of the first.
+    pub first: u32,
+    /// How many there are.
+    pub count: u32,
+}
+
 #[derive(Debug)]
 struct Place {
     slot: u32,
@@ -107,6 +117,18 @@ impl Published {
         for pid in gone {
             self.withdraw(pid);
         }
+    }
+
+    /// Where these mappings of a process are, for walks of its copied stacks. None: there is no
+    /// room for them.
+    pub fn hold(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>) -> Option<Held> {
+        let (first, count) = self.area(pid, mappings)?;
+        Some(Held { area: Rc::as_ptr(mappings), first, count })
+    }
+
+    /// No walk needs them any more.
+    pub fn release_held(&mut self, held: Held) {
+        self.release(held.area);
     }
 
     fn publish(&mut self, pid: u32, mappings: &Rc<Vec<Mapping>>, since_ns: u64) {

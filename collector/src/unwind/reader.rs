@@ -1,15 +1,15 @@
 //! The tables as whoever walks a copied stack reads them, in the memory that the catalog writes:
 //! what the eBPF programs read through their maps.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use stackwire_collector_ebpf::Rule;
 use stackwire_collector_ebpf::frame::Tables;
 use stackwire_collector_ebpf::tables::{
-    CHUNK, CHUNKS, EXECUTABLES, Executable, MAPPINGS, Mapping, PAGES, PROCESS_PROBES,
-    PROCESS_SLOTS, Process, RULES, first_slot, process_of,
+    CHUNK, CHUNKS, EXECUTABLES, Executable, MAPPINGS, Mapping, PAGES, RULES,
 };
 
 use super::maps::Descriptors;
@@ -18,47 +18,51 @@ use crate::sampler::mapped::Mapped;
 /// All tables.
 #[derive(Debug)]
 pub struct Reader {
-    processes: Mapped,
-    mappings: Mapped,
-    executables: Mapped,
-    pages: Mapped,
-    rows: Mapped,
-    rules: Mapped,
+    mappings: Pieces,
+    executables: Pieces,
+    pages: Pieces,
+    rows: Pieces,
+    rules: Pieces,
     generation: Mapped,
+    /// Number of the executable that was looked up last.
+    pub executable: u32,
     /// What was read last.
     mapping: Mapping,
     rule: Rule,
 }
 
 impl Reader {
-    /// Maps all of them; memory is taken by what is written there.
+    /// Reads these.
     ///
     /// # Errors
     /// The system call's.
     pub fn new(maps: &Descriptors) -> io::Result<Self> {
-        let map = |fd: &OwnedFd, count: u32, size: usize| {
-            Mapped::read_write(fd.as_fd(), count as usize * size)
-        };
         Ok(Self {
-            processes: map(&maps.processes, PROCESS_SLOTS, size_of::<Process>())?,
-            mappings: map(&maps.mappings, MAPPINGS, size_of::<Mapping>())?,
-            executables: map(&maps.executables, EXECUTABLES, size_of::<Executable>())?,
-            pages: map(&maps.pages, PAGES, 8)?,
-            rows: map(&maps.rows, CHUNKS * CHUNK, 4)?,
-            rules: map(&maps.rules, RULES, size_of::<Rule>())?,
-            generation: map(&maps.generation, 1, 8)?,
+            mappings: Pieces::new(&maps.mappings)?,
+            executables: Pieces::new(&maps.executables)?,
+            pages: Pieces::new(&maps.pages)?,
+            rows: Pieces::new(&maps.rows)?,
+            rules: Pieces::new(&maps.rules)?,
+            generation: Mapped::read_write(maps.generation.as_fd(), 8)?,
+            executable: 0,
             mapping: Mapping::default(),
             rule: Rule::default(),
         })
     }
 
-    /// First mapping and number of mappings of a process, if they are known.
-    #[must_use]
-    pub fn process(&self, pid: u32) -> Option<(u32, u32)> {
-        let slots = (0..PROCESS_PROBES).map(|probe| (first_slot(pid) + probe) % PROCESS_SLOTS);
-        let words = slots.map(|slot| word(&self.processes, slot as usize * size_of::<Process>()));
-        let (_, first, count) = words.map(process_of).find(|&(of, ..)| of == pid)?;
-        Some((first, count))
+    /// Gives the memory back that was taken to read. To be called when there is nothing to walk for
+    /// a while.
+    pub fn rest(&mut self) {
+        let Self { mappings, executables, pages, rows, rules, .. } = self;
+        for pieces in [mappings, executables, pages, rows, rules] {
+            pieces.mapped.clear();
+        }
+    }
+
+    /// What is known of an executable.
+    pub fn state_of(&mut self, number: u32) -> Option<u64> {
+        let at = (number < EXECUTABLES).then_some(number as usize * size_of::<Executable>())?;
+        self.executables.word(at + 8)
     }
 
     /// Counts up before what was given back is used again.
@@ -71,35 +75,69 @@ impl Reader {
 impl Tables for Reader {
     fn mapping(&mut self, number: u32) -> Option<&Mapping> {
         let at = (number < MAPPINGS).then_some(number as usize * size_of::<Mapping>())?;
-        let [start, end, word] = [0, 8, 16].map(|part| word(&self.mappings, at + part));
-        self.mapping = Mapping { start, end, word };
+        let [start, end, word] = [0, 8, 16].map(|part| self.mappings.word(at + part));
+        self.mapping = Mapping { start: start?, end: end?, word: word? };
         Some(&self.mapping)
     }
 
     fn executable(&mut self, number: u32) -> Option<(u64, u64)> {
         let at = (number < EXECUTABLES).then_some(number as usize * size_of::<Executable>())?;
-        self.executables.atomic(at + 16).fetch_add(1, Ordering::Relaxed);
-        Some((word(&self.executables, at), word(&self.executables, at + 8)))
+        self.executable = number;
+        self.executables.atomic(at + 16)?.fetch_add(1, Ordering::Relaxed);
+        Some((self.executables.word(at)?, self.executables.word(at + 8)?))
     }
 
     fn page(&mut self, number: u32) -> Option<u64> {
-        (number < PAGES).then(|| word(&self.pages, number as usize * 8))
+        (number < PAGES).then(|| self.pages.word(number as usize * 8))?
     }
 
     fn row(&mut self, number: u32) -> Option<u32> {
         let at = (number < CHUNKS * CHUNK).then_some(number as usize / 2 * 8)?;
-        let two = word(&self.rows, at);
+        let two = self.rows.word(at)?;
         Some((two >> (32 * (number % 2))) as u32)
     }
 
     fn rule(&mut self, number: u32) -> Option<&Rule> {
         let at = (number < RULES).then_some(number as usize * size_of::<Rule>())?;
-        let words: [u64; 3] = [0, 8, 16].map(|part| word(&self.rules, at + part));
-        self.rule = zerocopy::transmute!(words);
+        let [first, second, third] = [0, 8, 16].map(|part| self.rules.word(at + part));
+        self.rule = zerocopy::transmute!([first?, second?, third?]);
         Some(&self.rule)
     }
 }
 
-fn word(of: &Mapped, at: usize) -> u64 {
-    of.atomic(at).load(Ordering::SeqCst)
+/// A table that is mapped piece by piece: all that is mapped of a map of the kernel counts as
+/// memory of this process.
+#[derive(Debug)]
+struct Pieces {
+    of: OwnedFd,
+    mapped: HashMap<usize, Mapped>,
+}
+
+/// Bytes of a piece, and most pieces of a table.
+const PIECE: usize = 64 << 10;
+const MAX_PIECES: usize = 32;
+
+impl Pieces {
+    fn new(of: &OwnedFd) -> io::Result<Self> {
+        Ok(Self { of: of.try_clone()?, mapped: HashMap::new() })
+    }
+
+    fn word(&mut self, at: usize) -> Option<u64> {
+        self.atomic(at).map(|word| word.load(Ordering::SeqCst))
+    }
+
+    /// The eight bytes there. None: they cannot be mapped.
+    fn atomic(&mut self, at: usize) -> Option<&AtomicU64> {
+        let piece = at / PIECE;
+        if !self.mapped.contains_key(&piece) {
+            if self.mapped.len() >= MAX_PIECES
+                && let Some(&other) = self.mapped.keys().next()
+            {
+                self.mapped.remove(&other);
+            }
+            let mapped = Mapped::window(self.of.as_fd(), (piece * PIECE) as u64, PIECE).ok()?;
+            self.mapped.insert(piece, mapped);
+        }
+        Some(self.mapped.get(&piece)?.atomic(at % PIECE))
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args as ClapArgs;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use stackwire::{ContainerId, Event, PodUid, Share, Source, Unwind, WaitState};
+use stackwire::{ContainerId, Event, PodUid, Share, Source, StackCopies, Unwind, WaitState};
 
 use super::outputs::{Outputs, PmuAs};
 use super::symbols::{MetricsOption, SymbolOptions};
@@ -93,6 +93,11 @@ pub struct Record {
     /// stacks are deeper; 32768 to begin with where kernel.perf_event_paranoid is above 2.
     #[arg(long, value_name = "BYTES")]
     pub stack_bytes: Option<u32>,
+    /// Copy the part of a user stack that cannot be walked yet, because its process or the unwind
+    /// table of its code is not known yet, and walk it a moment later, on this host (auto); or end
+    /// such stacks there (off).
+    #[arg(long, value_name = "WHETHER", default_value = "auto", value_parser = PossibleValuesParser::new(StackCopies::ALL.map(StackCopies::name)).try_map(|name| name.parse::<StackCopies>()))]
+    pub stack_copies: StackCopies,
     /// How user stacks are walked: by the tables of their executables, and by frame pointers
     /// through code made at run time (auto); by tables alone (dwarf); by frame pointers alone (fp).
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = PossibleValuesParser::new(Unwind::ALL.map(Unwind::name)).try_map(|name| name.parse::<Unwind>()))]

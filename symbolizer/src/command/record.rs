@@ -231,6 +231,7 @@ fn start(
         .unwind(arguments.unwind)
         .source(arguments.source)
         .stack_bytes(arguments.stack_bytes)
+        .stack_copies(arguments.stack_copies)
         .share_executables(arguments.share_executables)
         .choice(choice(arguments))
         .follow(arguments.follow || command.is_some())

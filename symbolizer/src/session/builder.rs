@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stackwire_cache::Cache;
-use stackwire_model::{AddUp, Choice, Event, OffCpu, Share, Source, Unwind};
+use stackwire_model::{AddUp, Choice, Event, OffCpu, Share, Source, StackCopies, Unwind};
 
 use super::SessionError;
 use super::exporter::{Exporting, MetricsExporter};
@@ -36,6 +36,7 @@ pub struct Builder {
     pub(super) off_cpu: Option<OffCpu>,
     pub(super) sched: AddUp,
     pub(super) kernel_stacks: bool,
+    pub(super) stack_copies: StackCopies,
     pub(super) unwind: Unwind,
     pub(super) source: Source,
     pub(super) stack_bytes: Option<u32>,
@@ -65,6 +66,7 @@ impl Builder {
             off_cpu: None,
             sched: AddUp::Nothing,
             kernel_stacks: true,
+            stack_copies: StackCopies::default(),
             unwind: Unwind::default(),
             source: Source::default(),
             stack_bytes: None,
@@ -210,6 +212,13 @@ impl Builder {
         self
     }
 
+    /// Whether stacks that cannot be walked yet are copied, to be walked a moment later.
+    #[must_use]
+    pub fn stack_copies(mut self, whether: StackCopies) -> Self {
+        self.stack_copies = whether;
+        self
+    }
+
     /// Ends by itself after this long.
     #[must_use]
     pub fn duration(mut self, duration: Duration) -> Self {
@@ -309,6 +318,7 @@ impl Builder {
         if self.profile {
             command.arg("--profile");
         }
+        command.arg(format!("--stack-copies={}", self.stack_copies.name()));
         if let Some(bytes) = self.stack_bytes {
             command.arg(format!("--stack-bytes={bytes}"));
         }

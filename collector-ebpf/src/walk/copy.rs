@@ -1,0 +1,82 @@
+//! Copies the part of a user stack that cannot be walked yet. The collector walks on there once the
+//! mapping or the table is there.
+//!
+//! Called by `sources/perf_event.rs`.
+
+use aya_ebpf::bindings::BPF_RB_AVAIL_DATA;
+use aya_ebpf::helpers::generated::bpf_probe_read_user;
+use stackwire_collector_ebpf::arch::RSP;
+use stackwire_collector_ebpf::{
+    CopyHead, MAX_COPY_BYTES, RING_BYTES, RecordKind, SampleHeader, masked,
+};
+
+use crate::maps::{COPIES, COPY_BYTES, Copied, PAGE, SAMPLES, Scratch, hand_over};
+
+/// Hands a copy over, for the sample in the scratch record, whose walk by tables ended early.
+#[inline(always)]
+pub fn hand_over_copy(scratch: &Scratch) {
+    // A sample without its copy is worth more than a copy that leaves no room for samples.
+    if SAMPLES.query(BPF_RB_AVAIL_DATA as u64) > u64::from(RING_BYTES / 2) {
+        return;
+    }
+    let Some(copied) = COPIES.get_ptr_mut(0) else { return };
+    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, and programs of
+    // perf events do not interrupt each other.
+    let copied = unsafe { &mut *copied };
+    let cursor = &scratch.tables.cursor;
+    let bytes = copy(cursor.registers[RSP as usize], &mut copied.bytes);
+    if bytes == 0 {
+        return;
+    }
+    // Field by field: a whole struct would be copied by a call to memcpy.
+    copied.header.time_ns = scratch.header.time_ns;
+    copied.header.cpu = scratch.header.cpu;
+    copied.header.kind = RecordKind::Copy as u8;
+    let to = &mut copied.head.cursor;
+    for (to, from) in to.registers.iter_mut().zip(&cursor.registers) {
+        *to = *from;
+    }
+    to.ip = cursor.ip;
+    to.known = cursor.known;
+    to.exact = cursor.exact;
+    to.thread = cursor.thread;
+    to.guessed = cursor.guessed;
+    copied.head.bytes = bytes as u64;
+    let length = size_of::<SampleHeader>() + size_of::<CopyHead>() + bytes;
+    // Without room the sample ends where its walk did, which its record says.
+    // SAFETY: `length` is at most the size of what the pointer points to, which the verifier
+    // checks.
+    unsafe { hand_over((copied as *mut Copied).cast(), length) };
+}
+
+/// Copies page by page, up to the first that cannot be read; returns how many bytes.
+#[inline(always)]
+fn copy(sp: u64, to: &mut [u8; MAX_COPY_BYTES + 2 * PAGE]) -> usize {
+    let most = match COPY_BYTES.get(0) {
+        Some(&most) if most <= MAX_COPY_BYTES as u64 => most,
+        _ => 0,
+    };
+    let mut bytes = 0u64;
+    for _ in 0..=MAX_COPY_BYTES / PAGE {
+        if bytes >= most {
+            break;
+        }
+        let at = sp.wrapping_add(bytes);
+        let in_page = PAGE as u64 - (at & (PAGE as u64 - 1));
+        let left = most - bytes;
+        let piece = if in_page < left { in_page } else { left };
+        let place = masked::<{ MAX_COPY_BYTES as u64 - 1 }>(bytes);
+        let length = masked::<{ 2 * PAGE as u64 - 1 }>(piece) as u32;
+        // SAFETY: the place is less than MAX_COPY_BYTES and the length less than two pages, which
+        // is what the array has. The helper checks the address and fails rather than fault.
+        let failed = unsafe {
+            bpf_probe_read_user(to.as_mut_ptr().add(place).cast(), length, at as *const _)
+        };
+        if failed != 0 {
+            break;
+        }
+        bytes += piece;
+    }
+    let bytes = bytes as usize;
+    if bytes > MAX_COPY_BYTES { MAX_COPY_BYTES } else { bytes }
+}
