@@ -79,6 +79,11 @@ impl Batch {
     pub fn advance(&mut self, samples: usize, events: usize) {
         self.events.drain(..events);
         self.samples.drain(..samples);
+        if self.samples.is_empty() {
+            self.frames.clear();
+            self.copies.clear();
+            return;
+        }
         let (mut kept, mut copies) = (Vec::new(), Vec::new());
         for sample in &mut self.samples {
             if let Some(copy) = (sample.copy as usize).checked_sub(1) {

@@ -87,9 +87,13 @@ fn cut(profile: Named<'_>) -> Option<String> {
     let ((end, executable, process), share) = heaviest(&counts)?;
     let executable = executable.map(|id| &profile.executables[id.index()]);
     let name = executable.map(Executable::name).unwrap_or_default();
+    let with_ebpf = !profile.origin.collector.is_empty() && !profile.origin.perf_events;
     let how = match (end, executable) {
         (EndReason::NoMappingsYet | EndReason::NoTableYet, _) => {
             "their processes are young: the next capture has the tables"
+        }
+        (EndReason::CopyEnded | EndReason::NotCopied, _) if with_ebpf => {
+            "their processes are young, and what was copied of their stacks ends there: the next capture has the tables"
         }
         (EndReason::NoMappings, _) => {
             "run the collector with CAP_PERFMON (kernel 6.15 or later) or as root"
