@@ -217,7 +217,7 @@ impl Epoch {
         let now = processes.get(process.pid).filter(|now| now.image == process.image);
         let index = self.process(now.unwrap_or(process));
         let stacks = (
-            self.stack_of(process, user, header.user_end, &unmapped),
+            self.stack_of((index, process), user, header.user_end, &unmapped),
             self.kernel_stack(header.kernel_end, kernel, processes, layout),
         );
         let oldest_ns = self.oldest_late_ns.get_or_insert(header.time_ns);
@@ -330,17 +330,16 @@ impl Epoch {
             Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),
             _ => (user, header.user_end),
         };
-        (index, self.stack_of(process, user, user_end, &unmapped))
+        (index, self.stack_of((index, process), user, user_end, &unmapped))
     }
 
     fn stack_of(
         &mut self,
-        process: &Process,
+        (index, process): (u32, &Process),
         user: &[u64],
         user_end: u8,
         unmapped: &Rc<Executable>,
     ) -> u32 {
-        let index = self.process(process);
         let version = u64::from(process.version) << 8 | u64::from(user_end);
         self.stack(&[process.image, version], user, |epoch| {
             let stack = normalize::user(process, user, user_end, unmapped)?;

@@ -317,7 +317,7 @@ impl Sampler for PerfSampler {
         self.looked_at = 0;
         let first_event = batch.events.len();
         let bytes = self.rings.drain();
-        for (_, record) in records(&bytes, 0) {
+        for record in records(&bytes, 0) {
             self.seen.take(record, &self.by_id, batch);
         }
         if matches!(self.tasks, Tasks::Processes { follow: true }) {

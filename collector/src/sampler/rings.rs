@@ -146,7 +146,7 @@ impl Rings {
     pub fn look(&self, from: usize, each: impl FnMut(&[u8])) -> usize {
         let mut inner = self.shared.lock();
         inner.take();
-        records(&inner.taken, from).map(|(_, record)| record).for_each(each);
+        records(&inner.taken, from).for_each(each);
         inner.taken.len()
     }
 }
@@ -214,16 +214,15 @@ fn append(to: &mut Zeroizing<Vec<u8>>, bytes: &[u8]) {
     to.extend_from_slice(bytes);
 }
 
-/// Records in bytes from `from` on, each with where it begins.
-pub fn records(bytes: &[u8], from: usize) -> impl Iterator<Item = (usize, &[u8])> {
+/// Records in bytes from `from` on.
+pub fn records(bytes: &[u8], from: usize) -> impl Iterator<Item = &[u8]> {
     let mut at = from;
     std::iter::from_fn(move || {
         let size = bytes.get(at + 6..at + 8)?;
         let size = usize::from(u16::from_ne_bytes([size[0], size[1]])).max(8);
         let record = bytes.get(at..at + size)?;
-        let begin = at;
         at += size;
-        Some((begin, record))
+        Some(record)
     })
 }
 
@@ -256,8 +255,8 @@ mod tests {
     fn records_lie_one_behind_the_other() {
         let mut bytes = vec![1, 0, 0, 0, 0, 0, 16, 0, 7, 7, 7, 7, 7, 7, 7, 7];
         bytes.extend([2, 0, 0, 0, 0, 0, 8, 0]);
-        let found: Vec<_> = records(&bytes, 0).map(|(at, record)| (at, record.len())).collect();
-        assert_eq!(found, [(0, 16), (16, 8)]);
+        let found: Vec<_> = records(&bytes, 0).map(<[u8]>::len).collect();
+        assert_eq!(found, [16, 8]);
         assert_eq!(records(&bytes, 16).count(), 1);
         assert_eq!(records(&bytes[..20], 0).count(), 1, "the second is cut");
     }
