@@ -26,8 +26,6 @@ mod together {
     mod debuginfod;
     /// Collectors whose symbolizers are away, refuse, or do not answer.
     mod delivery;
-    /// Manifests, units, images and alerts of `deploy/`.
-    mod deploy;
     /// What `doctor` says of a host and of processes.
     mod doctor;
     /// Executables the symbolizer cannot see, handed over by the collector and its broker.
@@ -88,6 +86,8 @@ mod together {
 mod beside;
 /// Processes chosen by name, container and pod.
 mod chosen;
+/// Manifests, units, images and alerts of `deploy/`.
+mod deploy;
 /// Events by perf's names, beside perf.
 mod events;
 /// Shares of time in programs whose answer is known.
