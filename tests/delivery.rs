@@ -111,7 +111,13 @@ fn a_symbolizer_of_an_older_format_ends_it() {
         return;
     }
     let peer = Peer::start("127.0.0.1:0", Does::Older);
-    let output = collector(&["-a", &format!("--to=http://{}", peer.address)]);
+    // It ends while samples wait for the unwind tables of their programs: those count as well.
+    let cache = tempfile::tempdir().unwrap();
+    let cache = format!("--unwind-cache-dir={}", cache.path().display());
+    let _program = Running::start(
+        Command::new("python3").args(["-c", "print('ready', flush=True)\nwhile True: pass"]),
+    );
+    let output = collector(&["-a", &cache, &format!("--to=http://{}", peer.address)]);
     let output = output.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -273,6 +279,6 @@ fn on_a_full_disk_collectors_wait_until_there_is_room() {
     let output = ends(collector, server);
     let (taken, lost) = totals(&output);
     assert_eq!((samples(directory.path()), lost), (taken, 0));
-    assert!(taken > 1000, "{taken}");
+    assert!(taken > 100, "{taken}");
     drop(disk);
 }

@@ -68,7 +68,7 @@ struct Share {
 }
 
 /// What has been walked, as far as it can be: header, user frames, kernel frames, process.
-type Walked<'a> = &'a mut dyn FnMut(&SampleHeader, &[u64], &[u64], &Process);
+pub type Walked<'a> = &'a mut dyn FnMut(&SampleHeader, &[u64], &[u64], &Process);
 
 /// The walks.
 #[derive(Debug)]
@@ -219,7 +219,15 @@ impl LateWalks {
 
     /// Walks on in those whose table has come, and in those that have waited long enough.
     pub fn look(&mut self, unwind: &mut Unwind, walked: Walked<'_>) {
-        let oldest_ns = now_ns().saturating_sub(PATIENCE.as_nanos() as u64);
+        self.look_since(now_ns().saturating_sub(PATIENCE.as_nanos() as u64), unwind, walked);
+    }
+
+    /// Walks on in all, as far as tables are there: nobody waits for them any more.
+    pub fn finish(&mut self, unwind: &mut Unwind, walked: Walked<'_>) {
+        self.look_since(u64::MAX, unwind, walked);
+    }
+
+    fn look_since(&mut self, oldest_ns: u64, unwind: &mut Unwind, walked: Walked<'_>) {
         for _ in 0..self.waiting.len() {
             let Some(mut it) = self.waiting.pop_front() else { break };
             let is_over = it.late.header.time_ns <= oldest_ns;

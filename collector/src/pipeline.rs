@@ -19,7 +19,7 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
-use crate::late::{Late, LateWalks};
+use crate::late::{Late, LateWalks, Walked};
 use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
@@ -276,8 +276,9 @@ impl Pipeline {
             && self.outbox.stopped().is_none()
         {
             std::thread::sleep(SETTLE);
-            self.walk_on();
+            self.walk_on(LateWalks::look);
         }
+        self.walk_on(LateWalks::finish);
         self.finish()
     }
 
@@ -312,7 +313,7 @@ impl Pipeline {
         if let Some(unwind) = &mut self.unwind {
             unwind.update(&mut self.processes, &self.batch.events, hurry);
         }
-        self.walk_on();
+        self.walk_on(LateWalks::look);
     }
 
     fn add(&mut self, sample: &RawSample) {
@@ -353,10 +354,10 @@ impl Pipeline {
     }
 
     /// Adds the samples that need wait no more for their tables.
-    fn walk_on(&mut self) {
+    fn walk_on(&mut self, look: fn(&mut LateWalks, &mut Unwind, Walked<'_>)) {
         if let (Some(late), Some(unwind)) = (&mut self.late, &mut self.unwind) {
             let (epoch, processes, layout) = (&mut self.epoch, &mut self.processes, &self.layout);
-            late.look(unwind, &mut |header, user, kernel, process| {
+            look(late, unwind, &mut |header, user, kernel, process| {
                 epoch.add_late(header, (user, kernel), process, processes, layout);
             });
         }
