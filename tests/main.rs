@@ -30,8 +30,6 @@ mod together {
     mod doctor;
     /// Executables the symbolizer cannot see, handed over by the collector and its broker.
     mod handover;
-    /// Processes that lie with all they have, beside an honest one.
-    mod hostile;
     /// Live, resolved and served profiles of one stream are the same bytes.
     mod identical;
     /// Inlined chains against llvm-symbolizer, for every sampled address.
@@ -94,6 +92,8 @@ mod events;
 mod ground_truth;
 /// Frame pointers that are data, return addresses made up, threads that are gone: nothing guessed.
 mod guesses;
+/// Processes that lie with all they have, beside an honest one.
+mod hostile;
 /// Profiles of perf, Go, gperftools and our own read back in, divided and compared.
 mod inputs;
 /// User stacks under kernel stacks.
