@@ -35,10 +35,10 @@ section() {
 mkdir -p fuzz/corpus/interpreter
 # An interpreter and a C library as the linker makes them, without what they do.
 printf '%s\n' 'void Py_AddPendingCall(void) {} void PyRun_SimpleString(void) {} void _PyEval_EvalFrameDefault(void) {} void mmap(void) {} void munmap(void) {}' \
-  'void restore(void) { __asm__("mov $15, %rax; syscall"); } unsigned long Py_Version = 0x030e00f0; long _PyRuntime[200] = {0x7962756765646478};' \
+  'void restore(void) { __asm__("mov $15, %rax; syscall"); } unsigned long Py_Version = 0x030e00f0; long PyCode_Type[64]; long _PyRuntime[200] = {0x7962756765646478};' \
   | gcc -shared -fPIC -w -x c -o fuzz/corpus/interpreter/python -
 mkdir -p fuzz/corpus/unwind
-cp "$seeds"/* fuzz/corpus/unwind
+cp "$seeds"/* fuzz/corpus/interpreter/python fuzz/corpus/unwind
 scratch=$(mktemp -d)
 mkdir -p fuzz/corpus/dwarf fuzz/corpus/gopclntab fuzz/corpus/links
 for seed in "$seeds"/*; do

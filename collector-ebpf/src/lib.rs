@@ -8,6 +8,7 @@
 #![cfg_attr(target_arch = "bpf", no_std, feature(asm_experimental_arch))]
 
 pub mod arch;
+pub mod cpython;
 mod picker;
 mod record;
 pub mod sched_stats;
@@ -28,7 +29,7 @@ mod walk {
 
 pub use picker::Picker;
 pub use record::{
-    ANY_LEVEL, COPY, COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, MAX_CPUS,
+    ANY_LEVEL, COPY, COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, LIST, MAX_CPUS,
     MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, RecordKind,
     SAMPLE, SampleHeader, Scope, Unwind, UserEnd, WALK,
 };

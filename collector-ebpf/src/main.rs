@@ -27,6 +27,7 @@ mod task;
 mod told;
 #[cfg(target_arch = "bpf")]
 mod walk {
+    pub mod by_frame_list;
     pub mod by_frame_pointers;
     pub mod by_tables;
     pub mod copy;

@@ -8,6 +8,10 @@ use aya_ebpf::helpers::generated::bpf_ringbuf_output;
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::Rule;
+use stackwire_collector_ebpf::cpython::{
+    CodeHead, Entry, KNOWN_CODES, LAYOUTS, Layout as PythonLayout, MAX_ENTRIES, MAX_EVALUATORS,
+    MAX_NEW, ManagedHead,
+};
 use stackwire_collector_ebpf::frame::TableWalk;
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
@@ -31,7 +35,120 @@ pub struct Scratch {
     pub key: u64,
     /// Likewise: which thread is being woken, and which wait of it ends.
     pub woken: Ends,
+    /// Likewise: what the native walk has to do with CPython's list of frames.
+    pub list: OfList,
 }
+
+/// What a walk by tables knows of the list of frames of a CPython.
+#[repr(C)]
+pub struct OfList {
+    /// One of [`list`].
+    pub stage: u64,
+    /// Number of the layout.
+    pub layout: u64,
+    /// Where the first byte of its file would be.
+    pub base: u64,
+    /// Address, stack pointer and number of the native frame that was its first.
+    pub ip: u64,
+    pub sp: u64,
+    pub native: u64,
+    /// An address in the stack frame of the next evaluator, or `cpython::ANY`; 0: there is none.
+    pub evaluator: u64,
+    /// Code of the evaluator, with `cpython::ANY`.
+    pub code: u64,
+    pub code_bytes: u64,
+}
+
+impl OfList {
+    /// Whether the list is to be walked now. `walk_frame` finds that out in a reference of its own:
+    /// a plain read would be taken for what was read before.
+    #[inline(always)]
+    pub fn is_wanted(&self) -> bool {
+        // SAFETY: a plain word of this structure.
+        unsafe { core::ptr::read_volatile(&raw const self.stage) == list::WANTED }
+    }
+}
+
+/// Stages of [`OfList`].
+pub mod list {
+    /// No code of a CPython was met.
+    pub const NOT_MET: u64 = 0;
+    /// The list is to be walked now.
+    pub const WANTED: u64 = 1;
+    /// It is being walked.
+    pub const WALKING: u64 = 2;
+    /// It has been walked.
+    pub const WALKED: u64 = 3;
+    /// It is not walked by this program.
+    pub const NONE: u64 = 4;
+}
+
+/// Where a list of frames is put together, by programs of perf events alone.
+#[repr(C)]
+pub struct List {
+    pub header: SampleHeader,
+    pub head: ManagedHead,
+    pub entries: [Entry; MAX_ENTRIES],
+    /// Not part of the record, as all below: the layout and where the file would begin.
+    pub layout: u64,
+    pub base: u64,
+    /// Of the thread, and the start of its process.
+    pub thread_pointer: u64,
+    pub tid: u64,
+    pub start: u64,
+    /// Looked at now, and how many threads were.
+    pub interpreter: u64,
+    pub thread: u64,
+    pub looked_at: u64,
+    /// Non-zero: the thread is found.
+    pub is_found: u64,
+    /// The next frame, and the next evaluator's `_PyCFrame`.
+    pub frame: u64,
+    pub c_frame: u64,
+    /// Number of entries, of evaluators, and of those that the native walk has come by.
+    pub count: u64,
+    pub evaluators: u64,
+    pub next: u64,
+    /// `cpython::ANY` where evaluators are known by their code, and where that is.
+    pub any: u64,
+    pub code: u64,
+    pub code_bytes: u64,
+    /// Entries of evaluators.
+    pub at: [u64; MAX_EVALUATORS],
+    /// Code objects to hand over.
+    pub new: u64,
+    pub news: [Entry; MAX_NEW],
+    /// What was read last: of 256 bytes at most, from each of which a word may be taken.
+    pub bytes: [u8; 264],
+}
+
+#[map]
+pub static LISTS: PerCpuArray<List> = PerCpuArray::with_max_entries(1, 0);
+
+/// Where the record of a code object is put together.
+#[repr(C)]
+pub struct Code {
+    pub header: SampleHeader,
+    pub head: CodeHead,
+    pub bytes: [u8; CODE_BYTES],
+}
+/// More than there are: the verifier knows less of lengths.
+pub const CODE_BYTES: usize = 2048 + 8192;
+
+#[map]
+pub static CODES: PerCpuArray<Code> = PerCpuArray::with_max_entries(1, 0);
+/// Code objects that were handed over, see `cpython::known_word`.
+#[map]
+pub static KNOWN: Array<u64> = Array::with_max_entries(KNOWN_CODES, BPF_F_MMAPABLE);
+/// Where a thread's state was found last, by thread: process start mixed with the thread id, and
+/// the address.
+#[map]
+pub static THREADS: Array<[u64; 2]> = Array::with_max_entries(THREAD_SLOTS, 0);
+/// A power of two.
+pub const THREAD_SLOTS: u32 = 1 << 12;
+/// Layouts of CPython by number. Written by the collector, through mmap.
+#[map]
+pub static LAYOUTS_OF: Array<PythonLayout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
 
 /// Words of a process's memory that a walk by tables came by.
 #[repr(C)]
@@ -111,7 +228,7 @@ pub static WAKEUPS: RingBuf = RingBuf::with_byte_size(4096, 0);
 
 /// What programs of events call, and what those call in turn: see `sources/perf_event.rs`.
 #[map]
-pub static STAGES: ProgramArray = ProgramArray::with_max_entries(4, 0);
+pub static STAGES: ProgramArray = ProgramArray::with_max_entries(5, 0);
 
 /// Likewise for `sources/off_cpu.rs`: a map holds programs of one type.
 #[map]
@@ -288,7 +405,7 @@ static CONFIG: Config = Config {
     upid_ns: 0,
     namespace_inode: 0,
     stack_copies: 0,
-    reserved: 0,
+    managed: 0,
 };
 
 /// The configuration the collector wrote before load.

@@ -22,6 +22,8 @@ pub const WALK: u32 = 1;
 pub const PICK: u32 = 2;
 /// Likewise: what copies a stack that cannot be walked yet.
 pub const COPY: u32 = 3;
+/// Likewise: what walks CPython's own list of frames.
+pub const LIST: u32 = 4;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
 
@@ -87,6 +89,12 @@ pub enum RecordKind {
     /// place of frames, and the bytes from its stack pointer on. The next sample of this CPU is of
     /// it, with the same time.
     Copy = 3,
+    /// Frames of CPython: a [`ManagedHead`](crate::cpython::ManagedHead) in place of frames, and the
+    /// entries. The next sample of this CPU is of them, with the same time.
+    Managed = 4,
+    /// What names a code object of CPython: a [`CodeHead`](crate::cpython::CodeHead) in place of
+    /// frames, and the bytes. Samples behind it may refer to it.
+    Code = 5,
 }
 
 /// Why a user stack ended where it did.
@@ -286,8 +294,8 @@ pub struct Config {
     pub namespace_inode: u32,
     /// Non-zero: stacks that cannot be walked yet are copied.
     pub stack_copies: u32,
-    /// Zero; keeps the size a multiple of 8.
-    pub reserved: u32,
+    /// Non-zero: frames of CPython are recorded.
+    pub managed: u32,
 }
 
 /// How user stacks are walked.

@@ -6,10 +6,13 @@
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
+use stackwire_collector_ebpf::cpython::{EVALUATOR, Entry};
 use stackwire_collector_ebpf::{KernelEnd, SampleHeader, UserEnd};
 use stackwire_model::{Address, EndReason, FileOffset, SchedStats, UserAddr, Wait};
 
 use crate::host::kallsyms::{KernelLayout, WokenFrom};
+use crate::late::Late;
+use crate::managed::{Codes, UserStack};
 use crate::normalize::{self, Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
@@ -191,7 +194,7 @@ impl Epoch {
     pub fn add(
         &mut self,
         header: &SampleHeader,
-        user: &[u64],
+        user: UserStack<'_>,
         kernel: &[u64],
         taken: Taken,
         processes: &mut Processes,
@@ -206,12 +209,15 @@ impl Epoch {
     /// process then.
     pub fn add_late(
         &mut self,
-        header: &SampleHeader,
-        (user, kernel): (&[u64], &[u64]),
-        process: &Process,
+        sample: &Late,
+        user: &[u64],
+        codes: &Codes,
         processes: &mut Processes,
         layout: &KernelLayout,
     ) {
+        let Late { header, kernel, list, process, .. } = sample;
+        let managed = (!list.is_empty()).then_some((&list[..], codes));
+        let user = UserStack { native: user, managed };
         let unmapped = processes.executables().intern(Kind::Unmapped);
         // What is known of it now is more than what was known then.
         let now = processes.get(process.pid).filter(|now| now.image == process.image);
@@ -277,7 +283,7 @@ impl Epoch {
         let Stacks { user, kernel } = over.stacks;
         for Part { header, taken } in &over.parts {
             let taken = Taken { waker, ..*taken };
-            self.add(header, user, kernel, taken, processes, layout);
+            self.add(header, UserStack::native(user), kernel, taken, processes, layout);
         }
     }
 
@@ -298,7 +304,8 @@ impl Epoch {
                 let (process, user) = match header.start_boottime_ns {
                     0 => (0, 0),
                     _ => {
-                        let (process, user) = self.user_stack(header, stacks.user, processes);
+                        let user = UserStack::native(stacks.user);
+                        let (process, user) = self.user_stack(header, user, processes);
                         (1 + process, user)
                     }
                 };
@@ -314,7 +321,7 @@ impl Epoch {
     fn user_stack(
         &mut self,
         header: &SampleHeader,
-        user: &[u64],
+        user: UserStack<'_>,
         processes: &mut Processes,
     ) -> (u32, u32) {
         let unmapped = processes.executables().intern(Kind::Unmapped);
@@ -325,9 +332,11 @@ impl Epoch {
         let index = self.process(process);
         // It may have been met first where that is not known.
         self.processes[index as usize].host_pid = process.host_pid;
-        let certain = process.certain(header.time_ns, user);
-        let (user, user_end) = match user.get(..certain) {
-            Some(cut) if certain < user.len() => (cut, UserEnd::TablesReplaced as u8),
+        let certain = process.certain(header.time_ns, user.native);
+        let (user, user_end) = match user.native.get(..certain) {
+            Some(native) if certain < user.native.len() => {
+                (UserStack { native, ..user }, UserEnd::TablesReplaced as u8)
+            }
             _ => (user, header.user_end),
         };
         (index, self.stack_of((index, process), user, user_end, &unmapped))
@@ -336,13 +345,17 @@ impl Epoch {
     fn stack_of(
         &mut self,
         (index, process): (u32, &Process),
-        user: &[u64],
+        user: UserStack<'_>,
         user_end: u8,
         unmapped: &Rc<Executable>,
     ) -> u32 {
         let version = u64::from(process.version) << 8 | u64::from(user_end);
-        self.stack(&[process.image, version], user, |epoch| {
-            let stack = normalize::user(process, user, user_end, unmapped)?;
+        let entries = user.managed.map_or(&[][..], |(entries, _)| entries);
+        self.stack(&[process.image, version], user.native, entries, |epoch| {
+            let mut stack = normalize::user(process, user.native, user_end, unmapped)?;
+            if let Some((entries, codes)) = user.managed {
+                codes.insert((process.pid, process.start_ns), entries, &mut stack);
+            }
             epoch.define_mappings(index, &stack.frames);
             Some(stack)
         })
@@ -356,7 +369,7 @@ impl Epoch {
         layout: &KernelLayout,
     ) -> u32 {
         let executables = processes.executables();
-        self.stack(&[KERNEL_STACK, end.into()], kernel, |_| {
+        self.stack(&[KERNEL_STACK, end.into()], kernel, &[], |_| {
             normalize::kernel(layout, kernel, end, executables)
         })
     }
@@ -409,12 +422,20 @@ impl Epoch {
         &mut self,
         context: &[u64; 2],
         addresses: &[u64],
+        entries: &[Entry],
         normalize: impl FnOnce(&mut Self) -> Option<Stack>,
     ) -> u32 {
         let mut key = std::mem::take(&mut self.key);
         key.clear();
         key.extend_from_slice(context);
         key.extend_from_slice(addresses);
+        for entry in entries {
+            key.push(entry.code);
+            // Of an evaluator it is where the stack was.
+            if entry.code & EVALUATOR == 0 {
+                key.push(entry.rest);
+            }
+        }
         let index = match self.seen.get(key.as_slice()) {
             Some(&index) => index,
             None => {
@@ -544,7 +565,8 @@ mod tests {
         let layout = KernelLayout::default();
         for stack in [[0x1001, 0x1100, 0x1200], [0x1002, 0x1100, 0x1200], [0x1001, 0x1100, 0x1200]]
         {
-            epoch.add(&header, &stack, &[], Taken::ONE, &mut processes, &layout);
+            let stack = UserStack::native(&stack);
+            epoch.add(&header, stack, &[], Taken::ONE, &mut processes, &layout);
         }
         let samples = &epoch.series[0];
         assert_eq!((samples.len(), epoch.samples()), (3, 3));

@@ -5,6 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use stackwire_collector_ebpf::cpython::Entry;
 use stackwire_collector_ebpf::{MAX_COPY_BYTES, SampleHeader, UserEnd};
 
 use crate::clock::now_ns;
@@ -40,6 +41,8 @@ pub struct Late {
     pub user: Vec<u64>,
     /// Leaf first.
     pub kernel: Vec<u64>,
+    /// Frames of an interpreter.
+    pub list: Vec<Entry>,
     /// What the walk goes on from.
     pub copy: Copy,
     /// Its process, as it was then.
@@ -67,8 +70,8 @@ struct Share {
     version: Option<u32>,
 }
 
-/// What has been walked, as far as it can be: header, user frames, kernel frames, process.
-pub type Walked<'a> = &'a mut dyn FnMut(&SampleHeader, &[u64], &[u64], &Process);
+/// What has been walked, as far as it can be; user frames.
+pub type Walked<'a> = &'a mut dyn FnMut(&Late, &[u64]);
 
 /// The walks.
 #[derive(Debug)]
@@ -187,7 +190,7 @@ impl LateWalks {
                     // Nothing says that the kernel's frames are callers.
                     late.user = vec![late.copy.cursor.ip];
                 }
-                return walked(&late.header, &late.user, &late.kernel, &late.process);
+                return walked(&late, &late.user);
             }
         };
         let bytes = self.bytes_of(&late, mappings);
@@ -213,7 +216,7 @@ impl LateWalks {
     fn bytes_of(&self, late: &Late, mappings: usize) -> usize {
         let known = self.by_image.get(&late.process.image).and_then(|share| share.version);
         let mappings = if known == Some(late.process.version) { 0 } else { mappings };
-        let frames = late.user.len() + late.kernel.len();
+        let frames = late.user.len() + late.kernel.len() + late.list.len() * 2;
         BESIDE + late.copy.stack.len() + frames * 8 + mappings * OF_MAPPING
     }
 
@@ -259,12 +262,12 @@ impl LateWalks {
             Begun::ByFramePointers => (&first[..], &late.user[..]),
         };
         let of = Of { process: &late.process, held };
-        let end = self.walker.walk(&late.copy, of, frames, &mut self.frames);
+        let end = self.walker.walk(&late.copy, of, frames, &mut late.list, &mut self.frames);
         if end == UserEnd::NoTableYet && may_wait {
             return Err(self.walker.looked_up_last());
         }
         late.header.user_end = end as u8;
-        walked(&late.header, &self.frames, &late.kernel, &late.process);
+        walked(late, &self.frames);
         Ok(())
     }
 

@@ -32,6 +32,7 @@ mod host;
 mod in_time;
 mod late;
 mod list;
+mod managed;
 mod normalize;
 mod off_cpu;
 mod outbox;

@@ -20,12 +20,13 @@ use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
 use crate::late::{Late, LateWalks, Walked};
+use crate::managed::{Codes, UserStack};
 use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps};
 use crate::python::Pythons;
-use crate::sampler::{Batch, RawSample, Sampler};
+use crate::sampler::{Batch, NewCode, RawSample, Sampler};
 use crate::sched::Totals;
 use crate::scheduling::Scheduling;
 use crate::sources::side_band::Change;
@@ -81,6 +82,7 @@ pub struct Pipeline {
     /// `None`: all stacks have been walked as far as they are.
     late: Option<LateWalks>,
     layout: KernelLayout,
+    codes: Codes,
     names: KernelNames,
     identity: Identity,
     references: References,
@@ -168,10 +170,12 @@ impl Pipeline {
     /// Puts the parts together.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
-        let Parts { sampler, processes, unwind, layout, names, identity, references, .. } = parts;
+        let Parts { sampler, mut processes, unwind, layout, names, identity, references, .. } =
+            parts;
         let Outgoing { jit, whose, handover, outbox } = parts.outgoing;
         let Parts { perf, late, off_cpu, sched, pythons, .. } = parts;
         let Parts { started, epoch_start, epoch_length, .. } = parts;
+        let codes = Codes::new(processes.executables());
         Self {
             started,
             sampler,
@@ -180,6 +184,7 @@ impl Pipeline {
             perf,
             late,
             layout,
+            codes,
             names,
             identity,
             references,
@@ -290,6 +295,7 @@ impl Pipeline {
             settle => now_ns() - settle,
         };
         self.sampler.drain(&mut self.batch);
+        self.define();
         self.identify();
         let mut events = 0;
         let mut samples = 0;
@@ -342,14 +348,18 @@ impl Pipeline {
             }
             if late.takes(&header, user, process) {
                 let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
-                let sample = Late { header, user, kernel, copy, process };
-                let (epoch, layout) = (&mut self.epoch, &self.layout);
-                late.take(sample, unwind, &mut |header, user, kernel, process| {
-                    epoch.add_late(header, (user, kernel), process, processes, layout);
+                let list = self.batch.list(sample).to_vec();
+                let sample = Late { header, user, kernel, list, copy, process };
+                let (epoch, layout, codes) = (&mut self.epoch, &self.layout, &self.codes);
+                late.take(sample, unwind, &mut |sample, user| {
+                    epoch.add_late(sample, user, codes, processes, layout);
                 });
                 return;
             }
         }
+        let list = self.batch.list(sample);
+        let managed = (!list.is_empty()).then_some((list, &self.codes));
+        let user = UserStack { native: user, managed };
         self.epoch.add(&header, user, kernel, Taken::ONE, processes, &self.layout);
     }
 
@@ -357,8 +367,9 @@ impl Pipeline {
     fn walk_on(&mut self, look: fn(&mut LateWalks, &mut Unwind, Walked<'_>)) {
         if let (Some(late), Some(unwind)) = (&mut self.late, &mut self.unwind) {
             let (epoch, processes, layout) = (&mut self.epoch, &mut self.processes, &self.layout);
-            look(late, unwind, &mut |header, user, kernel, process| {
-                epoch.add_late(header, (user, kernel), process, processes, layout);
+            let codes = &self.codes;
+            look(late, unwind, &mut |sample, user| {
+                epoch.add_late(sample, user, codes, processes, layout);
             });
         }
     }
@@ -366,6 +377,13 @@ impl Pipeline {
     /// Whether it is of a time and a process that count.
     fn counts(&mut self, header: &SampleHeader) -> bool {
         header.time_ns >= self.begun_ns && self.processes.counts(header)
+    }
+
+    /// Keeps what names functions of interpreters.
+    fn define(&mut self) {
+        for NewCode { of, head, bytes } in self.batch.codes.drain(..) {
+            self.codes.define(&of, &head, &bytes, self.processes.executables());
+        }
     }
 
     /// Asks for the file of each mapping whose build-id is too short to identify it. Asks once for
@@ -471,6 +489,11 @@ impl Pipeline {
         self.outbox.push(sealed, samples, lost);
         self.delivered += samples;
         self.epoch = Epoch::default();
+        let (processes, late) = (&self.processes, &self.late);
+        self.codes.retain(|pid, start_ns| {
+            let known = processes.get(pid).filter(|process| process.start_ns == start_ns);
+            known.is_some() || late.as_ref().is_some_and(LateWalks::any_waits)
+        });
         self.epoch_number += 1;
         self.epoch_start = now;
         self.processes.end_epoch();

@@ -331,6 +331,10 @@ fn executable(
             wire.artifact = hash(references.vdso);
         }
         Kind::Anonymous | Kind::Described { .. } => wire.set_kind(v1::ExecutableKind::Anonymous),
+        Kind::Code(code) => {
+            wire.set_kind(v1::ExecutableKind::Code);
+            wire.code = Some((&**code).into());
+        }
         Kind::Kernel => {
             wire.set_kind(v1::ExecutableKind::Kernel);
             // Without kallsyms there are no real offsets, but debug information would still name

@@ -88,6 +88,8 @@ pub enum Address {
     Kernel(KernelOffset),
     /// In memory that is of no file.
     User(UserAddr),
+    /// In code of an interpreter: bytes from its first instruction.
+    Code(u64),
     /// Nowhere: the number of a name that came without an address.
     Name(u64),
 }
@@ -100,6 +102,7 @@ impl Address {
             Self::File(FileOffset(number))
             | Self::Kernel(KernelOffset(number))
             | Self::User(UserAddr(number))
+            | Self::Code(number)
             | Self::Name(number) => number,
         }
     }
@@ -111,6 +114,7 @@ impl Address {
             Self::File(_) => Self::File(FileOffset(number)),
             Self::Kernel(_) => Self::Kernel(KernelOffset(number)),
             Self::User(_) => Self::User(UserAddr(number)),
+            Self::Code(_) => Self::Code(number),
             Self::Name(_) => Self::Name(number),
         }
     }

@@ -6,6 +6,7 @@
 mod address;
 mod build_id;
 mod choice;
+mod code;
 mod event;
 mod executable;
 mod machine;
@@ -22,6 +23,7 @@ mod wait;
 pub use address::{Address, CodeAddress, FileOffset, KernelAddr, KernelOffset, UserAddr, VirtAddr};
 pub use build_id::{BadBuildId, BuildId};
 pub use choice::{BadChoice, Choice, ContainerId, PodUid};
+pub use code::{Code, Runtime, Text};
 pub use event::{BadList, Event, Groups, UnknownEvent};
 pub use executable::{Device, ExecutableKey, FileId};
 pub use machine::Machine;

@@ -3,8 +3,8 @@
 use stackwire_model::profile::Moment;
 use stackwire_model::sched::{CounterSum, Histogram, PerfCounter, SchedStats, Switches};
 use stackwire_model::{
-    BuildId, Device, EndReason, Event, ExecutableKey, FileId, LostReason, NoBpf, PerfType,
-    PythonOutcome, ValueKind, Wait, WaitState,
+    BuildId, Code, Device, EndReason, Event, ExecutableKey, FileId, LostReason, NoBpf, PerfType,
+    PythonOutcome, Runtime, Text, ValueKind, Wait, WaitState,
 };
 
 use crate::v1;
@@ -60,6 +60,45 @@ impl v1::Executable {
         self.build_id = build_id_to_wire(key.and_then(ExecutableKey::build_id));
         self.inode = inode;
         (self.device_major, self.device_minor) = (device.major, device.minor);
+    }
+}
+
+impl From<&Code> for v1::Code {
+    fn from(code: &Code) -> Self {
+        let Runtime::Cpython(version) = code.runtime;
+        let text = |text: &Text| v1::Text {
+            characters: text.bytes.clone(),
+            width: text.width.into(),
+            cut: text.is_cut,
+        };
+        Self {
+            runtime: v1::Runtime::Cpython.into(),
+            version,
+            name: Some(text(&code.name)),
+            path: Some(text(&code.path)),
+            first_line: code.first_line,
+            lines: code.lines.clone(),
+        }
+    }
+}
+
+impl From<&v1::Code> for Option<Code> {
+    /// None: of a run-time that is not known.
+    fn from(wire: &v1::Code) -> Self {
+        let text = |text: &Option<v1::Text>| {
+            text.as_ref().map_or_else(Text::default, |text| Text {
+                bytes: text.characters.clone(),
+                width: u8::try_from(text.width).unwrap_or(0),
+                is_cut: text.cut,
+            })
+        };
+        let runtime = match wire.runtime() {
+            v1::Runtime::Cpython => Runtime::Cpython(wire.version),
+            v1::Runtime::Unspecified => return None,
+        };
+        let (name, path) = (text(&wire.name), text(&wire.path));
+        let (first_line, lines) = (wire.first_line, wire.lines.clone());
+        Some(Code { runtime, name, path, first_line, lines })
     }
 }
 

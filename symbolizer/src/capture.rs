@@ -39,6 +39,7 @@ pub struct Assembler {
     captures: Vec<Vec<u8>>,
     /// Epochs taken, of any capture: one that comes again is not counted again.
     taken: HashSet<(usize, u64)>,
+    native_only: bool,
     current: Option<Current>,
 }
 
@@ -61,6 +62,7 @@ impl Default for Assembler {
             artifacts: Artifacts::default(),
             captures: Vec::new(),
             taken: HashSet::new(),
+            native_only: false,
             current: None,
         }
     }
@@ -81,6 +83,11 @@ impl Assembler {
     pub fn beside(mut self, handed: Arc<Handed>) -> Self {
         self.artifacts = Artifacts::beside(handed);
         self
+    }
+
+    /// Takes native frames alone, and none of the functions that interpreters run.
+    pub fn keep_native(&mut self) {
+        self.native_only = true;
     }
 
     /// Takes these samples alone.
@@ -218,7 +225,13 @@ impl Assembler {
     #[must_use]
     pub fn finish(mut self) -> (Profile, Artifacts) {
         self.finish_capture(0);
-        (self.builder.build(), self.artifacts)
+        let mut profile = self.builder.build();
+        if self.native_only {
+            profile.keep_native();
+        } else {
+            profile.hide_evaluators();
+        }
+        (profile, self.artifacts)
     }
 
     /// Artifacts referred to that are not there.

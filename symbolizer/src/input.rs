@@ -51,6 +51,11 @@ impl Inputs {
         Self { assembler, kallsyms: Kallsyms::open(), has_place: false }
     }
 
+    /// Takes native frames alone, and none of the functions that interpreters run.
+    pub fn keep_native(&mut self) {
+        self.assembler.keep_native();
+    }
+
     /// Gives each sample its CPU as a label, where it is known.
     pub fn label_cpus(&mut self) {
         self.assembler.label_cpus();

@@ -323,6 +323,7 @@ fn reason(profile: Named<'_>, executable: usize) -> &'static str {
     match &profile.executables[executable] {
         Executable::Unmapped => "no mapping",
         Executable::Anonymous => "no JIT map",
+        Executable::Code(_) => "code not taken",
         Executable::Kernel { .. } => "not in kallsyms",
         _ if source.is_some_and(|source| source.fetch_failed) => "fetch failed",
         _ if source.is_none_or(|source| source.origin.is_empty()) => "no file",

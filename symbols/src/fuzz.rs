@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use stackwire_model::{FileOffset, UserAddr, VirtAddr};
+use stackwire_model::{Code, FileOffset, Runtime, Text, UserAddr, VirtAddr};
 
 use crate::compile::{Files, compile};
 use crate::jit::{Functions, parse_jitdump, parse_perf_map};
@@ -45,6 +45,19 @@ pub fn perf_map(bytes: &[u8]) {
 /// Parses a jitdump.
 pub fn jitdump(bytes: &[u8]) {
     look_around(&parse_jitdump(bytes));
+}
+
+/// Finds lines of a function of an interpreter. The first bytes say of which version, and where.
+pub fn code(bytes: &[u8]) {
+    let Some((head, bytes)) = bytes.split_at_checked(4) else { return };
+    let runtime = Runtime::Cpython(0x0308_0000 + (u32::from(head[0] % 9) << 16));
+    let (name, lines) = bytes.split_at(bytes.len().min(usize::from(head[1])));
+    let name = Text { width: head[2], bytes: name.to_vec(), is_cut: head[3] & 1 != 0 };
+    let path = name.clone();
+    let code = Code { runtime, name, path, first_line: head[3].into(), lines: lines.to_vec() };
+    for position in [0, 2, 3, 256, u64::MAX] {
+        let _ = crate::interpreter::line(&code, position);
+    }
 }
 
 fn look_around(functions: &Functions) {

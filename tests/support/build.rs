@@ -82,6 +82,18 @@ pub(crate) fn secret() -> &'static Path {
     })
 }
 
+/// `forged_python`.
+pub(crate) fn forged_python() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = output("forged_python");
+        let mut build = Command::new("gcc");
+        build.args(C).args(["-rdynamic", "-pthread"]).arg(source("forged_python.c"));
+        run(build.arg("-o").arg(&out));
+        out
+    })
+}
+
 /// `faults`.
 pub(crate) fn faults() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

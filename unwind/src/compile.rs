@@ -17,6 +17,7 @@ use stackwire_model::BuildId;
 
 use crate::arch::expression::{Shape, shape};
 use crate::arch::{go, startup, v8};
+use crate::cpython;
 use crate::elf::Elf;
 use crate::error::CompileError;
 use crate::pages::Spans;
@@ -58,7 +59,7 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
     if kept.is_none() && spans.rules().any(|rule| u32::from(rule.register) == RBX) {
         spans = compile_with(&elf, go.as_ref(), Some(RBX))?;
     }
-    Ok(spans.finish(elf.build_id()))
+    Ok(Table { python: cpython::layout(&elf), ..spans.finish(elf.build_id()) })
 }
 
 /// The rules, with where one more register is that callees keep, or without.

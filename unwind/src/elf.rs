@@ -179,6 +179,32 @@ impl<'f> Elf<'f> {
         find(".dynsym", ".dynstr").or_else(|| find(".symtab", ".strtab"))
     }
 
+    /// Address and bytes of something that is exported.
+    #[must_use]
+    pub fn export(&self, name: &str) -> Option<(u64, u64)> {
+        let symbols = self.content(self.section(".dynsym")?).ok()?;
+        let names = self.content(self.section(".dynstr")?).ok()?;
+        let is_it = |symbol: &&[u8]| {
+            let at = u32::from_le_bytes([symbol[0], symbol[1], symbol[2], symbol[3]]) as usize;
+            let rest = names.get(at..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
+            symbol[6..8] != [0, 0] && rest.is_some_and(|rest| rest.first() == Some(&0))
+        };
+        let symbol = symbols.chunks_exact(24).find(is_it)?;
+        let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        Some((word(&symbol[8..16]), word(&symbol[16..24])))
+    }
+
+    /// Where the first byte of the file would be if all of it were loaded as its code is; none where
+    /// its code is loaded in more than one way.
+    #[must_use]
+    pub fn origin(&self) -> Option<u64> {
+        let code = self.headers.loads.iter().filter(|load| load.code);
+        let mut origins =
+            code.map(|load| load.segment.address.0.wrapping_sub(load.segment.offset.0));
+        let first = origins.next()?;
+        origins.all(|origin| origin == first).then_some(first)
+    }
+
     /// Where an address is in the file.
     #[must_use]
     pub fn offset(&self, address: u64) -> Option<u64> {

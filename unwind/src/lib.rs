@@ -6,6 +6,7 @@
 
 mod arch;
 mod compile;
+mod cpython;
 mod elf;
 mod error;
 pub mod jitdump;

@@ -2,24 +2,26 @@
 //!
 //! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
 //! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
-//! pages and rows, number of the first page, length of the build-id, machine; the build-id, rules
-//! of
-//! 24 bytes, rows of each page, rows.
+//! pages and rows, number of the first page, length of the build-id, machine, length of what
+//! follows it; the build-id, where a CPython keeps its frames, rules of 24 bytes, rows of each page,
+//! rows.
 
+use stackwire_collector_ebpf::cpython::Layout;
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::{NO_RULE, Rule, cfa, fp, ra};
 use stackwire_model::FileOffset;
 use stackwire_model::{BuildId, Machine};
+use zerocopy::{FromBytes, IntoBytes};
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
 /// tables are kept on disk.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Whose registers the rules are about, as ELF files name it.
 pub const MACHINE: Machine = Machine::X86_64;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
-const HEADER: usize = 40;
+const HEADER: usize = 44;
 const RULE: usize = 24;
 /// More than any file of 8 GiB needs.
 pub(crate) const MAX_PAGES: u32 = 1 << 17;
@@ -34,6 +36,8 @@ pub struct TableError(&'static str);
 pub struct Table {
     /// GNU build-id of the file, if it has one.
     pub build_id: Option<BuildId>,
+    /// Where the CPython that it has keeps its frames.
+    pub python: Option<Layout>,
     /// Number of the first page among the pages of its file.
     pub base: u32,
     /// Number 0 is no rule.
@@ -72,7 +76,10 @@ impl Table {
             bytes.extend(word.to_le_bytes());
         }
         bytes.extend(u32::from(MACHINE.elf()).to_le_bytes());
+        let python = self.python.as_ref().map_or(&[][..], IntoBytes::as_bytes);
+        bytes.extend((python.len() as u32).to_le_bytes());
         bytes.extend(build_id);
+        bytes.extend(python);
         for rule in &self.rules {
             bytes.extend([rule.cfa, rule.register, rule.fp, rule.ra]);
             for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, rule.kept] {
@@ -104,17 +111,25 @@ impl Table {
             return error("of another machine");
         }
         let [rules, pages, rows, base, id] = [16, 20, 24, 28, 32].map(|at| word(head, at));
+        let python = word(head, 40) as usize;
         if pages > MAX_PAGES || base > MAX_PAGES || rules > u32::from(u16::MAX) {
             return error("too large");
         }
         let size = rules as usize * RULE + (pages as usize + rows as usize) * 4;
-        if body.len() != id as usize + size {
+        if (python != 0 && python != size_of::<Layout>())
+            || body.len() != id as usize + python + size
+        {
             return error("of a wrong size");
         }
         let (id, body) = body.split_at(id as usize);
         let build_id = BuildId::new(id);
         if build_id.is_none() && !id.is_empty() {
             return error("with an impossible build-id");
+        }
+        let (python, body) = body.split_at(python);
+        let python = Layout::read_from_bytes(python).ok();
+        if python.is_some_and(|layout| !layout.is_sound()) {
+            return error("with an impossible layout of a CPython");
         }
         let (rules, rest) = body.split_at(rules as usize * RULE);
         let rules: Vec<Rule> = rules.chunks_exact(RULE).map(rule).collect();
@@ -140,7 +155,7 @@ impl Table {
         if !left.is_empty() {
             return error("with rows beyond its pages");
         }
-        Ok(Self { build_id, base, rules, pages, rows })
+        Ok(Self { build_id, python, base, rules, pages, rows })
     }
 }
 
@@ -187,6 +202,7 @@ mod tests {
         let known = Rule { cfa: cfa::REGISTER, register: 7, offset: 8, ..Rule::default() };
         Table {
             build_id: BuildId::new(&[7; 20]),
+            python: Some(Layout { previous: 8, ..Layout::default() }),
             base: 2,
             rules: vec![none(), known],
             pages: vec![2, 0, 1],
@@ -217,6 +233,9 @@ mod tests {
         assert_eq!(refused(&|table| table.pages[0] = 9), "with pages beyond its rows");
         assert_eq!(refused(&|table| table.pages[0] = 1), "with rows beyond its pages");
         assert_eq!(refused(&|table| table.rules[1].ra = 3), "with an impossible rule");
+        let python = Some(Layout { owner: 1000, ..Layout::default() });
+        let said = refused(&|table| table.python = python);
+        assert_eq!(said, "with an impossible layout of a CPython");
     }
 
     proptest! {

@@ -10,16 +10,17 @@ use aya_ebpf::macros::perf_event;
 use aya_ebpf::programs::PerfEventContext;
 use stackwire_collector_ebpf::arch::saved;
 use stackwire_collector_ebpf::{
-    COPY, Counter, KernelEnd, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE, SampleHeader,
-    Scope, UserEnd, WALK,
+    COPY, Counter, KernelEnd, LIST, MAX_CPUS, MAX_EVENTS, MAX_USER_FRAMES, PICK, SAMPLE,
+    SampleHeader, Scope, UserEnd, WALK,
 };
 
 use crate::maps::{
-    PICKERS, SAMPLER, SCRATCH, STAGES, Scratch, WALKING, config, count, hand_over, wake_collector,
+    PICKERS, SAMPLER, SCRATCH, STAGES, Scratch, WALKING, config, count, hand_over, list,
+    wake_collector,
 };
 use crate::targets::wanted;
 use crate::task::{Task, current, current_of_host};
-use crate::walk::{by_frame_pointers, by_tables, copy, stacks};
+use crate::walk::{by_frame_list, by_frame_pointers, by_tables, copy, stacks};
 
 /// A program for each event: no helper tells which event a program runs for
 /// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
@@ -144,11 +145,15 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };
+    scratch.list.stage = list::NONE;
     if saved::is_of_user_mode(interrupted) {
         stacks::begin_from(scratch, Task(task as u64), pid, interrupted);
     } else {
         // The interrupted registers are the kernel's.
         stacks::begin(scratch, task, pid);
+    }
+    if config().managed != 0 {
+        scratch.list.stage = list::NOT_MET;
     }
     // SAFETY: the map holds programs of this type only. Returns only when the call failed, which
     // the collector rules out by filling the map before it attaches this program.
@@ -175,6 +180,31 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     // SAFETY: as in `sample`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
     step(scratch);
+    if scratch.list.is_wanted() {
+        // SAFETY: as in `sample`. Where it fails, the sample has native frames alone.
+        let _ = unsafe { STAGES.tail_call(ctx, LIST) };
+        scratch.list.stage = list::NONE;
+    }
+    go_on(ctx, scratch)
+}
+
+/// Walks CPython's own list of frames; then the native walk goes on.
+#[perf_event]
+pub fn walk_frame_list(ctx: PerfEventContext) -> u32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
+    // SAFETY: as in `sample`, in whose name this runs.
+    let scratch = unsafe { &mut *scratch };
+    if !by_frame_list::step(scratch) {
+        // SAFETY: as in `sample`. At the kernel's limit of tail calls the list ends here.
+        let _ = unsafe { STAGES.tail_call(&ctx, LIST) };
+    }
+    by_frame_list::finish(scratch);
+    go_on(&ctx, scratch)
+}
+
+/// Goes on with the walk, or ends it.
+#[inline(always)]
+fn go_on(ctx: &PerfEventContext, scratch: &mut Scratch) -> u32 {
     if scratch.walk.end == WALKING {
         // SAFETY: as in `sample`. Fails at the kernel's limit of tail calls, beyond
         // MAX_USER_FRAMES.
@@ -222,6 +252,10 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
 
     if user_end == UserEnd::NoMappingsYet as u64 {
         wake_collector();
+    }
+    if scratch.list.stage == list::WALKED {
+        // Before the sample it is of.
+        by_frame_list::hand_over_list(scratch);
     }
     let bytes = size_of::<SampleHeader>() + (user_frames + kernel_frames) * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.

@@ -7,9 +7,9 @@
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
-use stackwire_collector_ebpf::arch::saved;
+use stackwire_collector_ebpf::arch::{RSP, saved};
 use stackwire_collector_ebpf::frame::{AGAIN, NOT_CALLED, TableWalk, Tables};
-use stackwire_collector_ebpf::tables::{CHUNK, Mapping};
+use stackwire_collector_ebpf::tables::{CHUNK, Mapping, mapping_of};
 use stackwire_collector_ebpf::unwind::{GO_ON, guessed};
 use stackwire_collector_ebpf::{
     INTERRUPTED, MAX_USER_FRAMES, Memory, Rule, Unwind, UserEnd, masked,
@@ -17,9 +17,10 @@ use stackwire_collector_ebpf::{
 
 use crate::maps::{
     EXECUTABLES, MAPPINGS, MAX_READS, PAGES, ROWS, RULES, Reads, SCRATCH, Scratch, WALKING, config,
+    list,
 };
 use crate::processes::{find_process, generation};
-use crate::walk::tree;
+use crate::walk::{by_frame_list, tree};
 
 /// A count of [`Reads`].
 const NOT_REPEATABLE: u64 = MAX_READS as u64 + 1;
@@ -85,6 +86,8 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     mapping.end = 0;
     scratch.tables.first = 0;
     scratch.tables.count = 0;
+    scratch.list.stage = list::NONE;
+    scratch.list.evaluator = 0;
     // Nothing is noted unless somebody asks for it: `remembered.rs` does.
     scratch.reads.count = NOT_REPEATABLE;
     match find_process(pid) {
@@ -102,7 +105,7 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
 #[inline(always)]
 pub fn step(scratch: &mut Scratch, slot: u32) {
     for _ in 0..STEP {
-        if scratch.walk.end != WALKING {
+        if scratch.walk.end != WALKING || scratch.list.is_wanted() {
             break;
         }
         let end = walk_frame(slot);
@@ -139,7 +142,16 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     let memory = &mut User(&mut scratch.reads);
     let guesses = config().unwind == Unwind::Auto as u32;
     let elsewhere = |ip| tree::mapping_at(ip, slot);
-    let end = match scratch.tables.up(&mut Maps, memory, guesses, elsewhere) {
+    let (ip, sp) =
+        (scratch.tables.cursor.lookup_ip(), scratch.tables.cursor.registers[RSP as usize]);
+    let mut maps = Maps { python: 0 };
+    let end = scratch.tables.up(&mut maps, memory, guesses, elsewhere);
+    if maps.python != 0 && scratch.list.stage == list::NOT_MET {
+        let (_, offset) = mapping_of(scratch.tables.mapping.word);
+        let base = scratch.tables.mapping.start.wrapping_sub(offset);
+        by_frame_list::meet(scratch, maps.python as u32, base, ip, sp);
+    }
+    let end = match end {
         AGAIN => return GO_ON,
         NOT_CALLED => {
             scratch.walk.depth = depth - 1;
@@ -158,11 +170,17 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
         *scratch.frames.as_mut_ptr().add(masked::<{ MAX_USER_FRAMES as u64 - 1 }>(depth)) = address;
     }
     scratch.walk.depth = depth + 1;
+    if scratch.list.evaluator != 0 {
+        by_frame_list::come_by(scratch, depth - 1, ip, sp);
+    }
     GO_ON
 }
 
 /// The collector's tables.
-struct Maps;
+struct Maps {
+    /// The layout of the CPython that the executable looked up last has.
+    python: u64,
+}
 
 impl Tables for Maps {
     #[inline(always)]
@@ -177,6 +195,7 @@ impl Tables for Maps {
         // it ranks, no more.
         unsafe {
             (*slot).uses += 1;
+            self.python = core::ptr::read_volatile(&raw const (*slot).python);
             let pages = core::ptr::read_volatile(&raw const (*slot).pages);
             Some((pages, core::ptr::read_volatile(&raw const (*slot).state)))
         }

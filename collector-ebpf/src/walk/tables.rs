@@ -133,6 +133,8 @@ pub struct Executable {
     /// How often a frame of it was looked up: who is used least is evicted, who is used most
     /// compiled first.
     pub uses: u64,
+    /// Number of the layout of the CPython it has; 0: none.
+    pub python: u64,
 }
 
 /// What is known of an executable.
@@ -189,7 +191,7 @@ mod layout {
     use super::{Executable, Mapping, Process};
     use crate::walk::rule::Rule;
     const _: () = assert!(size_of::<Rule>() == 24 && size_of::<Mapping>() == 24);
-    const _: () = assert!(size_of::<Executable>() == 24 && size_of::<Process>() == 16);
+    const _: () = assert!(size_of::<Executable>() == 32 && size_of::<Process>() == 16);
 }
 
 #[cfg(test)]

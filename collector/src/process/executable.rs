@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
-use stackwire_model::ExecutableKey;
+use stackwire_model::{Code, ExecutableKey};
 
 use crate::sources::side_band::Mapped;
 
@@ -29,6 +30,8 @@ pub enum Kind {
         /// lies in.
         window: u64,
     },
+    /// A function of an interpreter.
+    Code(Arc<Code>),
     /// The kernel image.
     Kernel,
     /// A kernel module, or `bpf`.

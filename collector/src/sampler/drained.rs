@@ -2,6 +2,7 @@
 //! `pipeline.rs`.
 
 use stackwire_collector_ebpf::SampleHeader;
+use stackwire_collector_ebpf::cpython::{CodeHead, Entry};
 use stackwire_collector_ebpf::unwind::Cursor;
 use zeroize::{Zeroize, Zeroizing};
 
@@ -15,6 +16,19 @@ pub struct RawSample {
     pub(super) start: usize,
     /// Index into [`Batch::copies`] + 1; 0: its user stack has been walked.
     copy: u32,
+    /// Likewise, into [`Batch::lists`]; 0: it has no frames of an interpreter.
+    list: u32,
+}
+
+/// What names a function of an interpreter.
+#[derive(Clone, Debug)]
+pub struct NewCode {
+    /// The process.
+    pub of: SampleHeader,
+    /// How long each part is.
+    pub head: CodeHead,
+    /// The parts.
+    pub bytes: Vec<u8>,
 }
 
 /// What the walk of a user stack goes on from. It is wiped when it is dropped.
@@ -41,25 +55,45 @@ pub struct Batch {
     pub events: Vec<side_band::Event>,
     /// Ring records that did not decode.
     pub malformed: u64,
+    /// Functions of interpreters that these samples are the first to have.
+    pub codes: Vec<NewCode>,
     pub(super) frames: Vec<u64>,
     copies: Vec<Copy>,
+    lists: Vec<Vec<Entry>>,
 }
 
 impl Batch {
     /// Adds a sample whose frames from `start` on are in the arena. `copy`: the walk of its user
-    /// stack is to go on from this.
-    pub fn push(&mut self, header: SampleHeader, start: usize, copy: Option<Copy>) {
+    /// stack is to go on from this. `list`: its frames of an interpreter.
+    pub fn push(
+        &mut self,
+        header: SampleHeader,
+        start: usize,
+        copy: Option<Copy>,
+        list: Option<Vec<Entry>>,
+    ) {
+        let list = list.map_or(0, |list| {
+            self.lists.push(list);
+            self.lists.len() as u32
+        });
         let copy = copy.map_or(0, |copy| {
             self.copies.push(copy);
             self.copies.len() as u32
         });
-        self.samples.push(RawSample { header, start, copy });
+        self.samples.push(RawSample { header, start, copy, list });
     }
 
     /// Takes out what the walk of a sample's user stack goes on from; None: it is over.
     pub fn take_copy(&mut self, sample: &RawSample) -> Option<Copy> {
         let index = (sample.copy as usize).checked_sub(1)?;
         self.copies.get_mut(index).map(std::mem::take)
+    }
+
+    /// Frames of an interpreter, the innermost first.
+    #[must_use]
+    pub fn list(&self, sample: &RawSample) -> &[Entry] {
+        let index = (sample.list as usize).checked_sub(1);
+        index.and_then(|index| self.lists.get(index)).map_or(&[], Vec::as_slice)
     }
 
     /// User frames of a sample, leaf first.
@@ -82,13 +116,18 @@ impl Batch {
         if self.samples.is_empty() {
             self.frames.clear();
             self.copies.clear();
+            self.lists.clear();
             return;
         }
-        let (mut kept, mut copies) = (Vec::new(), Vec::new());
+        let (mut kept, mut copies, mut lists) = (Vec::new(), Vec::new(), Vec::new());
         for sample in &mut self.samples {
             if let Some(copy) = (sample.copy as usize).checked_sub(1) {
                 copies.push(std::mem::take(&mut self.copies[copy]));
                 sample.copy = copies.len() as u32;
+            }
+            if let Some(list) = (sample.list as usize).checked_sub(1) {
+                lists.push(std::mem::take(&mut self.lists[list]));
+                sample.list = lists.len() as u32;
             }
             let frames =
                 usize::from(sample.header.user_frames) + usize::from(sample.header.kernel_frames);
@@ -96,7 +135,7 @@ impl Batch {
             kept.extend_from_slice(&self.frames[sample.start..][..frames]);
             sample.start = start;
         }
-        (self.frames, self.copies) = (kept, copies);
+        (self.frames, self.copies, self.lists) = (kept, copies, lists);
     }
 }
 
@@ -114,13 +153,15 @@ mod tests {
                 SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
             let cursor = Cursor { ip, ..Cursor::default() };
             let stack = Zeroizing::new(vec![ip as u8; 3]);
-            batch.push(header, start, (ip != 10).then_some(Copy { cursor, stack }));
+            let list = (ip != 20).then(|| vec![Entry { code: ip, rest: 0 }]);
+            batch.push(header, start, (ip != 10).then_some(Copy { cursor, stack }), list);
         }
         let first = batch.samples[0];
         assert!(batch.take_copy(&first).is_none());
         batch.advance(2, 0);
         let left = batch.samples[0];
         assert_eq!((batch.user(&left), batch.kernel(&left)), (&[30][..], &[31][..]));
+        assert_eq!(batch.list(&left), [Entry { code: 30, rest: 0 }]);
         let copied = batch.take_copy(&left).unwrap();
         assert_eq!((copied.cursor.ip, &copied.stack[..]), (30, &[30; 3][..]));
         batch.advance(1, 0);

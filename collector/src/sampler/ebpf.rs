@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use aya::maps::{MapData, MapError, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use stackwire_collector_ebpf::cpython::Entry;
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{Counter, RING_BYTES, RecordKind, WaitState, Waiting};
 use stackwire_model::Event;
@@ -17,7 +18,7 @@ use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
 use zeroize::Zeroizing;
 
-use super::drained::{Batch, Copy};
+use super::drained::{Batch, Copy, NewCode};
 use super::object::{Filter, Object, Waiters};
 use super::sched_stats::{SchedSums, counters};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error};
@@ -59,6 +60,7 @@ pub struct EbpfSampler {
     ring: RingBuf<MapData>,
     /// By CPU: a copy whose sample comes next, and when it was taken.
     copies: HashMap<u32, (u64, Copy)>,
+    lists: HashMap<u32, (u64, Vec<Entry>)>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
     events: BTreeMap<u32, Vec<PerfEvent>>,
@@ -128,6 +130,7 @@ impl EbpfSampler {
             counters,
             ring,
             copies: HashMap::new(),
+            lists: HashMap::new(),
             wakeups,
             events: BTreeMap::new(),
             paces: BTreeMap::new(),
@@ -342,7 +345,16 @@ impl Sampler for EbpfSampler {
                     let is_sample = header.kind == RecordKind::Sample as u8;
                     let copy = is_sample.then(|| self.copies.remove(&header.cpu)).flatten();
                     let copy = copy.filter(|(time_ns, _)| *time_ns == header.time_ns);
-                    batch.push(header, start, copy.map(|(_, copy)| copy));
+                    let list = is_sample.then(|| self.lists.remove(&header.cpu)).flatten();
+                    let list = list.filter(|(time_ns, _)| *time_ns == header.time_ns);
+                    let (copy, list) = (copy.map(|(_, it)| it), list.map(|(_, it)| it));
+                    batch.push(header, start, copy, list);
+                }
+                Ok(Record::Managed { of, entries }) => {
+                    self.lists.insert(of.cpu, (of.time_ns, entries.to_vec()));
+                }
+                Ok(Record::Code { of, head, bytes }) => {
+                    batch.codes.push(NewCode { of, head, bytes: bytes.to_vec() });
                 }
                 Ok(Record::Copy { of, cursor, stack }) => {
                     let stack = Zeroizing::new(stack.to_vec());
@@ -357,6 +369,7 @@ impl Sampler for EbpfSampler {
         // There was no room for the samples of those that have been here for long.
         let oldest_ns = now_ns().saturating_sub(OF_NO_SAMPLE_NS);
         self.copies.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
+        self.lists.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
         for event in self.events.values_mut().filter_map(|events| events.first_mut()) {
             event.drain(&mut self.buffer, |record| batch.events.extend(side_band::decode(record)));
         }

@@ -16,8 +16,8 @@ use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
-    COPY, COUNTERS_PER_CPU, Config, Counter, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK, Picker,
-    SAMPLE, TOLD_STACKS, Unwind, WALK, Waiting,
+    COPY, COUNTERS_PER_CPU, Config, Counter, LIST, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK,
+    Picker, SAMPLE, TOLD_STACKS, Unwind, WALK, Waiting,
 };
 use zerocopy::IntoBytes;
 
@@ -150,11 +150,17 @@ impl Object {
         if copies {
             others.push("copy_stack");
         }
+        let lists = config.managed != 0;
+        if lists {
+            others.push("walk_frame_list");
+        }
         verify(&mut ebpf, walk, &others, &types)?;
         let mut stages = take_stages(&mut ebpf, "STAGES")?;
         let pick = (config.counted != 0).then_some((PICK, "pick"));
         let copy = copies.then_some((COPY, "copy_stack"));
-        let stages_of = [(SAMPLE, "sample"), (WALK, walk)].into_iter().chain(pick).chain(copy);
+        let list = lists.then_some((LIST, "walk_frame_list"));
+        let stages_of = [(SAMPLE, "sample"), (WALK, walk)];
+        let stages_of = stages_of.into_iter().chain(pick).chain(copy).chain(list);
         for (place, name) in stages_of {
             let program: &mut PerfEventProgram = program(&mut ebpf, name)?;
             stages.set(place, program.fd().map_err(load_error)?, 0).map_err(load_error)?;
@@ -332,6 +338,7 @@ impl Object {
             generation: take("GENERATION")?,
             known_files: take("KNOWN_FILES")?,
             question: take("QUESTION")?,
+            layouts: take("LAYOUTS_OF")?,
         })
     }
 

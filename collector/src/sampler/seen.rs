@@ -146,5 +146,5 @@ fn add(sample: &PerfSample<'_>, record: &[u8], event: u8, batch: &mut Batch) {
         let cursor = Cursor { registers: by_number, ip, known: 0xffff, exact: 1, ..<_>::default() };
         Copy { cursor, stack: Zeroizing::new(record[sample.stack.clone()].to_vec()) }
     });
-    batch.push(header, start, copy);
+    batch.push(header, start, copy, None);
 }

@@ -262,6 +262,7 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
     };
     filter.config.unwind = walk as u32;
     filter.config.stack_copies = (config.stack_copies == StackCopies::Auto).into();
+    filter.config.managed = (config.unwind != Walk::FramePointers).into();
     let mut wanted = None;
     match &config.scope {
         Scope::All => filter.config.scope = abi::Scope::All as u32,

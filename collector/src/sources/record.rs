@@ -2,6 +2,7 @@
 //!
 //! Called by `sampler/mod.rs` for every record.
 
+use stackwire_collector_ebpf::cpython::{CodeHead, Entry, ListEnd, ManagedHead};
 use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::{
     CopyHead, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RecordKind, SampleHeader,
@@ -30,6 +31,22 @@ pub enum Record<'a> {
         /// Memory from its stack pointer on.
         stack: &'a [u8],
     },
+    /// Frames of an interpreter, of the sample with this time and CPU.
+    Managed {
+        /// Head of the sample: its time and its CPU.
+        of: SampleHeader,
+        /// The innermost first.
+        entries: &'a [Entry],
+    },
+    /// What names a function of an interpreter.
+    Code {
+        /// Head: the process.
+        of: SampleHeader,
+        /// How long each part is.
+        head: CodeHead,
+        /// The parts.
+        bytes: &'a [u8],
+    },
 }
 
 /// Decodes a record; appends its user frames, then its kernel frames to `frames`.
@@ -45,6 +62,20 @@ pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>,
         };
         let stack = usize::try_from(bytes).ok().and_then(|bytes| tail.get(..bytes));
         return stack.map(|stack| Record::Copy { of: header, cursor, stack }).ok_or(malformed);
+    }
+    if header.kind == RecordKind::Managed as u8 {
+        let Ok((head, tail)) = ManagedHead::read_from_prefix(tail) else { return Err(malformed) };
+        let bytes = (head.entries as usize).checked_mul(size_of::<Entry>());
+        let entries = bytes.and_then(|bytes| tail.get(..bytes));
+        let entries = entries.and_then(|bytes| <[Entry]>::ref_from_bytes(bytes).ok());
+        // Which frames are whose is not known then.
+        let is_changing = head.end == ListEnd::Changing as u32;
+        let entries = entries.map(|entries| if is_changing { &[] } else { entries });
+        return entries.map(|entries| Record::Managed { of: header, entries }).ok_or(malformed);
+    }
+    if header.kind == RecordKind::Code as u8 {
+        let Ok((head, bytes)) = CodeHead::read_from_prefix(tail) else { return Err(malformed) };
+        return Ok(Record::Code { of: header, head, bytes });
     }
     let (user, kernel) = (usize::from(header.user_frames), usize::from(header.kernel_frames));
     if user > MAX_USER_FRAMES || kernel > MAX_KERNEL_FRAMES || tail.len() < (user + kernel) * 8 {

@@ -15,6 +15,7 @@ use std::fs::File;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use stackwire_collector_ebpf::cpython::Layout;
 use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
 use stackwire_collector_ebpf::vma::FileKey;
 use stackwire_model::BuildId;
@@ -122,6 +123,8 @@ struct Inner {
     pages: Space,
     chunks: Space,
     rules: Rules,
+    /// Of CPythons, the first with number 1.
+    layouts: Vec<Layout>,
     /// Everyone's first.
     numbers: HashMap<Kind, BTreeMap<Owner, u32>>,
     /// By number.
@@ -179,7 +182,7 @@ impl Catalog {
     /// An empty one.
     #[must_use]
     pub fn new(maps: TableMaps) -> Self {
-        maps.set_executable(UNLISTED, 0, state::OVER_SHARE);
+        maps.set_executable(UNLISTED, 0, 0, state::OVER_SHARE);
         let none = || Slot {
             refs: 1,
             state: State::Failed(Arc::new(NoTable::OverShare)),
@@ -190,6 +193,7 @@ impl Catalog {
             pages: Space::new(PAGES, 0),
             chunks: Space::new(CHUNKS, 0),
             rules: Rules::default(),
+            layouts: Vec::new(),
             numbers: HashMap::new(),
             slots: vec![none(), none()],
             resting: BTreeMap::new(),
@@ -431,7 +435,7 @@ impl Inner {
             // may be opened.
             if matches!(slot.state, State::Failed(_)) && slot.failures < MAX_FAILURES {
                 slot.state = State::Wanting;
-                self.maps.set_executable(number, 0, state::NOT_YET);
+                self.maps.set_executable(number, 0, 0, state::NOT_YET);
             }
             if slot.wanted.len() == MAX_WANTED {
                 // Everyone's first is of before anybody could have forged it; its path leads there
@@ -465,7 +469,7 @@ impl Inner {
             self.maps.next_generation();
             number
         };
-        self.maps.set_executable(number, 0, state::NOT_YET);
+        self.maps.set_executable(number, 0, 0, state::NOT_YET);
         self.numbers.entry(kind.clone()).or_default().insert(owner, number);
         Some(number)
     }
@@ -539,7 +543,7 @@ impl Inner {
             numbers.extend(all.into_iter().flat_map(BTreeMap::values).copied().filter(waits));
         }
         for number in numbers {
-            self.maps.set_executable(number, place.word, state::READY);
+            self.maps.set_executable(number, place.word, place.python, state::READY);
             self.slots[number as usize].state = State::Ready(Arc::clone(&place));
         }
     }
@@ -559,7 +563,7 @@ impl Inner {
         // than its name.
         let is_made = matches!(slot.kind, Kind::Described { .. });
         self.stats.failed += u64::from(slot.failures == 1 && !others_hang && !is_made);
-        self.maps.set_executable(number, 0, told);
+        self.maps.set_executable(number, 0, 0, told);
     }
 
     /// The number nobody has mapped that was used least of late.

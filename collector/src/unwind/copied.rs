@@ -4,6 +4,7 @@
 use std::io;
 
 use stackwire_collector_ebpf::arch::{RSP, SignalFrame};
+use stackwire_collector_ebpf::cpython::Entry;
 use stackwire_collector_ebpf::frame::{AGAIN, Elsewhere, NOT_CALLED, TableWalk};
 use stackwire_collector_ebpf::tables::{Mapping, state};
 use stackwire_collector_ebpf::unwind::{Cursor, GO_ON, guessed};
@@ -14,6 +15,7 @@ use super::code::Code;
 use super::maps::Descriptors;
 use super::processes::Held;
 use super::reader::Reader;
+use crate::managed;
 use crate::process::Process;
 use crate::sampler::Copy;
 
@@ -91,19 +93,21 @@ impl CopiedStacks {
 
     /// Walks on from the last of the frames that are `known`, leaf first into `frames`, as the eBPF
     /// programs write them. `by_frame_pointers`: what the kernel found, which goes on behind the
-    /// copy.
+    /// copy. In `list` the evaluators are noted that it comes by.
     pub fn walk(
         &mut self,
         copy: &Copy,
         of: Of<'_>,
         (known, by_frame_pointers): (&[u64], &[u64]),
+        list: &mut [Entry],
         frames: &mut Vec<u64>,
     ) -> UserEnd {
         for _ in 0..TRIES {
             frames.clear();
             frames.extend_from_slice(known);
+            managed::forget(list, known.len().saturating_sub(1));
             let generation = self.tables.generation();
-            let (end, cut) = self.walk_once(copy, of, frames);
+            let (end, cut) = self.walk_once(copy, of, list, frames);
             if self.tables.generation() != generation {
                 continue;
             }
@@ -128,7 +132,13 @@ impl CopiedStacks {
     }
 
     /// The end, and whether it is that of the copy.
-    fn walk_once(&mut self, copy: &Copy, of: Of<'_>, frames: &mut Vec<u64>) -> (u64, bool) {
+    fn walk_once(
+        &mut self,
+        copy: &Copy,
+        of: Of<'_>,
+        list: &mut [Entry],
+        frames: &mut Vec<u64>,
+    ) -> (u64, bool) {
         let cursor = copy.cursor;
         let mut walk = self.begin(cursor, of);
         let stack = CopiedStack::new(&copy.stack, cursor.registers[RSP as usize]);
@@ -154,7 +164,9 @@ impl CopiedStacks {
                 }
                 GO_ON => {
                     let mark = if walk.cursor.exact != 0 { INTERRUPTED } else { 0 };
-                    let above = walk.cursor.registers[RSP as usize].wrapping_sub(sp);
+                    let caller = walk.cursor.registers[RSP as usize];
+                    let above = caller.wrapping_sub(sp);
+                    managed::come_by(list, frames.len().saturating_sub(1), sp, caller);
                     // The handler has a stack of its own, and the other one may lie behind it.
                     is_elsewhere |= mark != 0 && above > SIGNAL_BYTES;
                     frames.push(walk.cursor.ip | mark);

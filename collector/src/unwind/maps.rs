@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use stackwire_collector_ebpf::Rule;
+use stackwire_collector_ebpf::cpython::{LAYOUTS, Layout};
 use stackwire_collector_ebpf::tables::{
     CHUNK, CHUNKS, EXECUTABLES, Executable, MAPPINGS, Mapping, PAGES, PROCESS_SLOTS, Process,
     RULES, mapping_word, moment,
@@ -37,6 +38,8 @@ pub struct Descriptors {
     pub known_files: OwnedFd,
     /// What the kernel side is asked of a file.
     pub question: OwnedFd,
+    /// Layouts of CPythons, by number.
+    pub layouts: OwnedFd,
 }
 
 impl Descriptors {
@@ -60,6 +63,7 @@ impl Descriptors {
             generation: map(8)?,
             known_files: map(FILES as usize * size_of::<File>())?,
             question: map(size_of::<Question>())?,
+            layouts: map(LAYOUTS as usize * size_of::<Layout>())?,
         })
     }
 }
@@ -82,6 +86,7 @@ pub struct TableMaps {
     pages: OwnedFd,
     rows: OwnedFd,
     rules: OwnedFd,
+    layouts: OwnedFd,
     generation: Mapped,
     /// Which file is which executable.
     pub files: KnownFiles,
@@ -117,6 +122,7 @@ pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps, Keys)> {
         pages: maps.pages,
         rows: maps.rows,
         rules: maps.rules,
+        layouts: maps.layouts,
         files: KnownFiles::new(&maps.known_files)?,
     };
     Ok((processes, tables, Keys::new(&maps.question)?))
@@ -168,11 +174,13 @@ impl ProcessMaps {
 }
 
 impl TableMaps {
-    /// Publishes an executable's pages, or that there are none, as one of `tables::state`.
-    pub fn set_executable(&self, number: u32, pages: u64, state: u64) {
+    /// Publishes an executable's pages and the number of the layout of its CPython, or that there
+    /// are none, as one of `tables::state`.
+    pub fn set_executable(&self, number: u32, pages: u64, python: u32, state: u64) {
         let at = number as usize * EXECUTABLE;
         // Never pages of one and the state of another: without a state pages are not read.
         self.executables.atomic(at + 8).store(0, Ordering::SeqCst);
+        self.executables.atomic(at + 24).store(python.into(), Ordering::SeqCst);
         self.executables.atomic(at).store(pages, Ordering::SeqCst);
         self.executables.atomic(at + 8).store(state, Ordering::SeqCst);
     }
@@ -210,6 +218,16 @@ impl TableMaps {
         debug_assert!(u32::from(number) < RULES);
         let words: &[u64; 3] = &zerocopy::transmute!(*rule);
         write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words.to_vec())
+    }
+
+    /// Writes the layout of a CPython.
+    ///
+    /// # Errors
+    /// The system call's.
+    pub fn write_layout(&self, number: u32, layout: &Layout) -> io::Result<()> {
+        debug_assert!(number < LAYOUTS);
+        let words: &[u64; size_of::<Layout>() / 8] = zerocopy::transmute_ref!(layout);
+        write(&self.layouts, u64::from(number) * size_of::<Layout>() as u64, words.to_vec())
     }
 
     /// As of [`ProcessMaps`].

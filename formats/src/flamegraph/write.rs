@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use inferno::flamegraph::color::{Color, MultiPalette, Palette, PaletteMap};
 use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
 use stackwire_model::Profile;
-use stackwire_model::profile::{Named, SeriesId};
+use stackwire_model::profile::{LocationId, Named, SeriesId};
 
 use super::tooltip::Tooltips;
 use crate::plain;
@@ -26,7 +26,8 @@ pub struct Flames<'a> {
 }
 
 /// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue-green, made at
-/// run time green, C++ and Rust yellow, other native code red; what a thread waits in is blue.
+/// run time green, C++ and Rust yellow, other native code red; functions of an interpreter are
+/// violet, and what a thread waits in is blue.
 ///
 /// Of several series it draws the first that has samples. A clock and waits are drawn together:
 /// their sum is the time that passed for all threads. [`amount`] says how much that is.
@@ -59,13 +60,16 @@ pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io
         options.count_name = shown.shown_kind().kind.clone();
     }
     options.colors = Palette::Multi(MultiPalette::Java);
-    let mut waits = PaletteMap::default();
+    let mut colours = PaletteMap::default();
     let frames = stacks.keys().flat_map(|stack| stack.split(';'));
     for frame in frames.filter(|frame| frame.ends_with(folded::WAIT_MARK)) {
-        waits.insert(frame, BLUE);
+        colours.insert(frame, BLUE);
     }
-    if waits.iter().next().is_some() {
-        options.palette_map = Some(&mut waits);
+    for frame in functions_of_interpreters(profile) {
+        colours.insert(&frame, VIOLET);
+    }
+    if colours.iter().next().is_some() {
+        options.palette_map = Some(&mut colours);
     }
     let lines: Vec<String> =
         stacks.into_iter().map(|(stack, count)| format!("{stack} {count}")).collect();
@@ -92,6 +96,20 @@ fn drawn_series(profile: &Profile) -> Vec<SeriesId> {
     drawn
 }
 
+/// The frames of functions that interpreters run.
+fn functions_of_interpreters(profile: Named<'_>) -> impl Iterator<Item = String> {
+    let facts = profile.profile;
+    let locations = facts
+        .locations
+        .iter()
+        .enumerate()
+        .filter(|(_, location)| facts.executables[location.executable.index()].is_code());
+    let lines = locations.flat_map(move |(at, _)| profile.lines(LocationId(at as u32)));
+    lines.map(|line| format!("{}_[j]", folded::clean(&line.function)))
+}
+
+/// Of functions of interpreters.
+const VIOLET: Color = Color { r: 176, g: 128, b: 224 };
 /// Of what threads wait in.
 const BLUE: Color = Color { r: 96, g: 144, b: 224 };
 

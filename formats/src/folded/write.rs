@@ -111,7 +111,7 @@ fn frames_at(profile: Named<'_>, location: LocationId, marks: Marks) -> String {
         let mark = match executable {
             kernel if kernel.is_kernel() => KERNEL_MARK,
             _ if marks.all && depth > 0 => "_[i]",
-            Executable::Anonymous if marks.all => "_[j]",
+            Executable::Anonymous | Executable::Code(_) if marks.all => "_[j]",
             _ => "",
         };
         format!(";{}{mark}", clean(&line.function))

@@ -102,7 +102,8 @@ impl Mappings {
     /// The mapping of a location and its address there.
     pub fn place(&self, profile: &Profile, id: LocationId) -> (Option<u64>, u64) {
         let location = &profile.locations[id.index()];
-        if let Executable::Names { .. } = profile.executables[location.executable.index()] {
+        let executable = &profile.executables[location.executable.index()];
+        if matches!(executable, Executable::Names { .. } | Executable::Code(_)) {
             return (None, 0);
         }
         let owner = (location.executable.0, location.process.map(|process| process.0));

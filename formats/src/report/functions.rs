@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use bytestring::ByteString;
-use stackwire_model::profile::{LocationId, Named, Sample, SeriesId};
+use stackwire_model::profile::{Line, LocationId, Named, Sample, SeriesId};
 
 /// Samples of a function.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,10 +27,16 @@ pub(crate) fn functions(
         *numbers.entry((function, module.to_owned())).or_insert(next)
     };
     let of_location = profile.locations.iter().enumerate().map(|(index, location)| {
-        let name = profile.executables[location.executable.index()].name();
-        let module = name.rsplit('/').next().unwrap_or_default();
+        let executable = &profile.executables[location.executable.index()];
+        let name = executable.name();
         let lines = profile.lines(LocationId(index as u32)).into_iter();
-        lines.map(|line| number_of(line.function, module)).collect()
+        let number = |line: Line| {
+            // Functions of an interpreter lie in a source file and in no other.
+            let is_named = executable.is_code() && !line.file.is_empty();
+            let path = if is_named { &*line.file } else { &name };
+            number_of(line.function.clone(), path.rsplit('/').next().unwrap_or_default())
+        };
+        lines.map(number).collect()
     });
     let of_location: Vec<Vec<usize>> = of_location.collect();
     let mut counts = vec![Counts::default(); numbers.len()];

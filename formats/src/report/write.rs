@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use stackwire_model::profile::{MissingReason, Named, Profile, Quality, Resolution, SeriesId};
+use stackwire_model::Runtime;
+use stackwire_model::profile::{
+    Executable, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
+};
 
 use super::functions::{Counts, functions};
 use super::options::{Options, Sort, Window};
@@ -205,10 +208,16 @@ fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
         missing: BTreeMap<&'a MissingReason, u64>,
     }
     let mut rows: HashMap<usize, Row<'_>> = HashMap::new();
+    // Functions of one run-time are told of together.
+    let mut first: HashMap<Runtime, usize> = HashMap::new();
     for sample in &profile.samples {
         for location in profile.frames(sample.key) {
-            let executable = profile.locations[location.index()].executable;
-            let row = rows.entry(executable.index()).or_default();
+            let executable = profile.locations[location.index()].executable.index();
+            let of = match &profile.executables[executable] {
+                Executable::Code(code) => *first.entry(code.runtime).or_insert(executable),
+                _ => executable,
+            };
+            let row = rows.entry(of).or_default();
             row.frames += sample.count;
             match profile.names.resolutions.get(location.index()) {
                 Some(Resolution::Found { quality, .. }) => {
@@ -238,7 +247,10 @@ fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
             "{:>8} {:>5.1} %  {}{id}  {}",
             row.frames,
             share(row.named, row.frames),
-            plain(&executable.name()),
+            plain(&match executable {
+                Executable::Code(code) => code.runtime.to_string(),
+                other => other.name(),
+            }),
             qualities.join(", ")
         )?;
         for line in sources(profile, index) {

@@ -1,6 +1,8 @@
 //! What code came from: a file, the kernel, memory a process filled itself.
 
-use crate::{Address, BuildId, ExecutableKey, FileOffset, KernelOffset, UserAddr};
+use std::sync::Arc;
+
+use crate::{Address, BuildId, Code, ExecutableKey, FileOffset, KernelOffset, UserAddr};
 
 /// SHA-256 of an artifact.
 pub type ArtifactHash = [u8; 32];
@@ -32,6 +34,8 @@ pub enum Executable {
         /// [`kernel_symbols`](super::Profile::kernel_symbols), else in the artifact with this hash.
         kallsyms: Option<ArtifactHash>,
     },
+    /// A function of an interpreter.
+    Code(Arc<Code>),
     /// Nothing known is mapped there.
     Unmapped,
     /// Names that came without addresses.
@@ -42,7 +46,7 @@ pub enum Executable {
 }
 
 impl Executable {
-    /// The name outputs show: a path, or `[kernel]`, `[module]`, `[vdso]`, `[jit]`.
+    /// The name outputs show: a path, or `[kernel]`, `[module]`, `[vdso]`, `[jit]`, `[cpython]`.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -51,6 +55,7 @@ impl Executable {
             Self::Anonymous => "[jit]".to_owned(),
             Self::Kernel { module, .. } if module.is_empty() => "[kernel]".to_owned(),
             Self::Kernel { module, .. } => format!("[{module}]"),
+            Self::Code(code) => format!("[{}]", code.runtime.frame_type()),
             Self::Unmapped => "[unmapped]".to_owned(),
             Self::Names { .. } => "[names]".to_owned(),
         }
@@ -63,8 +68,27 @@ impl Executable {
             Self::File { .. } | Self::Vdso { .. } => Address::File(FileOffset(number)),
             Self::Kernel { .. } => Address::Kernel(KernelOffset(number)),
             Self::Anonymous | Self::Unmapped => Address::User(UserAddr(number)),
+            Self::Code(_) => Address::Code(number),
             Self::Names { .. } => Address::Name(number),
         }
+    }
+
+    /// The kind of its frames, in OpenTelemetry's words (`profile.frame.type`), and `jit`: code made
+    /// at run time.
+    #[must_use]
+    pub fn frame_type(&self) -> &'static str {
+        match self {
+            Self::Code(code) => code.runtime.frame_type(),
+            Self::Anonymous => "jit",
+            other if other.is_kernel() => "kernel",
+            _ => "native",
+        }
+    }
+
+    /// Whether it is a function of an interpreter.
+    #[must_use]
+    pub fn is_code(&self) -> bool {
+        matches!(self, Self::Code(_))
     }
 
     /// Whether it is code of the kernel.

@@ -35,6 +35,10 @@ pub enum LabelValue {
     },
 }
 
+/// As a label: the kind of the innermost frame, see
+/// [`Executable::frame_type`](super::Executable::frame_type). Nobody writes it: it is in the stack.
+pub const KIND: &str = "kind";
+
 /// The container and the pod in a cgroup's path, as labels.
 #[must_use]
 pub fn of_cgroup(path: &str) -> Vec<(&'static str, String)> {
@@ -149,10 +153,10 @@ impl Profile {
         own.chain(of_process).chain(given)
     }
 
-    /// Keys of all labels some sample has.
+    /// Keys of all labels some sample has, and [`KIND`].
     #[must_use]
     pub fn label_keys(&self) -> BTreeSet<String> {
-        let mut keys = BTreeSet::new();
+        let mut keys = BTreeSet::from([KIND.to_owned()]);
         let mut seen = HashSet::new();
         for sample in &self.samples {
             // What labels a sample has is the matter of its thread, and of what came with it.
@@ -170,6 +174,11 @@ impl Profile {
     /// The value of one label.
     #[must_use]
     pub fn label(&self, sample: SampleKey, wanted: &str) -> Option<Cow<'_, str>> {
+        if wanted == KIND {
+            let location = &self.locations[self.frames(sample).next()?.index()];
+            let executable = &self.executables[location.executable.index()];
+            return Some(executable.frame_type().into());
+        }
         self.labels(sample).find(|(key, _)| *key == wanted).map(|(_, value)| value)
     }
 }

@@ -56,6 +56,8 @@ pub enum MissingReason {
     JitFileNotTaken(String),
     /// The process wrote nothing of its code.
     NoJitFile,
+    /// What names a function of an interpreter did not come with its frames.
+    CodeNotTaken,
 }
 
 impl fmt::Display for MissingReason {
@@ -83,6 +85,9 @@ impl fmt::Display for MissingReason {
                 return write!(f, "its {} was not sent", quality.text());
             }
             Self::NoJitFile => "the process wrote no perf-map",
+            Self::CodeNotTaken => {
+                "its name could not be read in the process, or there was no room for it"
+            }
         };
         f.write_str(text)
     }

@@ -17,6 +17,8 @@ pub enum Quality {
     Gopclntab,
     /// DWARF.
     Dwarf,
+    /// What an interpreter keeps of its functions.
+    Interpreter,
     /// The input had the names already.
     Given,
 }
@@ -33,6 +35,7 @@ impl Quality {
             Self::Symtab => "symtab",
             Self::Gopclntab => "gopclntab",
             Self::Dwarf => "dwarf",
+            Self::Interpreter => "interpreter",
             Self::Given => "given",
         }
     }

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{LocationId, Names, Profile, Sample, SeriesId};
+use super::{FrameId, LocationId, Names, Profile, Sample, SeriesId};
 
 impl Profile {
     /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
@@ -90,6 +90,42 @@ impl Profile {
         self.left_out += before - self.sample_count();
     }
 
+    /// Takes out the evaluators that run functions of an interpreter: of both there is one frame,
+    /// that of the function.
+    pub fn hide_evaluators(&mut self) {
+        for index in 0..self.tree.len() {
+            if let Some(caller) = self.tree[index].caller
+                && self.is_code(index)
+                && !self.is_code(caller.index())
+            {
+                self.tree[index].caller = self.tree[caller.index()].caller;
+            }
+        }
+    }
+
+    /// Takes out the functions of interpreters: what is left is how the interpreters run them.
+    pub fn keep_native(&mut self) {
+        // A caller comes before what it calls: it has been led past them already.
+        for index in 0..self.tree.len() {
+            self.tree[index].caller = self.native(self.tree[index].caller);
+        }
+        for index in 0..self.stacks.len() {
+            self.stacks[index].leaf = self.native(self.stacks[index].leaf);
+        }
+    }
+
+    fn native(&self, frame: Option<FrameId>) -> Option<FrameId> {
+        match frame {
+            Some(at) if self.is_code(at.index()) => self.tree[at.index()].caller,
+            frame => frame,
+        }
+    }
+
+    fn is_code(&self, frame: usize) -> bool {
+        let location = self.locations[self.tree[frame].location.index()];
+        self.executables[location.executable.index()].is_code()
+    }
+
     fn retain(&mut self, mut keep: impl FnMut(usize, &Sample) -> bool) {
         let mut places = Vec::with_capacity(self.samples.len());
         let (mut samples, mut values) = (Vec::new(), Vec::new());
@@ -109,5 +145,59 @@ impl Profile {
             }
             None => false,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::{Builder, EndReason, Executable, Frame, Location, StackId};
+    use super::*;
+    use crate::{Address, Code, FileOffset, Runtime, Text};
+
+    /// A function that is called by another, which an evaluator runs: leaf first `c`, `g`, `f`,
+    /// `eval`, `main`.
+    fn profile() -> Profile {
+        let mut into = Builder::new();
+        let file = Executable::File { path: "python".into(), key: None };
+        let file = into.executable(file).unwrap();
+        let mut caller = None;
+        for (number, name) in [(1, None), (2, None), (3, Some("f")), (4, Some("g")), (5, None)] {
+            let function = |name: &str| {
+                let name = Text { width: 1, bytes: name.into(), is_cut: false };
+                let code = Code { name, ..Code::unknown(Runtime::Cpython(0x030d_0000)) };
+                Executable::Code(Arc::new(code))
+            };
+            let executable = name.map_or(file, |name| into.executable(function(name)).unwrap());
+            let address = match name {
+                Some(_) => Address::Code(number),
+                None => Address::File(FileOffset(number)),
+            };
+            let location = Location { executable, process: None, address, seen_ns: 0 };
+            let location = into.location(location).unwrap();
+            caller = Some(into.frame(Frame { location, caller }).unwrap());
+        }
+        into.stack_from(caller, EndReason::Root).unwrap();
+        into.build()
+    }
+
+    fn numbers(profile: &Profile) -> Vec<u64> {
+        let frames = profile.stack(StackId(0));
+        frames.map(|at| profile.locations[at.index()].address.number()).collect()
+    }
+
+    #[test]
+    fn a_function_stands_for_the_evaluator_that_runs_it() {
+        let mut profile = profile();
+        profile.hide_evaluators();
+        assert_eq!(numbers(&profile), [5, 4, 3, 1]);
+    }
+
+    #[test]
+    fn native_frames_alone_have_the_evaluator() {
+        let mut profile = profile();
+        profile.keep_native();
+        assert_eq!(numbers(&profile), [5, 2, 1]);
     }
 }

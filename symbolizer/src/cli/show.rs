@@ -81,7 +81,7 @@ pub enum Sort {
 #[derive(Clone, Debug, Default, ClapArgs)]
 pub struct Slice {
     /// Divide samples by a label: comm, thread, tid, pid, cpu, container_id, pod_uid, cgroup_path,
-    /// or any a profile has. The report shows their shares; flame graphs and folded stacks begin
+    /// any a profile has, or kind: what the innermost function is, native, kernel, jit or cpython. The report shows their shares; flame graphs and folded stacks begin
     /// with it.
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,
@@ -94,6 +94,9 @@ pub struct Slice {
     /// values may be given (repeatable).
     #[arg(long = "where", value_name = "LABEL=VALUE,…", value_parser = labels)]
     pub wanted: Vec<Labels>,
+    /// Show the interpreter's own functions, where it runs Python, instead of those of the program.
+    #[arg(long)]
+    pub native_only: bool,
     /// Keep stacks that have a function this regular expression matches.
     #[arg(long, value_name = "REGEX")]
     pub focus: Option<regex::Regex>,

@@ -71,6 +71,7 @@ fn unnamed(profile: Named<'_>) -> Option<String> {
             };
             format!("{name}: {package}name a server that has its symbols with --debuginfod-url")
         }
+        Executable::Code(code) => format!("{}: their names could not be read", code.runtime),
         Executable::Vdso { .. } => name,
     };
     Some(format!("{share:.0} % of the frames without a name are in {what}"))

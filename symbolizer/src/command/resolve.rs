@@ -218,6 +218,9 @@ impl Captures {
         let wanted: Vec<_> = slice.wanted.iter().flat_map(|labels| &labels.0).cloned().collect();
         let labels = wanted.iter().map(|(key, _)| key.as_str());
         let asked: Vec<&str> = slice.by.as_deref().into_iter().chain(labels).collect();
+        if slice.native_only {
+            inputs.keep_native();
+        }
         if asked.contains(&"cpu") {
             inputs.label_cpus();
         }

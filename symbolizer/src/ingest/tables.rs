@@ -2,8 +2,9 @@
 //! mean.
 
 use std::cell::Cell;
+use std::sync::Arc;
 
-use stackwire_model::ExecutableKey;
+use stackwire_model::{Code, ExecutableKey};
 use stackwire_proto::v1;
 
 use super::{Context, IngestError, service};
@@ -34,10 +35,15 @@ impl Reader<'_> {
     pub(super) fn string(&self, index: u32) -> Result<String, IngestError> {
         let found = self.epoch.strings.get(index as usize);
         let found = found.ok_or_else(|| self.undefined("string", index))?;
-        let left = self.names_left.get().checked_sub(found.len());
+        self.take(found.len())?;
+        Ok(found.clone())
+    }
+
+    fn take(&self, bytes: usize) -> Result<(), IngestError> {
+        let left = self.names_left.get().checked_sub(bytes);
         let too_long = || self.invalid(format_args!("its names have more than {MAX_NAMES} bytes"));
         self.names_left.set(left.ok_or_else(too_long)?);
-        Ok(found.clone())
+        Ok(())
     }
 
     /// A reason that need not be there.
@@ -69,11 +75,20 @@ impl Reader<'_> {
             v1::ExecutableKind::Module => {
                 Executable::Kernel { module: self.string(wire.path)?, build_id, kallsyms: symbols }
             }
+            v1::ExecutableKind::Code => self.code(wire)?,
             v1::ExecutableKind::Unmapped => Executable::Unmapped,
             v1::ExecutableKind::Unspecified => {
                 return Err(self.invalid("an executable of no known kind"));
             }
         })
+    }
+
+    /// One of a run-time that is not known is nowhere.
+    fn code(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
+        let code = wire.code.as_ref().and_then(Option::<Code>::from);
+        let Some(code) = code else { return Ok(Executable::Unmapped) };
+        self.take(code.bytes())?;
+        Ok(Executable::Code(Arc::new(code)))
     }
 
     pub(super) fn process(&self, wire: &v1::Process) -> Result<Process, IngestError> {

@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 
 use stackwire_cache::{Absent, Blob, Cache, Key, Kind as CacheKind};
 use stackwire_elf::Scratch;
-use stackwire_model::{FileOffset, VirtAddr};
-use stackwire_symbols::kallsyms;
+use stackwire_model::{Code, FileOffset, VirtAddr};
 use stackwire_symbols::table::{Kind, Table};
+use stackwire_symbols::{interpreter, kallsyms};
 
 pub use self::add::{AddError, add as add_to_cache};
 pub use self::debuginfod::{Debuginfod, DebuginfodError};
@@ -158,6 +158,7 @@ pub fn resolve(profile: &Profile, artifacts: &Artifacts, sources: &Sources) -> N
                 }
                 jobs.push((id, locations));
             }
+            Executable::Code(code) => name_code(profile, code, &locations, &mut names),
             Executable::Unmapped | Executable::Names { .. } => {
                 miss(&mut names, id, &locations, MissingReason::Unmapped);
             }
@@ -419,6 +420,17 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
     pids.sort_unstable();
     pids.dedup();
     pids
+}
+
+/// Names places in a function of an interpreter.
+fn name_code(profile: &Profile, code: &Code, locations: &[LocationId], names: &mut Names) {
+    for location in locations {
+        let position = profile.locations[location.index()].address.number();
+        names.resolutions[location.index()] = match interpreter::line(code, position) {
+            Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Interpreter },
+            None => Resolution::Missing(Missing::because(MissingReason::CodeNotTaken)),
+        };
+    }
 }
 
 fn miss(names: &mut Names, id: ExecutableId, locations: &[LocationId], reason: MissingReason) {

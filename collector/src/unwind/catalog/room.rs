@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use stackwire_collector_ebpf::Rule;
+use stackwire_collector_ebpf::cpython::{LAYOUTS, Layout};
 use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES, page_word, pages_word, row, state};
 use stackwire_unwind::Table;
 
@@ -24,6 +25,8 @@ pub(super) struct Place {
     pub owner: Owner,
     /// Its executable's word: [`pages_word`].
     pub word: u64,
+    /// The number of the layout of its CPython; 0: it has none.
+    pub python: u32,
     page: u32,
     chunk: u32,
     amount: Amount,
@@ -72,7 +75,8 @@ impl Inner {
             rows.map(|&of| row((of >> 16) as u16, rules[(of & 0xffff) as usize])).collect();
         let owner = self.slots[number as usize].owner.payer();
         let word = pages_word(page, amount.pages, table.base);
-        let place = Place { owner, word, page, chunk, amount, rules };
+        let python = self.layout(table.python, owner == Owner::Everyone);
+        let place = Place { owner, word, python, page, chunk, amount, rules };
         let written =
             self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
         match written {
@@ -82,6 +86,22 @@ impl Inner {
                 Err(NoTable::Unwritable(error))
             }
         }
+    }
+
+    /// The number of the layout of a CPython; 0: it has none, or there is no room for it.
+    /// Users have half of them for files of their own.
+    fn layout(&mut self, layout: Option<Layout>, everyones: bool) -> u32 {
+        let Some(layout) = layout else { return 0 };
+        if let Some(known) = self.layouts.iter().position(|known| *known == layout) {
+            return known as u32 + 1;
+        }
+        let number = self.layouts.len() as u32 + 1;
+        let room = if everyones { LAYOUTS } else { LAYOUTS / 2 };
+        if number >= room || self.maps.write_layout(number, &layout).is_err() {
+            return 0;
+        }
+        self.layouts.push(layout);
+        number
     }
 
     /// Puts a table in the place of the one a number has, for all numbers that have it; where there
@@ -99,7 +119,7 @@ impl Inner {
             return;
         }
         for number in all {
-            self.maps.set_executable(number, place.word, state::READY);
+            self.maps.set_executable(number, place.word, place.python, state::READY);
             self.slots[number as usize].state = State::Ready(Arc::clone(&place));
         }
         self.give_back(&old);
@@ -111,7 +131,7 @@ impl Inner {
         let place = Arc::clone(place);
         let all = 0..self.slots.len() as u32;
         for number in all.filter(|&number| self.has(number, &place)).collect::<Vec<_>>() {
-            self.maps.set_executable(number, 0, state::NOT_YET);
+            self.maps.set_executable(number, 0, 0, state::NOT_YET);
             let slot = &mut self.slots[number as usize];
             slot.state = State::Wanting;
             slot.seen = self.maps.uses(number);

@@ -1,0 +1,248 @@
+//! Frames of interpreters: which function each of them is of, and their places among the native
+//! frames. Pure. Called by `pipeline.rs` and `batch.rs`.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use stackwire_collector_ebpf::SampleHeader;
+use stackwire_collector_ebpf::cpython::{ANY, CodeHead, EVALUATOR, Entry, NOT_FOUND};
+use stackwire_model::{Address, Code, EndReason, Runtime, Text};
+
+use crate::normalize::{Frame, FrameKind, Stack};
+use crate::process::executable::{Executable, Executables, Kind};
+
+/// Bytes of what names functions that are kept.
+const MAX_BYTES: usize = 16 << 20;
+/// What an entry takes beside that.
+const OF_ENTRY: usize = 64;
+/// Of one process.
+const MAX_OF_PROCESS: usize = MAX_BYTES / 2;
+
+/// A process: its id and its start.
+type Of = (u32, u64);
+
+/// Functions of interpreters that were met, by their process and address.
+#[derive(Debug)]
+pub struct Codes {
+    by_process: HashMap<Of, OfProcess>,
+    bytes: usize,
+    /// What could not be read of any.
+    unknown: Rc<Executable>,
+}
+
+#[derive(Debug, Default)]
+struct OfProcess {
+    known: HashMap<(u64, u32), Rc<Executable>>,
+    bytes: usize,
+}
+
+/// A user stack, before its frames are put together.
+#[derive(Clone, Copy, Debug)]
+pub struct UserStack<'a> {
+    /// Native frames, leaf first.
+    pub native: &'a [u64],
+    /// Frames of an interpreter, the innermost first, and what is known of their functions.
+    pub managed: Option<(&'a [Entry], &'a Codes)>,
+}
+
+impl<'a> UserStack<'a> {
+    /// One without frames of an interpreter.
+    #[must_use]
+    pub fn native(native: &'a [u64]) -> Self {
+        Self { native, managed: None }
+    }
+}
+
+impl Codes {
+    /// None so far.
+    #[must_use]
+    pub fn new(executables: &mut Executables) -> Self {
+        let unknown = Code::unknown(Runtime::Cpython(0));
+        let unknown = executables.intern(Kind::Code(Arc::new(unknown)));
+        Self { by_process: HashMap::new(), bytes: 0, unknown }
+    }
+
+    /// Keeps what the kernel side has read of a code object, while there is room. Without it, its
+    /// frames have no name.
+    pub fn define(
+        &mut self,
+        of: &SampleHeader,
+        head: &CodeHead,
+        bytes: &[u8],
+        executables: &mut Executables,
+    ) {
+        let Some(code) = code(head, bytes) else { return };
+        let process = self.by_process.entry((of.pid, of.start_boottime_ns)).or_default();
+        let own = code.bytes();
+        let code = executables.intern(Kind::Code(Arc::new(code)));
+        // Processes share what is equal: the interner has it once.
+        let size = OF_ENTRY + if Rc::strong_count(&code) <= 2 { own } else { 0 };
+        if self.bytes + size > MAX_BYTES || process.bytes + size > MAX_OF_PROCESS {
+            return;
+        }
+        process.bytes += size;
+        self.bytes += size;
+        process.known.insert((head.code, head.cookie), code);
+    }
+
+    /// Forgets all but those of processes that are there.
+    pub fn retain(&mut self, is_there: impl Fn(u32, u64) -> bool) {
+        self.by_process.retain(|&(pid, start), _| is_there(pid, start));
+        self.bytes = self.by_process.values().map(|process| process.bytes).sum();
+    }
+
+    /// Puts the frames of an interpreter in their places in a stack of a process.
+    pub fn insert(&self, of: Of, entries: &[Entry], stack: &mut Stack) {
+        let process = self.by_process.get(&of);
+        let frame = |entry: &Entry| {
+            let known = process.and_then(|it| it.known.get(&(entry.code, entry.cookie())));
+            let executable = Rc::clone(known.unwrap_or(&self.unknown));
+            // The first instruction has not run yet.
+            let position = u64::try_from(entry.position()).unwrap_or(0);
+            let address = Address::Code(position);
+            Frame { executable, address, kind: FrameKind::Interrupted, mapping: None }
+        };
+        insert(entries, stack, frame);
+    }
+}
+
+/// In front of each evaluator's frame come those of the functions it runs. What was found of none
+/// comes last, where the native walk has not found the root.
+fn insert(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) -> Frame) {
+    let missed = |entry: &Entry| entry.code == EVALUATOR | NOT_FOUND && entry.rest == ANY;
+    if entries.iter().any(missed) {
+        // One of several is, and nothing tells which.
+        return;
+    }
+    let native = std::mem::take(&mut stack.frames);
+    let mut native = native.into_iter();
+    let (mut waiting, mut taken) = (Vec::new(), 0);
+    for entry in entries {
+        if entry.code & EVALUATOR == 0 {
+            waiting.push(frame(entry));
+            continue;
+        }
+        let at = (entry.code & NOT_FOUND) as usize;
+        if at < taken || at - taken >= native.len() {
+            continue;
+        }
+        stack.frames.extend(native.by_ref().take(at - taken));
+        taken = at;
+        stack.frames.append(&mut waiting);
+    }
+    stack.frames.extend(native);
+    if stack.end != EndReason::Root {
+        stack.frames.append(&mut waiting);
+    }
+}
+
+/// Notes which native frame is the next evaluator's, if this is one: that with this number, between
+/// its stack pointer and its caller's.
+pub fn come_by(entries: &mut [Entry], native: usize, sp: u64, caller: u64) {
+    let is_next = |entry: &&mut Entry| entry.code == EVALUATOR | NOT_FOUND;
+    if let Some(next) = entries.iter_mut().find(is_next)
+        && (sp..caller).contains(&next.rest)
+    {
+        next.code = EVALUATOR | native as u64 & NOT_FOUND;
+    }
+}
+
+/// Takes back what a walk that begins again has found: evaluators from this native frame on.
+pub fn forget(entries: &mut [Entry], native: usize) {
+    for entry in entries.iter_mut().filter(|entry| entry.code & EVALUATOR != 0) {
+        if (entry.code & NOT_FOUND) as usize >= native {
+            entry.code = EVALUATOR | NOT_FOUND;
+        }
+    }
+}
+
+/// None: it has fewer bytes than its head says.
+fn code(head: &CodeHead, bytes: &[u8]) -> Option<Code> {
+    let (name, rest) = bytes.split_at_checked(head.name_bytes as usize)?;
+    let (path, rest) = rest.split_at_checked(head.path_bytes as usize)?;
+    let lines = rest.get(..head.lines_bytes as usize)?;
+    let text = |bytes: &[u8], state: u32, length: u64| {
+        // Bits 2 to 4 of `state` (Include/cpython/unicodeobject.h).
+        let width = (state >> 2 & 7) as u8;
+        Text { width, bytes: bytes.to_vec(), is_cut: bytes.len() as u64 != length }
+    };
+    Some(Code {
+        runtime: Runtime::Cpython(head.version),
+        name: text(name, head.name_state, head.name_length),
+        path: text(path, head.path_state, head.path_length),
+        first_line: u32::try_from(head.first_line).unwrap_or(0),
+        lines: lines.to_vec(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Native frames are called 100 and more, those of an interpreter by their code.
+    fn merged(entries: &[Entry], native: u64, end: EndReason) -> Vec<u64> {
+        let mut executables = Executables::default();
+        let executable = executables.intern(Kind::Unmapped);
+        let frame = |number| Frame {
+            executable: Rc::clone(&executable),
+            address: Address::Code(number),
+            kind: FrameKind::Interrupted,
+            mapping: None,
+        };
+        let mut stack = Stack { frames: (100..100 + native).map(frame).collect(), end };
+        insert(entries, &mut stack, |entry| frame(entry.code));
+        stack.frames.iter().map(|frame| frame.address.number()).collect()
+    }
+
+    #[test]
+    fn functions_come_before_the_evaluator_that_runs_them() {
+        let of = |code| Entry { code, rest: 0 };
+        let evaluator = |native| Entry { code: EVALUATOR | native, rest: 0 };
+        let entries = [of(1), of(2), evaluator(1), of(3), evaluator(3)];
+        assert_eq!(merged(&entries, 5, EndReason::Root), [100, 1, 2, 101, 102, 3, 103, 104]);
+        // The native walk has not come so far.
+        let entries = [of(1), evaluator(1), of(3), evaluator(NOT_FOUND), of(4)];
+        assert_eq!(merged(&entries, 2, EndReason::NoTable), [100, 1, 101, 3, 4]);
+        assert_eq!(merged(&entries, 2, EndReason::Root), [100, 1, 101]);
+        // Cut since, and out of order.
+        assert_eq!(merged(&[of(1), evaluator(7)], 2, EndReason::NotCode), [100, 101, 1]);
+        let entries = [of(1), evaluator(2), of(2), evaluator(1)];
+        assert_eq!(merged(&entries, 4, EndReason::NotCode), [100, 101, 1, 102, 103, 2]);
+        // Known by their code alone.
+        let missed = Entry { code: EVALUATOR | NOT_FOUND, rest: ANY };
+        let entries = [of(1), evaluator(1), of(2), missed];
+        assert_eq!(merged(&entries, 2, EndReason::NotCode), [100, 101]);
+    }
+
+    #[test]
+    fn evaluators_are_found_one_after_the_other_and_again() {
+        let mut entries = [Entry { code: EVALUATOR | NOT_FOUND, rest: 0x1010 }; 2];
+        entries[1].rest = 0x1030;
+        come_by(&mut entries, 4, 0x1030, 0x1040);
+        assert_eq!(entries[1].code, EVALUATOR | NOT_FOUND, "not the next");
+        come_by(&mut entries, 5, 0x1000, 0x1020);
+        come_by(&mut entries, 6, 0x1020, 0x1040);
+        assert_eq!(entries.map(|entry| entry.code & NOT_FOUND), [5, 6]);
+        forget(&mut entries, 6);
+        assert_eq!(entries.map(|entry| entry.code & NOT_FOUND), [5, NOT_FOUND]);
+    }
+
+    #[test]
+    fn code_has_as_many_bytes_as_it_says() {
+        let head = CodeHead {
+            name_bytes: 1,
+            name_length: 2,
+            name_state: 1 << 2,
+            path_bytes: 2,
+            path_length: 2,
+            lines_bytes: 3,
+            ..CodeHead::default()
+        };
+        let of = |bytes: &[u8]| code(&head, bytes);
+        assert!(of(b"f/xab").is_none());
+        let found = of(b"f/xabc").unwrap();
+        assert_eq!((found.name.bytes, found.name.is_cut), (b"f".to_vec(), true));
+        assert_eq!((found.path.is_cut, found.lines), (false, b"abc".to_vec()));
+    }
+}

@@ -1,0 +1,113 @@
+//! Code of an interpreter: what names a function of it, as the interpreter keeps it in memory. It is
+//! copied where a sample was taken and parsed by the symbolizer alone. Pure.
+
+use std::fmt;
+
+/// Whose code it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Runtime {
+    /// CPython, of a version as `PY_VERSION_HEX` has it.
+    Cpython(u32),
+}
+
+impl Runtime {
+    /// The kind of its frames, in OpenTelemetry's words (`profile.frame.type`).
+    #[must_use]
+    pub fn frame_type(self) -> &'static str {
+        match self {
+            Self::Cpython(_) => "cpython",
+        }
+    }
+}
+
+impl fmt::Display for Runtime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Cpython(version) => {
+                write!(f, "CPython {}.{}", version >> 24, version >> 16 & 0xff)
+            }
+        }
+    }
+}
+
+/// A text in the characters of an interpreter.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Text {
+    /// Bytes of a character, little-endian: 1 (Latin-1), 2 or 4 (Unicode).
+    pub width: u8,
+    /// The first of them.
+    pub bytes: Vec<u8>,
+    /// There are more.
+    pub is_cut: bool,
+}
+
+impl Text {
+    /// As UTF-8; what is no character becomes U+FFFD, what is missing `…`.
+    #[must_use]
+    pub fn to_utf8(&self) -> String {
+        let characters =
+            |number: u32| char::from_u32(number).unwrap_or(char::REPLACEMENT_CHARACTER);
+        let number = |bytes: &[u8]| {
+            bytes.iter().rev().fold(0u32, |number, &byte| number << 8 | u32::from(byte))
+        };
+        let width = usize::from(self.width.clamp(1, 4));
+        let mut text: String =
+            self.bytes.chunks_exact(width).map(|it| characters(number(it))).collect();
+        if self.is_cut {
+            text.push('…');
+        }
+        text
+    }
+}
+
+/// A function, a class body or a module.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Code {
+    /// Whose.
+    pub runtime: Runtime,
+    /// Its qualified name.
+    pub name: Text,
+    /// The file it was compiled from.
+    pub path: Text,
+    /// Line it begins in; 0: unknown.
+    pub first_line: u32,
+    /// Its line table, as the run-time has it; empty: it was not taken.
+    pub lines: Vec<u8>,
+}
+
+impl Code {
+    /// One of which nothing was taken.
+    #[must_use]
+    pub fn unknown(runtime: Runtime) -> Self {
+        let (name, path) = (Text::default(), Text::default());
+        Self { runtime, name, path, first_line: 0, lines: Vec::new() }
+    }
+
+    /// Bytes it takes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>() + self.name.bytes.len() + self.path.bytes.len() + self.lines.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_have_characters_of_one_two_or_four_bytes() {
+        let text = |width, bytes: &[u8]| Text { width, bytes: bytes.to_vec(), is_cut: false };
+        assert_eq!(text(1, b"caf\xe9").to_utf8(), "café");
+        assert_eq!(text(2, &[0x30, 0x04, 0x31, 0x04]).to_utf8(), "аб");
+        assert_eq!(text(4, &[0x40, 0xf6, 1, 0, 0, 0xd8, 0, 0]).to_utf8(), "🙀\u{fffd}");
+        assert_eq!(text(2, &[0x30]).to_utf8(), "", "half a character");
+        assert_eq!(text(0, b"a").to_utf8(), "a");
+        let cut = Text { is_cut: true, ..text(1, b"a") };
+        assert_eq!(cut.to_utf8(), "a…");
+    }
+
+    #[test]
+    fn a_runtime_is_called_by_its_minor_version() {
+        assert_eq!(Runtime::Cpython(0x030e_0af0).to_string(), "CPython 3.14");
+    }
+}

@@ -1,0 +1,256 @@
+//! Functions of CPython, with no flag and no agent: in their places among the native frames, with
+//! their lines; those of a process that lies cost its own frames alone.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::process::Command;
+
+use crate::late::assert_no_secret;
+use crate::support::build::{self, source};
+use crate::support::interpreters::pythons;
+use crate::support::pprof::Sample;
+use crate::support::python::like;
+use crate::support::{
+    Pprof, Ran, Running, binary, of_debian, privileged, record, report, stackwire,
+};
+
+/// CPythons whose frames are known: from 3.8 on.
+fn known() -> BTreeMap<String, Command> {
+    let mut all = pythons();
+    all.retain(|name, _| ["3.6", "3.7"].iter().all(|old| !name.contains(&format!(" {old}."))));
+    if let Some(python) = of_debian("sid", "python3.14") {
+        all.insert("python of Debian sid".to_owned(), python);
+    }
+    assert!(all.len() >= 4, "{all:?}");
+    all
+}
+
+/// Frames in a file, leaf first: function and line.
+fn in_file<'a>(profile: &'a Pprof, sample: &Sample, file: &str) -> Vec<(&'a str, u64)> {
+    let lines = sample.locations.iter().flat_map(|id| &profile.locations[id].lines);
+    let lines = lines.filter(|(_, path, _)| path == file);
+    lines.map(|(function, _, line)| (function.as_str(), *line)).collect()
+}
+
+/// What `shares.py` has on its stack while it burns time, without the last two, and its part of the
+/// time, in thousandths.
+const SHARES: [(&[&str], f64); 6] = [
+    (&["burn", "twice"], 6.0 / 21.0),
+    (&["burn", "recursive", "recursive", "recursive", "recursive", "recursive"], 3.0 / 21.0),
+    (&["burn", "generator"], 3.0 / 21.0),
+    (&["burn", "key", "called_back"], 3.0 / 21.0),
+    (&["burn", "Class.method"], 3.0 / 21.0),
+    (&["burn", "coroutine", "awaits"], 3.0 / 21.0),
+];
+
+#[test]
+fn functions_and_lines_have_their_shares_and_no_false_caller() {
+    if !privileged() {
+        return;
+    }
+    let program = source("shares.py");
+    let text = std::fs::read_to_string(&program).unwrap();
+    let line_of = |wanted: &str| 1 + text.lines().position(|line| line.trim() == wanted).unwrap();
+    let [first, second] = ["burn(0.004)", "burn(0.002)"].map(|it| line_of(it) as u64);
+    for (name, python) in known() {
+        let running = Running::start(like(&python).arg(&program));
+        let profile = record(running.pid(), 4, &[]);
+        let file = program.to_str().unwrap();
+        let mut counts = BTreeMap::new();
+        let (mut lines, mut without, mut total) = (BTreeMap::new(), 0, 0);
+        for sample in &profile.samples {
+            let frames = in_file(&profile, sample, file);
+            let functions: Vec<&str> = frames.iter().map(|(function, _)| *function).collect();
+            total += sample.count;
+            let Some(called) = functions.strip_suffix(&["main", "<module>"]) else {
+                without += sample.count;
+                continue;
+            };
+            // Names were not qualified before 3.11.
+            let called: Vec<&str> =
+                called.iter().map(|it| if *it == "method" { "Class.method" } else { it }).collect();
+            let called = &called[..];
+            // On its way there or back.
+            let is_known = called.is_empty() || SHARES.iter().any(|(all, _)| all.ends_with(called));
+            assert!(is_known, "{name}: {functions:?}");
+            if called == SHARES[0].0 {
+                *lines.entry(frames[1].1).or_insert(0) += sample.count;
+            }
+            *counts.entry(called.to_vec()).or_insert(0) += sample.count;
+        }
+        eprintln!(
+            "{name}: {total} samples, {without} without its functions, {counts:?}, {lines:?}"
+        );
+        assert!(total > 300 && without * 100 <= total * 2, "{name}: {without} of {total}");
+        for (functions, share) in SHARES {
+            is_about(&name, functions, counts[functions], total, share);
+        }
+        let of_lines = [first, second].map(|line| lines[&line]);
+        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
+        is_about(&name, &["line"], of_lines[0], of_lines[0] + of_lines[1], 2.0 / 3.0);
+    }
+}
+
+/// Within a point, or within four standard deviations of so few samples.
+fn is_about(name: &str, what: &[&str], part: u64, of: u64, share: f64) {
+    let found = part as f64 / of as f64;
+    let deviation = (share * (1.0 - share) / of as f64).sqrt();
+    let bound = f64::max(0.01, 4.0 * deviation);
+    assert!((found - share).abs() <= bound, "{name}: {what:?} has {found:.3} and not {share:.3}");
+}
+
+#[test]
+fn frames_are_those_that_python_knows() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::Builder::new().prefix("frames").tempdir_in("/var/tmp").unwrap();
+    for (name, python) in known() {
+        let said = directory.path().join("frames");
+        let program = source("current_frames.py");
+        let running = Running::start(like(&python).arg(&program).arg(&said));
+        let profile = record(running.pid(), 2, &[]);
+        drop(running);
+        let text = std::fs::read_to_string(&said).unwrap();
+        let mut threads: BTreeMap<&str, Vec<(&str, &str, u64)>> = BTreeMap::new();
+        let mut thread = "";
+        for line in text.lines() {
+            match line.split('\t').collect::<Vec<_>>()[..] {
+                [function, file, line] => {
+                    let frame = (function, file, line.parse().unwrap());
+                    threads.entry(thread).or_default().push(frame);
+                }
+                _ => thread = line,
+            }
+        }
+        assert_eq!(threads.len(), 3, "{text}");
+        let mut equal = 0;
+        for sample in &profile.samples {
+            let Some(known) = threads.get(sample.labels["tid"].as_str()) else { continue };
+            let lines = sample.locations.iter().flat_map(|id| &profile.locations[id].lines);
+            let lines = lines.filter(|(_, path, _)| path.ends_with(".py"));
+            let found: Vec<_> =
+                lines.map(|(function, file, line)| (&**function, &**file, *line)).collect();
+            assert_eq!(found.len(), known.len(), "{name}: {found:?}");
+            // The innermost is on either line of its loop.
+            let of = |frames: &[(&str, &str, u64)]| -> Vec<(String, String)> {
+                frames.iter().map(|&(one, two, _)| (one.to_owned(), two.to_owned())).collect()
+            };
+            assert_eq!((of(&found), &found[1..]), (of(known), &known[1..]), "{name}");
+            equal += sample.count;
+        }
+        eprintln!("{name}: {equal} stacks are those of sys._current_frames()");
+        assert!(equal > 100, "{name}: {equal}");
+    }
+}
+
+#[test]
+fn what_a_program_computes_with_is_in_no_capture() {
+    if !privileged() {
+        return;
+    }
+    let secret: Vec<u8> = (1..64u32).map(|at| (at * 73) as u8).collect();
+    let program = "import os, sys\n\
+        def spends(secret, text):\n    \
+            local = {secret: text}\n    \
+            while True:\n        \
+                local.get(secret)\n\
+        secret = os.environb[b'SECRET']\n\
+        print('ready', flush=True)\n\
+        spends(secret, secret.decode('latin-1'))\n";
+    let mut python = Command::new("/usr/bin/python3");
+    let running =
+        Running::start(python.args(["-c", program]).env("SECRET", OsStr::from_bytes(&secret)));
+    let directory = tempfile::tempdir().unwrap();
+    let capture = directory.path().join("x.stackwire");
+    let mut collector = Command::new(binary("stackwire-collector"));
+    collector.arg(format!("--pid={}", running.pid())).args(["--duration=3s", "--sample-rate=997"]);
+    Ran::of(collector.arg("--output").arg(&capture)).succeeded();
+    assert_no_secret(&capture);
+    let text = report(&capture);
+    assert!(text.contains("spends [<string>]") && text.contains("CPython 3.11"), "{text}");
+}
+
+/// A sample of a process that lies is as it would be without its lies, and an honest one beside it
+/// has its functions.
+#[test]
+fn a_forged_python_costs_its_own_frames_alone() {
+    if !privileged() {
+        return;
+    }
+    let honest = Running::start(Command::new("/usr/bin/python3").arg(source("shares.py")));
+    for how in ["", "cycle", "wild", "giant", "evaluators", "threads", "interpreters", "changing"] {
+        let forged = Running::start(Command::new(build::forged_python()).arg(how));
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path().join("x.pb.gz");
+        let ran = stackwire([
+            "record".to_owned(),
+            "--profile".to_owned(),
+            format!("--pid={},{}", forged.pid(), honest.pid()),
+            "--duration=2s".to_owned(),
+            "--sample-rate=499".to_owned(),
+            format!("--profile-output={}", output.display()),
+        ]);
+        let ran = ran.succeeded();
+        let profile = Pprof::read(&output);
+        let of = |pid: u32, has: &dyn Fn(&Sample) -> bool| -> u64 {
+            // Of the main thread: another changes what it says.
+            let samples = profile.samples.iter().filter(|it| it.labels["tid"] == pid.to_string());
+            samples.filter(|it| has(it)).map(|it| it.count).sum()
+        };
+        let through = |function: &'static str| {
+            let profile = &profile;
+            move |sample: &Sample| profile.functions(sample).contains(&function)
+        };
+        let all = of(forged.pid(), &|_| true);
+        let spins = of(forged.pid(), &through("spin"));
+        let deepest = profile.samples.iter().map(|it| it.locations.len()).max().unwrap();
+        let (honest, functions) = (of(honest.pid(), &|_| true), of(honest.pid(), &through("main")));
+        eprintln!("{how}: {spins} of {all}, {functions} of {honest}, {deepest} frames");
+        assert!(all > 100 && spins * 100 >= all * 95, "{how}: {spins} of {all}: {}", ran.stderr);
+        assert!(honest > 100 && functions * 100 >= honest * 95, "{how}: {functions} of {honest}");
+        assert!(deepest <= 300, "{how}: {deepest}");
+    }
+}
+
+#[test]
+fn the_interpreters_own_functions_are_to_be_had() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let program = source("shares.py");
+    let running = Running::start(Command::new("/usr/bin/python3").arg(&program));
+    let capture = directory.path().join("x.stackwire");
+    let mut collector = Command::new(binary("stackwire-collector"));
+    collector.arg(format!("--pid={}", running.pid())).args(["--duration=2s", "--sample-rate=499"]);
+    Ran::of(collector.arg("--output").arg(&capture)).succeeded();
+    let folded = |more: &[&str]| -> String {
+        let out = directory.path().join("out.folded");
+        let mut arguments = vec!["resolve".as_ref(), capture.as_os_str()];
+        arguments.extend(more.iter().map(OsStr::new));
+        let options = [OsStr::new("--folded"), out.as_os_str()];
+        stackwire(arguments.into_iter().chain(options)).succeeded();
+        std::fs::read_to_string(Path::new(&out)).unwrap()
+    };
+    let (functions, native) = (folded(&[]), folded(&["--native-only"]));
+    assert!(functions.contains(";<module>;main;") && !functions.contains("EvalFrameDefault"));
+    assert!(native.contains("EvalFrameDefault") && !native.contains(";<module>;"), "{native}");
+    let weight = |folded: &str| -> u64 {
+        folded.lines().map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+    };
+    assert_eq!(weight(&functions), weight(&native));
+    let inside = folded(&["--where=kind=cpython"]);
+    let leaves = inside.lines().map(|line| line.rsplit_once(' ').unwrap().0);
+    let leaves: Vec<&str> = leaves.map(|stack| stack.rsplit(';').next().unwrap()).collect();
+    assert!(leaves.contains(&"burn") && leaves.iter().all(|leaf| text_has(&program, leaf)));
+}
+
+/// Whether a program has a function of this name.
+fn text_has(program: &Path, function: &str) -> bool {
+    let name = function.rsplit('.').next().unwrap();
+    let text = std::fs::read_to_string(program).unwrap();
+    name == "<module>" || text.contains(&format!("def {name}("))
+}

@@ -1,0 +1,263 @@
+//! Where a CPython keeps its frames, out of its file. From 3.13 on `_PyRuntime` begins with a table
+//! of offsets, initialised in the file (`_Py_DebugOffsets` of pycore_debug_offsets.h). Before, they
+//! are those of the version, by its headers; DWARF of Debian's and PyPI's builds has the same.
+//!
+//! Of a version that is not known, or of a build without the global interpreter lock, there is no
+//! layout: a wrong one would give wrong frames.
+
+use stackwire_collector_ebpf::cpython::{Layout, NO_FIELD, evaluators};
+
+use crate::elf::Elf;
+
+/// `_Py_Debug_Cookie`.
+const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
+/// Words of the table that are read: cookie, version, whether it is free-threaded, groups.
+const WORDS: usize = 64;
+
+/// The layout; none where the file is no CPython, or one that is not known.
+pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
+    let (runtime, _) = elf.export("_PyRuntime")?;
+    let (code_type, _) = elf.export("PyCode_Type")?;
+    let (evaluator, evaluator_bytes) = elf.export("_PyEval_EvalFrameDefault")?;
+    let version = version(elf)?;
+    let origin = elf.origin()?;
+    let offsets = match version >> 16 {
+        0x0308 | 0x0309 => of_3_8(),
+        0x030a => of_3_10(),
+        0x030b => of_3_11(),
+        0x030c => of_3_12(),
+        0x030d..=0x030f => of_table(version, &elf.words(runtime, WORDS)?)?,
+        _ => return None,
+    };
+    let [runtime, code_type, evaluator] =
+        [runtime, code_type, evaluator].map(|address| address.wrapping_sub(origin));
+    let evaluator_bytes = u32::try_from(evaluator_bytes).ok()?;
+    let layout = Layout { runtime, code_type, evaluator, evaluator_bytes, version, ..offsets };
+    layout.is_sound().then_some(layout)
+}
+
+/// As `PY_VERSION_HEX`; of one that does not export it without its last parts.
+fn version(elf: &Elf<'_>) -> Option<u32> {
+    if let Some((address, _)) = elf.export("Py_Version") {
+        let version = elf.code(address, 4)?;
+        return Some(u32::from_le_bytes(version.try_into().ok()?));
+    }
+    // What came with each of them and is there in all later ones (Include/ of the version).
+    let came = |name: &str| elf.export(name).is_some();
+    match () {
+        () if came("PyFrame_GetLasti") => None,
+        () if came("PyIter_Send") => Some(0x030a_0000),
+        () if came("PyFrame_GetBack") => Some(0x0309_0000),
+        () if came("PyCode_NewWithPosOnlyArgs") => Some(0x0308_0000),
+        () => None,
+    }
+}
+
+/// Include/internal/pycore_interp.h, Include/cpython/pystate.h, Include/frameobject.h and
+/// Include/code.h of 3.8; those of 3.9 have the same offsets.
+fn of_3_8() -> Layout {
+    Layout {
+        interpreters: 32,
+        next_interpreter: 0,
+        threads: 8,
+        next_thread: 8,
+        thread_id: 176,
+        c_frame: NO_FIELD,
+        current_frame: 24,
+        previous_c_frame: NO_FIELD,
+        previous: 24,
+        code: 32,
+        instruction: 104,
+        unit: 1,
+        evaluators: evaluators::IN_RANGE,
+        owner: 0,
+        path: 104,
+        name: 112,
+        lines: 120,
+        first_line: 40,
+        instructions: 0,
+        ascii: 48,
+        characters: 72,
+        ..Layout::default()
+    }
+}
+
+/// Likewise, of 3.10.
+fn of_3_10() -> Layout {
+    Layout {
+        previous_c_frame: 8,
+        c_frame: 48,
+        instruction: 96,
+        unit: 2,
+        evaluators: evaluators::EACH,
+        ..of_3_8()
+    }
+}
+
+/// Include/internal/pycore_frame.h, pycore_interp.h and Include/cpython/{pystate,code}.h of 3.11.
+fn of_3_11() -> Layout {
+    Layout {
+        interpreters: 40,
+        next_interpreter: 0,
+        threads: 16,
+        next_thread: 8,
+        thread_id: 152,
+        c_frame: 56,
+        current_frame: 8,
+        previous_c_frame: 16,
+        previous: 48,
+        code: 32,
+        instruction: 56,
+        evaluators: evaluators::AT_ENTRY,
+        owner: 68,
+        path: 112,
+        name: 128,
+        lines: 136,
+        first_line: 72,
+        instructions: 184,
+        ascii: 48,
+        characters: 72,
+        ..Layout::default()
+    }
+}
+
+/// Likewise, of 3.12.
+fn of_3_12() -> Layout {
+    Layout {
+        threads: 72,
+        thread_id: 136,
+        current_frame: 0,
+        previous_c_frame: NO_FIELD,
+        previous: 8,
+        code: 0,
+        evaluators: evaluators::SHIMS,
+        owner: 70,
+        first_line: 68,
+        instructions: 192,
+        ascii: 40,
+        characters: 56,
+        ..of_3_11()
+    }
+}
+
+/// By the table; none where it is none of a release, or says what cannot be.
+fn of_table(version: u32, table: &[u64]) -> Option<Layout> {
+    // Words of the groups of runtime, interpreter, thread, what stands between, frame.
+    let groups: [usize; 5] = match version >> 16 {
+        0x030d => [3, 13, 9, 0, 6],
+        0x030e => [3, 16, 9, 0, 8],
+        _ => [3, 16, 16, 1, 8],
+    };
+    let at = |group: usize, word: usize| {
+        let before: usize = groups[..group].iter().sum();
+        let offset = u16::try_from(*table.get(3 + before + word)?).ok()?;
+        (offset != NO_FIELD).then_some(offset)
+    };
+    let thread_id = if version >> 16 == 0x030f { 8 } else { 5 };
+    let is_released = version >> 4 & 0xf >= 0xc;
+    if table.first() != Some(&COOKIE)
+        || table.get(1) != Some(&u64::from(version))
+        || table.get(2) != Some(&0)
+        || !is_released
+    {
+        return None;
+    }
+    Some(Layout {
+        interpreters: at(0, 2)?,
+        next_interpreter: at(1, 2)?,
+        threads: at(1, 3)?,
+        next_thread: at(2, 2)?,
+        current_frame: at(2, 4)?,
+        thread_id: at(2, thread_id)?,
+        previous: at(4, 1)?,
+        code: at(4, 2)?,
+        instruction: at(4, 3)?,
+        owner: at(4, 5)?,
+        path: at(5, 1)?,
+        name: at(5, 3)?,
+        lines: at(5, 4)?,
+        first_line: at(5, 5)?,
+        instructions: at(5, 9)?,
+        c_frame: NO_FIELD,
+        ..of_3_12()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of Debian's python3.14 3.14.10: `_PyRuntime` of /usr/bin/python3.14, words by `readelf -x`.
+    const OF_3_14: [u64; 50] = [
+        COOKIE,
+        0x030e_0af0,
+        0,
+        316_616,
+        784,
+        808,
+        225_864,
+        7280,
+        7272,
+        7344,
+        7360,
+        7408,
+        7688,
+        7672,
+        7680,
+        16,
+        7784,
+        0,
+        7800,
+        7792,
+        7992,
+        0,
+        832,
+        0,
+        8,
+        16,
+        72,
+        152,
+        160,
+        232,
+        32,
+        88,
+        8,
+        0,
+        56,
+        80,
+        74,
+        64,
+        0,
+        216,
+        112,
+        120,
+        128,
+        136,
+        68,
+        52,
+        96,
+        104,
+        208,
+        0,
+    ];
+
+    #[test]
+    fn the_table_says_where_frames_are() {
+        let layout = of_table(0x030e_0af0, &OF_3_14).unwrap();
+        assert_eq!((layout.interpreters, layout.threads, layout.current_frame), (808, 7344, 72));
+        assert_eq!((layout.thread_id, layout.previous, layout.owner), (152, 8, 74));
+        assert_eq!((layout.name, layout.lines, layout.instructions), (128, 136, 208));
+    }
+
+    #[test]
+    fn another_python_has_no_layout() {
+        assert_eq!(of_table(0x030e_0bf0, &OF_3_14), None, "not that of the version");
+        let mut free_threaded = OF_3_14;
+        free_threaded[2] = 1;
+        assert_eq!(of_table(0x030e_0af0, &free_threaded), None);
+        let mut alpha = OF_3_14;
+        alpha[1] = 0x030e_00a1;
+        assert_eq!(of_table(0x030e_00a1, &alpha), None);
+        assert_eq!(of_table(0x030e_0af0, &OF_3_14[..40]), None);
+    }
+}
