@@ -89,8 +89,8 @@ pub enum RecordKind {
     /// place of frames, and the bytes from its stack pointer on. The next sample of this CPU is of
     /// it, with the same time.
     Copy = 3,
-    /// Frames of CPython: a [`ManagedHead`](crate::cpython::ManagedHead) in place of frames, and the
-    /// entries. The next sample of this CPU is of them, with the same time.
+    /// Frames of CPython: a [`ManagedHead`](crate::cpython::ManagedHead) in place of frames, and
+    /// the entries. The next sample of this CPU is of them, with the same time.
     Managed = 4,
     /// What names a code object of CPython: a [`CodeHead`](crate::cpython::CodeHead) in place of
     /// frames, and the bytes. Samples behind it may refer to it.

@@ -1,5 +1,5 @@
-//! Code of an interpreter: what names a function of it, as the interpreter keeps it in memory. It is
-//! copied where a sample was taken and parsed by the symbolizer alone. Pure.
+//! Code of an interpreter: what names a function of it, as the interpreter keeps it in memory. It
+//! is copied where a sample was taken and parsed by the symbolizer alone. Pure.
 
 use std::fmt;
 

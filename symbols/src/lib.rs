@@ -2,8 +2,8 @@
 //!
 //! `compile/` makes a table of an executable's files, `table/` looks addresses up in it,
 //! `demangle/` makes names readable, `kallsyms.rs` and `jit/` read what the kernel and compilers at
-//! run time write, `interpreter/` what interpreters keep. Works on what it is handed: it chooses no file, asks no network and has no
-//! policy. The symbolizer's `resolve/` does that and calls it.
+//! run time write, `interpreter/` what interpreters keep. Works on what it is handed: it chooses no
+//! file, asks no network and has no policy. The symbolizer's `resolve/` does that and calls it.
 
 pub mod compile;
 pub mod demangle;

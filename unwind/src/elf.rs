@@ -194,8 +194,8 @@ impl<'f> Elf<'f> {
         Some((word(&symbol[8..16]), word(&symbol[16..24])))
     }
 
-    /// Where the first byte of the file would be if all of it were loaded as its code is; none where
-    /// its code is loaded in more than one way.
+    /// Where the first byte of the file would be if all of it were loaded as its code is; none
+    /// where its code is loaded in more than one way.
     #[must_use]
     pub fn origin(&self) -> Option<u64> {
         let code = self.headers.loads.iter().filter(|load| load.code);

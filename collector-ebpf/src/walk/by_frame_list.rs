@@ -467,8 +467,8 @@ fn copy<const MOST: u64, const MASK: u64>(
     let length = if length < MOST { length } else { MOST };
     let place = masked::<2047>(before);
     let bytes = masked::<MASK>(length) as u32;
-    // SAFETY: the place is less than 2048, the length at most MASK, and the array has more than both
-    // together. The helper checks the address and fails rather than fault.
+    // SAFETY: the place is less than 2048, the length at most MASK, and the array has more than
+    // both together. The helper checks the address and fails rather than fault.
     let failed =
         unsafe { bpf_probe_read_user(to.as_mut_ptr().add(place).cast(), bytes, from as *const _) };
     if failed == 0 { u64::from(bytes) } else { 0 }

@@ -73,8 +73,8 @@ impl Executable {
         }
     }
 
-    /// The kind of its frames, in OpenTelemetry's words (`profile.frame.type`), and `jit`: code made
-    /// at run time.
+    /// The kind of its frames, in OpenTelemetry's words (`profile.frame.type`), and `jit`: code
+    /// made at run time.
     #[must_use]
     pub fn frame_type(&self) -> &'static str {
         match self {
