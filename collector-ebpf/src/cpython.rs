@@ -10,9 +10,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Layouts that may be known at once; number 0 is none.
 pub const LAYOUTS: u32 = 64;
 /// Python frames and places of evaluators that a sample may carry.
-pub const MAX_ENTRIES: usize = 256;
-/// Evaluators on a stack at most: each runs Python frames up to where C called it.
-pub const MAX_EVALUATORS: usize = 64;
+pub const MAX_ENTRIES: usize = 512;
+/// Evaluators on a stack at most: each runs Python frames up to where C called it. Before 3.11 each
+/// runs one.
+pub const MAX_EVALUATORS: usize = MAX_ENTRIES / 2;
 /// Code objects of which a sample hands over what names them. Others come with later samples.
 pub const MAX_NEW: usize = 8;
 /// Words of the table of code objects that were handed over, a power of two.

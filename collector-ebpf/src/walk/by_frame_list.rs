@@ -10,6 +10,7 @@
 //! In steps of [`STEP`], each a program that calls the next, as in `by_tables.rs`. Called by
 //! `sources/perf_event.rs`.
 
+use aya_ebpf::bindings::BPF_RB_AVAIL_DATA;
 use aya_ebpf::helpers::bpf_probe_read_user as read_user;
 use aya_ebpf::helpers::generated::bpf_probe_read_user;
 use stackwire_collector_ebpf::arch::RSP;
@@ -18,11 +19,11 @@ use stackwire_collector_ebpf::cpython::{
     MAX_EVALUATORS, MAX_LINES, MAX_NAME, MAX_NEW, MAX_PATH, ManagedHead, NO_FIELD, NOT_FOUND,
     OWNED_BY_EVALUATOR, cookie, evaluators, known_word,
 };
-use stackwire_collector_ebpf::{RecordKind, SampleHeader, masked};
+use stackwire_collector_ebpf::{RING_BYTES, RecordKind, SampleHeader, masked};
 
 use crate::maps::{
-    CODES, Code, KNOWN, LAYOUTS_OF, LISTS, List, SAMPLER, SCRATCH, Scratch, THREAD_SLOTS, THREADS,
-    WALKING, hand_over, list,
+    CODES, Code, KNOWN, LAYOUTS_OF, LISTS, List, SAMPLER, SAMPLES, SCRATCH, Scratch, THREAD_SLOTS,
+    THREADS, WALKING, hand_over, list,
 };
 
 /// Threads that a program looks at, and frames that it walks.
@@ -105,8 +106,9 @@ pub extern "C" fn found(native: u64) -> u64 {
 #[inline(always)]
 fn address(all: &List) -> u64 {
     if all.next >= all.evaluators {
-        // One more would say that there is none for some frame.
-        return all.any;
+        // One more would say that there is none for some frame. Of a list that was cut there are
+        // more.
+        return if all.head.end == ListEnd::Root as u32 { all.any } else { 0 };
     }
     let of = masked::<{ MAX_EVALUATORS as u64 - 1 }>(all.next);
     // SAFETY: both are masked to less than the lengths.
@@ -170,6 +172,8 @@ fn begin(all: &mut List, scratch: &Scratch) {
     all.evaluators = 0;
     all.next = 0;
     all.new = 0;
+    // Unless it comes to another.
+    all.head.end = ListEnd::DepthLimit as u32;
     all.any = 0;
     all.code = 0;
     all.code_bytes = 0;
@@ -381,6 +385,10 @@ pub extern "C" fn define(index: u32) -> u64 {
     let at = masked::<{ MAX_NEW as u64 - 1 }>(u64::from(index));
     // SAFETY: masked to less than the length.
     let entry = unsafe { *all.news.as_ptr().add(at) };
+    // The names of some functions are not worth the samples of others.
+    if SAMPLES.query(BPF_RB_AVAIL_DATA as u64) > u64::from(RING_BYTES / 2) {
+        return 0;
+    }
     let Some(layout) = LAYOUTS_OF.get(all.layout as u32 & (LAYOUTS - 1)) else { return 0 };
     let Some(length) = gather(all, code, layout, entry) else { return 1 };
     let Some(scratch) = SCRATCH.get_ptr(SAMPLER) else { return 0 };

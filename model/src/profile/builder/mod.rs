@@ -93,8 +93,12 @@ impl Builder {
 
     /// The id of an executable.
     pub fn executable(&mut self, executable: Executable) -> Result<ExecutableId, Full> {
+        let bytes = if let Executable::Code(code) = &executable { code.bytes() } else { 0 };
         let table = &mut self.profile.executables;
-        own(&mut self.executables, table, executable, "executables").map(ExecutableId)
+        let before = table.len();
+        let id = own(&mut self.executables, table, executable, "executables")?;
+        self.name_bytes += (bytes * (table.len() - before)) as u64;
+        Ok(ExecutableId(id))
     }
 
     /// The id of a process; what is newly learnt of it replaces what was known.
