@@ -14,8 +14,9 @@ pub const MAX_ENTRIES: usize = 512;
 /// Evaluators on a stack at most: each runs Python frames up to where C called it. Before 3.11 each
 /// runs one.
 pub const MAX_EVALUATORS: usize = MAX_ENTRIES / 2;
-/// Code objects of which a sample hands over what names them. Others come with later samples.
-pub const MAX_NEW: usize = 8;
+/// Code objects of which a sample hands over what names them, a power of two. Others come with
+/// later samples.
+pub const MAX_NEW: usize = 64;
 /// Words of the table of code objects that were handed over, a power of two.
 pub const KNOWN_CODES: u32 = 1 << 16;
 /// Bytes of a name, of a path, and of a line table that are handed over.
@@ -38,6 +39,10 @@ pub struct Layout {
     pub runtime: u64,
     /// `PyCode_Type`, likewise.
     pub code_type: u64,
+    /// `PyUnicode_Type` and `PyBytes_Type`, likewise.
+    pub text_type: u64,
+    /// See [`Layout::text_type`].
+    pub bytes_type: u64,
     /// `_PyEval_EvalFrameDefault`, likewise, with [`evaluators::IN_RANGE`].
     pub evaluator: u64,
     /// `PY_VERSION_HEX`.
@@ -102,26 +107,23 @@ pub mod evaluators {
     pub const IN_RANGE: u16 = 3;
 }
 
-/// Beyond the offsets in frames and code objects: so many bytes are read of them.
-pub const MAX_OFFSET: u16 = 152;
+/// Bytes that are read of a frame.
+pub const FRAME_BYTES: usize = 112;
+/// Bytes that are read of a code object.
+pub const CODE_BYTES: usize = 152;
 
 #[cfg(not(target_arch = "bpf"))]
 impl Layout {
     /// Whether what the kernel side reads is within what it has room for.
     #[must_use]
     pub fn is_sound(&self) -> bool {
-        let all = [
-            self.previous,
-            self.code,
-            self.instruction,
-            self.owner,
-            self.path,
-            self.name,
-            self.lines,
-            self.first_line,
-        ];
-        let inside = |offset: u16| offset <= MAX_OFFSET - 8;
-        all.into_iter().all(inside) && self.unit <= 2 && self.evaluators <= evaluators::IN_RANGE
+        let of_frame = [self.previous, self.code, self.instruction, self.owner];
+        let of_code = [self.path, self.name, self.lines, self.first_line];
+        let inside = |offset: u16, bytes: usize| usize::from(offset) + 8 <= bytes;
+        of_frame.into_iter().all(|offset| inside(offset, FRAME_BYTES))
+            && of_code.into_iter().all(|offset| inside(offset, CODE_BYTES))
+            && self.unit <= 2
+            && self.evaluators <= evaluators::IN_RANGE
     }
 }
 

@@ -351,10 +351,14 @@ impl Epoch {
     ) -> u32 {
         let version = u64::from(process.version) << 8 | u64::from(user_end);
         let entries = user.managed.map_or(&[][..], |(entries, _)| entries);
-        self.stack(&[process.image, version], user.native, entries, |epoch| {
+        let of = (process.pid, process.start_ns);
+        // Of functions whose names come later they are put together again then.
+        let is_final = user.managed.is_none_or(|(entries, codes)| codes.knows(of, entries));
+        let key = (user.native, entries);
+        self.stack(&[process.image, version], key, is_final, |epoch| {
             let mut stack = normalize::user(process, user.native, user_end, unmapped)?;
             if let Some((entries, codes)) = user.managed {
-                codes.insert((process.pid, process.start_ns), entries, &mut stack);
+                codes.insert(of, entries, &mut stack);
             }
             epoch.define_mappings(index, &stack.frames);
             Some(stack)
@@ -369,7 +373,7 @@ impl Epoch {
         layout: &KernelLayout,
     ) -> u32 {
         let executables = processes.executables();
-        self.stack(&[KERNEL_STACK, end.into()], kernel, &[], |_| {
+        self.stack(&[KERNEL_STACK, end.into()], (kernel, &[]), true, |_| {
             normalize::kernel(layout, kernel, end, executables)
         })
     }
@@ -421,8 +425,8 @@ impl Epoch {
     fn stack(
         &mut self,
         context: &[u64; 2],
-        addresses: &[u64],
-        entries: &[Entry],
+        (addresses, entries): (&[u64], &[Entry]),
+        is_final: bool,
         normalize: impl FnOnce(&mut Self) -> Option<Stack>,
     ) -> u32 {
         let mut key = std::mem::take(&mut self.key);
@@ -440,8 +444,10 @@ impl Epoch {
             Some(&index) => index,
             None => {
                 let index = normalize(self).map_or(0, |stack| 1 + self.intern(&stack));
-                self.seen_words += key.len() + 4;
-                self.seen.insert(key.as_slice().into(), index);
+                if is_final {
+                    self.seen_words += key.len() + 4;
+                    self.seen.insert(key.as_slice().into(), index);
+                }
                 index
             }
         };

@@ -16,8 +16,6 @@ use crate::process::executable::{Executable, Executables, Kind};
 const MAX_BYTES: usize = 16 << 20;
 /// What an entry takes beside that.
 const OF_ENTRY: usize = 64;
-/// Of one process.
-const MAX_OF_PROCESS: usize = MAX_BYTES / 2;
 
 /// A process: its id and its start.
 type Of = (u32, u64);
@@ -26,15 +24,21 @@ type Of = (u32, u64);
 #[derive(Debug)]
 pub struct Codes {
     by_process: HashMap<Of, OfProcess>,
+    /// By number of the function: how many processes have it, and its bytes, which are there once.
+    shared: HashMap<u64, (u32, usize)>,
     bytes: usize,
     /// What could not be read of any.
     unknown: Rc<Executable>,
+    /// Some were forgotten that the kernel side takes for known.
+    has_forgotten: bool,
 }
 
 #[derive(Debug, Default)]
 struct OfProcess {
     known: HashMap<(u64, u32), Rc<Executable>>,
     bytes: usize,
+    /// It has been met since the last epoch ended.
+    is_new: bool,
 }
 
 /// A user stack, before its frames are put together.
@@ -60,11 +64,17 @@ impl Codes {
     pub fn new(executables: &mut Executables) -> Self {
         let unknown = Code::unknown(Runtime::Cpython(0));
         let unknown = executables.intern(Kind::Code(Arc::new(unknown)));
-        Self { by_process: HashMap::new(), bytes: 0, unknown }
+        Self {
+            by_process: HashMap::new(),
+            shared: HashMap::new(),
+            bytes: 0,
+            unknown,
+            has_forgotten: false,
+        }
     }
 
-    /// Keeps what the kernel side has read of a code object, while there is room. Without it, its
-    /// frames have no name.
+    /// Keeps what the kernel side has read of a code object. Where there is no room, the process
+    /// that has most loses all of its own.
     pub fn define(
         &mut self,
         of: &SampleHeader,
@@ -73,23 +83,67 @@ impl Codes {
         executables: &mut Executables,
     ) {
         let Some(code) = code(head, bytes) else { return };
-        let process = self.by_process.entry((of.pid, of.start_boottime_ns)).or_default();
-        let own = code.bytes();
-        let code = executables.intern(Kind::Code(Arc::new(code)));
-        // Processes share what is equal: the interner has it once.
-        let size = OF_ENTRY + if Rc::strong_count(&code) <= 2 { own } else { 0 };
-        if self.bytes + size > MAX_BYTES || process.bytes + size > MAX_OF_PROCESS {
+        let (of, key) = ((of.pid, of.start_boottime_ns), (head.code, head.cookie));
+        if self.by_process.get(&of).is_some_and(|process| process.known.contains_key(&key)) {
             return;
         }
+        let size = code.bytes() + OF_ENTRY;
+        while self.bytes + size > MAX_BYTES {
+            let largest = self.by_process.iter().max_by_key(|(_, process)| process.bytes);
+            let Some((&largest, _)) = largest else { return };
+            self.forget(largest);
+            executables.purge();
+            self.has_forgotten = true;
+        }
+        let code = executables.intern(Kind::Code(Arc::new(code)));
+        let (processes, own) = self.shared.entry(code.id).or_insert((0, size - OF_ENTRY));
+        self.bytes += OF_ENTRY + if *processes == 0 { *own } else { 0 };
+        *processes += 1;
+        let process = self.by_process.entry(of).or_default();
+        process.is_new = true;
         process.bytes += size;
-        self.bytes += size;
-        process.known.insert((head.code, head.cookie), code);
+        process.known.insert(key, code);
     }
 
-    /// Forgets all but those of processes that are there.
+    /// An epoch is over: forgets those of processes that are gone.
     pub fn retain(&mut self, is_there: impl Fn(u32, u64) -> bool) {
-        self.by_process.retain(|&(pid, start), _| is_there(pid, start));
-        self.bytes = self.by_process.values().map(|process| process.bytes).sum();
+        let processes = self.by_process.iter_mut();
+        let gone = processes.filter_map(|(&(pid, start), process)| {
+            // Its first sample may not have been looked at yet.
+            let is_new = std::mem::take(&mut process.is_new);
+            (!is_new && !is_there(pid, start)).then_some((pid, start))
+        });
+        for of in gone.collect::<Vec<_>>() {
+            self.forget(of);
+        }
+    }
+
+    fn forget(&mut self, of: Of) {
+        for code in self.by_process.remove(&of).into_iter().flat_map(|it| it.known.into_values()) {
+            self.bytes -= OF_ENTRY;
+            if let Some((processes, own)) = self.shared.get_mut(&code.id) {
+                *processes -= 1;
+                if *processes == 0 {
+                    self.bytes -= *own;
+                    self.shared.remove(&code.id);
+                }
+            }
+        }
+    }
+
+    /// Whether some were forgotten since the last call that the kernel side takes for known.
+    pub fn take_has_forgotten(&mut self) -> bool {
+        std::mem::take(&mut self.has_forgotten)
+    }
+
+    /// Whether what names the functions of a stack has come.
+    #[must_use]
+    pub fn knows(&self, of: Of, entries: &[Entry]) -> bool {
+        let process = self.by_process.get(&of);
+        let known = |entry: &Entry| {
+            process.is_some_and(|it| it.known.contains_key(&(entry.code, entry.cookie())))
+        };
+        entries.iter().all(|entry| entry.code & EVALUATOR != 0 || known(entry))
     }
 
     /// Puts the frames of an interpreter in their places in a stack of a process.
@@ -226,6 +280,37 @@ mod tests {
         assert_eq!(entries.map(|entry| entry.code & NOT_FOUND), [5, 6]);
         forget(&mut entries, 6);
         assert_eq!(entries.map(|entry| entry.code & NOT_FOUND), [5, NOT_FOUND]);
+    }
+
+    #[test]
+    fn functions_are_kept_while_there_is_room_and_once() {
+        let mut executables = Executables::default();
+        let mut codes = Codes::new(&mut executables);
+        let mut define = |codes: &mut Codes, pid: u32, address: u64, name: &[u8]| {
+            let of = SampleHeader { pid, start_boottime_ns: 1, ..SampleHeader::default() };
+            let name_bytes = name.len() as u32;
+            let head = CodeHead { code: address, name_bytes, ..CodeHead::default() };
+            codes.define(&of, &head, name, &mut executables);
+        };
+        let entry = |address| [Entry { code: address, rest: 0 }];
+        define(&mut codes, 1, 10, b"shared");
+        let first = codes.bytes;
+        define(&mut codes, 1, 10, b"shared");
+        assert_eq!(codes.bytes, first, "it is known");
+        define(&mut codes, 2, 20, b"shared");
+        assert_eq!(codes.bytes, first + OF_ENTRY, "its bytes are there once");
+        assert!(codes.knows((2, 1), &entry(20)) && !codes.knows((2, 1), &entry(10)));
+        // One takes all the room: it loses what it has, and others keep theirs.
+        for number in 0..4000u64 {
+            let name = [&[0; 5000][..], &number.to_ne_bytes()].concat();
+            define(&mut codes, 3, number, &name);
+        }
+        assert!(codes.bytes <= MAX_BYTES && codes.take_has_forgotten());
+        assert!(codes.knows((1, 1), &entry(10)) && codes.knows((2, 1), &entry(20)));
+        assert!(!codes.knows((3, 1), &entry(0)) && codes.knows((3, 1), &entry(3999)));
+        codes.retain(|_, _| false);
+        codes.retain(|_, _| false);
+        assert_eq!((codes.bytes, codes.shared.len()), (0, 0));
     }
 
     #[test]

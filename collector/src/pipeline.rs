@@ -381,7 +381,10 @@ impl Pipeline {
 
     /// Keeps what names functions of interpreters.
     fn define(&mut self) {
-        for NewCode { of, head, bytes } in self.batch.codes.drain(..) {
+        for NewCode { of, head, bytes } in std::mem::take(&mut self.batch.codes) {
+            if !self.counts(&of) {
+                continue;
+            }
             self.codes.define(&of, &head, &bytes, self.processes.executables());
         }
     }
@@ -494,6 +497,9 @@ impl Pipeline {
             let known = processes.get(pid).filter(|process| process.start_ns == start_ns);
             known.is_some() || late.as_ref().is_some_and(LateWalks::any_waits)
         });
+        if self.codes.take_has_forgotten() {
+            self.sampler.name_again();
+        }
         self.epoch_number += 1;
         self.epoch_start = now;
         self.processes.end_epoch();

@@ -23,12 +23,21 @@ impl Runtime {
 impl fmt::Display for Runtime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
+            // Nothing was read of it.
+            Self::Cpython(0) => f.write_str("CPython"),
             Self::Cpython(version) => {
                 write!(f, "CPython {}.{}", version >> 24, version >> 16 & 0xff)
             }
         }
     }
 }
+
+/// Most bytes of a name that are taken, of a path, and of a table of lines.
+pub const MAX_NAME: usize = 512;
+/// See [`MAX_NAME`].
+pub const MAX_PATH: usize = 1024;
+/// See [`MAX_NAME`].
+pub const MAX_LINES: usize = 4096;
 
 /// A text in the characters of an interpreter.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -83,6 +92,14 @@ impl Code {
         Self { runtime, name, path, first_line: 0, lines: Vec::new() }
     }
 
+    /// Whether it is no larger than what is taken.
+    #[must_use]
+    pub fn is_bounded(&self) -> bool {
+        self.name.bytes.len() <= MAX_NAME
+            && self.path.bytes.len() <= MAX_PATH
+            && self.lines.len() <= MAX_LINES
+    }
+
     /// Bytes it takes.
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -109,5 +126,6 @@ mod tests {
     #[test]
     fn a_runtime_is_called_by_its_minor_version() {
         assert_eq!(Runtime::Cpython(0x030e_0af0).to_string(), "CPython 3.14");
+        assert_eq!(Runtime::Cpython(0).to_string(), "CPython");
     }
 }

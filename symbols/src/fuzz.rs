@@ -55,8 +55,9 @@ pub fn code(bytes: &[u8]) {
     let name = Text { width: head[2], bytes: name.to_vec(), is_cut: head[3] & 1 != 0 };
     let path = name.clone();
     let code = Code { runtime, name, path, first_line: head[3].into(), lines: lines.to_vec() };
+    let Some(function) = crate::interpreter::Function::read(&code) else { return };
     for position in [0, 2, 3, 256, u64::MAX] {
-        let _ = crate::interpreter::line(&code, position);
+        let _ = function.at(position);
     }
 }
 

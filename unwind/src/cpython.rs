@@ -18,6 +18,8 @@ const WORDS: usize = 64;
 pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
     let (runtime, _) = elf.export("_PyRuntime")?;
     let (code_type, _) = elf.export("PyCode_Type")?;
+    let (text_type, _) = elf.export("PyUnicode_Type")?;
+    let (bytes_type, _) = elf.export("PyBytes_Type")?;
     let (evaluator, evaluator_bytes) = elf.export("_PyEval_EvalFrameDefault")?;
     let version = version(elf)?;
     let origin = elf.origin()?;
@@ -29,10 +31,17 @@ pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
         0x030d..=0x030f => of_table(version, &elf.words(runtime, WORDS)?)?,
         _ => return None,
     };
-    let [runtime, code_type, evaluator] =
-        [runtime, code_type, evaluator].map(|address| address.wrapping_sub(origin));
-    let evaluator_bytes = u32::try_from(evaluator_bytes).ok()?;
-    let layout = Layout { runtime, code_type, evaluator, evaluator_bytes, version, ..offsets };
+    let inside = |address: u64| address.wrapping_sub(origin);
+    let layout = Layout {
+        runtime: inside(runtime),
+        code_type: inside(code_type),
+        text_type: inside(text_type),
+        bytes_type: inside(bytes_type),
+        evaluator: inside(evaluator),
+        evaluator_bytes: u32::try_from(evaluator_bytes).ok()?,
+        version,
+        ..offsets
+    };
     layout.is_sound().then_some(layout)
 }
 
@@ -40,7 +49,9 @@ pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
 fn version(elf: &Elf<'_>) -> Option<u32> {
     if let Some((address, _)) = elf.export("Py_Version") {
         let version = elf.code(address, 4)?;
-        return Some(u32::from_le_bytes(version.try_into().ok()?));
+        let version = u32::from_le_bytes(version.try_into().ok()?);
+        // Before the first candidate of a release what is where still changes.
+        return (version >> 4 & 0xf >= 0xc).then_some(version);
     }
     // What came with each of them and is there in all later ones (Include/ of the version).
     let came = |name: &str| elf.export(name).is_some();
@@ -154,11 +165,9 @@ fn of_table(version: u32, table: &[u64]) -> Option<Layout> {
         (offset != NO_FIELD).then_some(offset)
     };
     let thread_id = if version >> 16 == 0x030f { 8 } else { 5 };
-    let is_released = version >> 4 & 0xf >= 0xc;
     if table.first() != Some(&COOKIE)
         || table.get(1) != Some(&u64::from(version))
         || table.get(2) != Some(&0)
-        || !is_released
     {
         return None;
     }
@@ -255,9 +264,6 @@ mod tests {
         let mut free_threaded = OF_3_14;
         free_threaded[2] = 1;
         assert_eq!(of_table(0x030e_0af0, &free_threaded), None);
-        let mut alpha = OF_3_14;
-        alpha[1] = 0x030e_00a1;
-        assert_eq!(of_table(0x030e_00a1, &alpha), None);
         assert_eq!(of_table(0x030e_0af0, &OF_3_14[..40]), None);
     }
 }

@@ -15,9 +15,9 @@ use aya_ebpf::helpers::bpf_probe_read_user as read_user;
 use aya_ebpf::helpers::generated::bpf_probe_read_user;
 use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::cpython::{
-    ANY, CodeHead, EVALUATOR, Entry, KNOWN_CODES, LAYOUTS, Layout, ListEnd, MAX_ENTRIES,
-    MAX_EVALUATORS, MAX_LINES, MAX_NAME, MAX_NEW, MAX_PATH, ManagedHead, NO_FIELD, NOT_FOUND,
-    OWNED_BY_EVALUATOR, cookie, evaluators, known_word,
+    ANY, CODE_BYTES, CodeHead, EVALUATOR, Entry, FRAME_BYTES, KNOWN_CODES, LAYOUTS, Layout,
+    ListEnd, MAX_ENTRIES, MAX_EVALUATORS, MAX_LINES, MAX_NAME, MAX_NEW, MAX_PATH, ManagedHead,
+    NO_FIELD, NOT_FOUND, OWNED_BY_EVALUATOR, cookie, evaluators, known_word,
 };
 use stackwire_collector_ebpf::{RING_BYTES, RecordKind, SampleHeader, masked};
 
@@ -27,12 +27,9 @@ use crate::maps::{
 };
 
 /// Threads that a program looks at, and frames that it walks.
-const STEP: u64 = 32;
+const STEP: u64 = 128;
 /// Threads of a process that are looked at, of all its interpreters.
 const MAX_THREADS: u64 = 128;
-/// Bytes of a frame that are read, and of a code object.
-const FRAME: usize = 112;
-const CODE: usize = 152;
 /// Bytes of a string's head, and where its length and its state are (Include/cpython/
 /// unicodeobject.h).
 const TEXT: usize = 40;
@@ -213,8 +210,9 @@ fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
         if let Some(known) = THREADS.get(slot)
             && known[0] == all.start ^ all.tid
             && word(known[1], layout.thread_id) == Some(all.thread_pointer)
+            && enter(all, layout, known[1]).is_some()
         {
-            return enter(all, layout, known[1]);
+            return Some(GO_ON);
         }
         let runtime = all.base.wrapping_add(layout.runtime);
         all.interpreter = word(runtime, layout.interpreters)?;
@@ -235,22 +233,24 @@ fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
         all.thread = word(all.interpreter, layout.threads)?;
         return Some(GO_ON);
     }
-    if word(all.thread, layout.thread_id)? == all.thread_pointer {
+    // Of one that runs several interpreters, that which has frames.
+    if word(all.thread, layout.thread_id)? == all.thread_pointer
+        && enter(all, layout, all.thread).is_some()
+    {
         if let Some(known) = THREADS.get_ptr_mut(slot) {
             // SAFETY: the pointer came from a successful lookup. Of two CPUs that write at once the
             // one that comes later finds what it reads not to fit, and looks again.
             unsafe { *known = [all.start ^ all.tid, all.thread] };
         }
-        return enter(all, layout, all.thread);
+        return Some(GO_ON);
     }
     all.thread = word(all.thread, layout.next_thread)?;
     Some(GO_ON)
 }
 
-/// The first frame of a thread.
+/// The first frame of a thread; none: it runs no Python.
 #[inline(always)]
-fn enter(all: &mut List, layout: &Layout, thread: u64) -> Option<u64> {
-    all.is_found = 1;
+fn enter(all: &mut List, layout: &Layout, thread: u64) -> Option<()> {
     if layout.evaluators == evaluators::IN_RANGE {
         all.any = ANY;
         all.code = all.base.wrapping_add(layout.evaluator);
@@ -263,8 +263,9 @@ fn enter(all: &mut List, layout: &Layout, thread: u64) -> Option<u64> {
             from = all.c_frame;
         }
     }
-    all.frame = word(from, layout.current_frame)?;
-    Some(GO_ON)
+    all.frame = word(from, layout.current_frame).filter(|&frame| frame != 0)?;
+    all.is_found = 1;
+    Some(())
 }
 
 /// A word of what was read.
@@ -283,7 +284,7 @@ fn frame(all: &mut List, layout: &Layout) -> Option<u64> {
     if all.count >= MAX_ENTRIES as u64 - 1 {
         return Some(ListEnd::DepthLimit as u64);
     }
-    read(all, all.frame, FRAME)?;
+    read(all, all.frame, FRAME_BYTES)?;
     let address = all.frame;
     all.frame = word_in(&all.bytes, layout.previous);
     let instruction = word_in(&all.bytes, layout.instruction);
@@ -293,8 +294,8 @@ fn frame(all: &mut List, layout: &Layout) -> Option<u64> {
     if layout.evaluators == evaluators::SHIMS && owner >= OWNED_BY_EVALUATOR {
         return Some(push_evaluator(all, address));
     }
-    read(all, code, CODE)?;
-    if word_in(&all.bytes, TYPE as u16) == all.base.wrapping_add(layout.code_type) {
+    read(all, code, CODE_BYTES)?;
+    if is_a(all, layout.code_type) {
         let [name, path, lines] =
             [layout.name, layout.path, layout.lines].map(|offset| word_in(&all.bytes, offset));
         let first_line = word_in(&all.bytes, layout.first_line) as u32;
@@ -361,6 +362,17 @@ fn note_new(all: &mut List, entry: Entry) {
     if known == Some(&word) || all.new >= MAX_NEW as u64 {
         return;
     }
+    // Once of one that calls itself.
+    for index in 0..MAX_NEW {
+        if index as u64 >= all.new {
+            break;
+        }
+        // SAFETY: the index is less than the length.
+        let other = unsafe { &*all.news.as_ptr().add(index) };
+        if other.code == entry.code && other.cookie() == entry.cookie() {
+            return;
+        }
+    }
     let at = masked::<{ MAX_NEW as u64 - 1 }>(all.new);
     // SAFETY: masked to less than the length.
     unsafe {
@@ -416,7 +428,7 @@ pub extern "C" fn define(index: u32) -> u64 {
 /// Puts the record of a code object together; returns its bytes.
 #[inline(always)]
 fn gather(all: &mut List, to: &mut Code, layout: &Layout, entry: Entry) -> Option<usize> {
-    read(all, entry.code, CODE)?;
+    read(all, entry.code, CODE_BYTES)?;
     let [name, path, lines] =
         [layout.name, layout.path, layout.lines].map(|offset| word_in(&all.bytes, offset));
     let first_line = word_in(&all.bytes, layout.first_line) as u32;
@@ -426,20 +438,24 @@ fn gather(all: &mut List, to: &mut Code, layout: &Layout, entry: Entry) -> Optio
     to.head.first_line = first_line as i32;
 
     read(all, name, TEXT)?;
-    let (state, length, from) = text(&all.bytes, name, layout);
+    let (state, length, from) = text(all, name, layout)?;
     to.head.name_state = state;
     to.head.name_length = length;
     let name_bytes = copy::<{ MAX_NAME as u64 }, 1023>(&mut to.bytes, 0, from, length);
     to.head.name_bytes = name_bytes as u32;
 
     read(all, path, TEXT)?;
-    let (state, length, from) = text(&all.bytes, path, layout);
+    let (state, length, from) = text(all, path, layout)?;
     to.head.path_state = state;
     to.head.path_length = length;
     let path_bytes = copy::<{ MAX_PATH as u64 }, 2047>(&mut to.bytes, name_bytes, from, length);
     to.head.path_bytes = path_bytes as u32;
 
-    let length = word(lines, BYTES_LENGTH as u16)?;
+    read(all, lines, TEXT)?;
+    if !is_a(all, layout.bytes_type) {
+        return None;
+    }
+    let length = word_in(&all.bytes, BYTES_LENGTH as u16);
     to.head.lines_length = length;
     // A part of it would be of no use.
     let wanted = if length <= MAX_LINES as u64 { length } else { 0 };
@@ -451,17 +467,27 @@ fn gather(all: &mut List, to: &mut Code, layout: &Layout, entry: Entry) -> Optio
     Some(size_of::<SampleHeader>() + size_of::<CodeHead>() + bytes)
 }
 
-/// State, bytes and place of the characters of a string whose head was read.
+/// Whether the object whose head was read is of this type.
 #[inline(always)]
-fn text(bytes: &[u8; 264], at: u64, layout: &Layout) -> (u32, u64, u64) {
-    let state = word_in(bytes, TEXT_STATE as u16) as u32;
+fn is_a(all: &List, of: u64) -> bool {
+    word_in(&all.bytes, TYPE as u16) == all.base.wrapping_add(of)
+}
+
+/// State, bytes and place of the characters of a string whose head was read; none where it is no
+/// string: nothing else of the process is handed over.
+#[inline(always)]
+fn text(all: &List, at: u64, layout: &Layout) -> Option<(u32, u64, u64)> {
+    if !is_a(all, layout.text_type) {
+        return None;
+    }
+    let state = word_in(&all.bytes, TEXT_STATE as u16) as u32;
     let width = u64::from(state >> 2 & 7);
-    let length = word_in(bytes, TEXT_LENGTH as u16);
+    let length = word_in(&all.bytes, TEXT_LENGTH as u16);
     if state & COMPACT == 0 || length > u64::from(u32::MAX) {
-        return (state, 0, at);
+        return Some((state, 0, at));
     }
     let begin = if state & ASCII != 0 { layout.ascii } else { layout.characters };
-    (state, length * width, at.wrapping_add(u64::from(begin)))
+    Some((state, length * width, at.wrapping_add(u64::from(begin))))
 }
 
 /// Copies the first `length` bytes, at most `MOST`, behind `before` others; returns how many.

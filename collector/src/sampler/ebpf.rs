@@ -389,6 +389,10 @@ impl Sampler for EbpfSampler {
         self.object.copy_at_most(bytes);
     }
 
+    fn name_again(&self) {
+        self.object.name_again();
+    }
+
     fn forget(&self, place: u32, number: u64) {
         self.object.forget(place, number);
     }

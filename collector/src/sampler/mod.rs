@@ -164,6 +164,9 @@ pub trait Sampler: fmt::Debug {
     /// Has the eBPF programs copy at most so many bytes of a stack that cannot be walked yet.
     fn copy_at_most(&self, _bytes: usize) {}
 
+    /// Has the eBPF programs hand over again what names functions of interpreters.
+    fn name_again(&self) {}
+
     /// Threads that wait, each with its id; from kernel 5.19 on it takes no capability.
     fn waiting(&self) -> Vec<(u32, Waiting)> {
         Vec::new()

@@ -14,6 +14,7 @@ use aya::programs::tp_btf::BtfTracePointLinkId;
 use aya::programs::{BtfTracePoint, Iter, PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
+use stackwire_collector_ebpf::cpython::KNOWN_CODES;
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
     COPY, COUNTERS_PER_CPU, Config, Counter, LIST, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK,
@@ -60,6 +61,8 @@ pub struct Object {
     pickers: Mapped,
     /// Bytes of stacks that are copied now.
     copy_bytes: Mapped,
+    /// Functions of interpreters that were handed over.
+    known: Mapped,
     /// `None`: waits are not recorded.
     told: Option<Mapped>,
     /// With each wait it is recorded who ended it.
@@ -196,11 +199,23 @@ impl Object {
         let copy_bytes = mapped(&ebpf, "COPY_BYTES", 8, Mapped::read_write)?;
         // The first samples come before anybody looks.
         copy_bytes.atomic(0).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
+        let known = mapped(&ebpf, "KNOWN", KNOWN_CODES as usize * 8, Mapped::read_write)?;
         let told = || mapped(&ebpf, "TOLD", TOLD_STACKS as usize * 8, Mapped::read_write);
         let told = waits.then(told).transpose()?;
         let watching = Watching::default();
         let _stages = all_stages;
-        Ok(Self { ebpf, counters, pickers, copy_bytes, told, wakers, answers, _stages, watching })
+        Ok(Self {
+            ebpf,
+            counters,
+            pickers,
+            copy_bytes,
+            known,
+            told,
+            wakers,
+            answers,
+            _stages,
+            watching,
+        })
     }
 
     /// Lets samples of these processes through.
@@ -298,6 +313,13 @@ impl Object {
     /// Has at most so many bytes of a stack copied from now on.
     pub fn copy_at_most(&self, bytes: usize) {
         self.copy_bytes.atomic(0).store(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Has the kernel side hand over again what names functions of interpreters.
+    pub fn name_again(&self) {
+        for word in 0..KNOWN_CODES as usize {
+            self.known.atomic(word * 8).store(0, Ordering::Relaxed);
+        }
     }
 
     /// Has the kernel side tell of a stack again, by its number and the place it is noted in.

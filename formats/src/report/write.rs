@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use stackwire_model::Runtime;
 use stackwire_model::profile::{
     Executable, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
 };
@@ -209,12 +208,14 @@ fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
     }
     let mut rows: HashMap<usize, Row<'_>> = HashMap::new();
     // Functions of one run-time are told of together.
-    let mut first: HashMap<Runtime, usize> = HashMap::new();
+    let mut first: HashMap<String, usize> = HashMap::new();
     for sample in &profile.samples {
         for location in profile.frames(sample.key) {
             let executable = profile.locations[location.index()].executable.index();
             let of = match &profile.executables[executable] {
-                Executable::Code(code) => *first.entry(code.runtime).or_insert(executable),
+                Executable::Code(code) => {
+                    *first.entry(code.runtime.to_string()).or_insert(executable)
+                }
                 _ => executable,
             };
             let row = rows.entry(of).or_default();

@@ -36,7 +36,8 @@ pub enum LabelValue {
 }
 
 /// As a label: the kind of the innermost frame, see
-/// [`Executable::frame_type`](super::Executable::frame_type). Nobody writes it: it is in the stack.
+/// [`Executable::frame_type`](super::Executable::frame_type). It is in the stack, unless another
+/// profiler has given a label of this name.
 pub const KIND: &str = "kind";
 
 /// The container and the pod in a cgroup's path, as labels.
@@ -174,12 +175,13 @@ impl Profile {
     /// The value of one label.
     #[must_use]
     pub fn label(&self, sample: SampleKey, wanted: &str) -> Option<Cow<'_, str>> {
-        if wanted == KIND {
+        let found = self.labels(sample).find(|(key, _)| *key == wanted).map(|(_, value)| value);
+        if wanted == KIND && found.is_none() {
             let location = &self.locations[self.frames(sample).next()?.index()];
             let executable = &self.executables[location.executable.index()];
             return Some(executable.frame_type().into());
         }
-        self.labels(sample).find(|(key, _)| *key == wanted).map(|(_, value)| value)
+        found
     }
 }
 

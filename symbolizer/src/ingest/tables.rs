@@ -76,10 +76,8 @@ impl Reader<'_> {
                 Executable::Kernel { module: self.string(wire.path)?, build_id, kallsyms: symbols }
             }
             v1::ExecutableKind::Code => self.code(wire)?,
-            v1::ExecutableKind::Unmapped => Executable::Unmapped,
-            v1::ExecutableKind::Unspecified => {
-                return Err(self.invalid("an executable of no known kind"));
-            }
+            // Of a kind that came later nothing is known.
+            v1::ExecutableKind::Unmapped | v1::ExecutableKind::Unspecified => Executable::Unmapped,
         })
     }
 
@@ -87,6 +85,9 @@ impl Reader<'_> {
     fn code(&self, wire: &v1::Executable) -> Result<Executable, IngestError> {
         let code = wire.code.as_ref().and_then(Option::<Code>::from);
         let Some(code) = code else { return Ok(Executable::Unmapped) };
+        if !code.is_bounded() {
+            return Err(self.invalid("a function with more of a name than any collector takes"));
+        }
         self.take(code.bytes())?;
         Ok(Executable::Code(Arc::new(code)))
     }

@@ -424,10 +424,14 @@ fn running_in(profile: &Profile, id: ExecutableId) -> Vec<u32> {
 
 /// Names places in a function of an interpreter.
 fn name_code(profile: &Profile, code: &Code, locations: &[LocationId], names: &mut Names) {
+    let function = interpreter::Function::read(code);
     for location in locations {
         let position = profile.locations[location.index()].address.number();
-        names.resolutions[location.index()] = match interpreter::line(code, position) {
-            Some(line) => Resolution::Found { lines: [line].into(), quality: Quality::Interpreter },
+        names.resolutions[location.index()] = match &function {
+            Some(function) => {
+                let lines = [function.at(position)].into();
+                Resolution::Found { lines, quality: Quality::Interpreter }
+            }
             None => Resolution::Missing(Missing::because(MissingReason::CodeNotTaken)),
         };
     }

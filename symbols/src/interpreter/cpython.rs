@@ -6,31 +6,37 @@ use stackwire_model::Code;
 /// Bytes of an instruction and of each of its caches.
 const UNIT: u64 = 2;
 
-/// The line of a position, in bytes from the first instruction. None: the table has none, or was
-/// not taken.
-pub(super) fn line(code: &Code, version: u32, position: u64) -> Option<u32> {
+/// Where each stretch of instructions ends, in bytes from the first, and its line; in order. Where
+/// the table makes no sense any more it ends.
+pub(super) fn lines(code: &Code, version: u32) -> Vec<(u64, Option<u32>)> {
+    let mut lines = Vec::new();
     match version >> 16 {
-        0x030b.. => by_locations(code, position),
-        0x030a => by_ranges(code, position),
-        _ => by_increments(code, position),
+        0x030b.. => _ = by_locations(code, &mut lines),
+        0x030a => by_ranges(code, &mut lines),
+        _ => by_increments(code, &mut lines),
     }
+    lines
 }
 
-/// Pairs of what both grow by. The line may shrink.
-fn by_increments(code: &Code, position: u64) -> Option<u32> {
+type Lines = Vec<(u64, Option<u32>)>;
+
+/// Pairs of what both grow by. The line may shrink; the last has no end.
+fn by_increments(code: &Code, into: &mut Lines) {
     let (mut at, mut line) = (0u64, i64::from(code.first_line));
     for &[bytes, lines] in code.lines.as_chunks().0 {
         at += u64::from(bytes);
-        if at > position {
-            break;
-        }
+        into.push((at, known(line)));
         line += i64::from(lines.cast_signed());
     }
+    into.push((u64::MAX, known(line)));
+}
+
+fn known(line: i64) -> Option<u32> {
     u32::try_from(line).ok().filter(|line| *line > 0)
 }
 
 /// Likewise, but the line is that of the instructions up to there; -128: they have none.
-fn by_ranges(code: &Code, position: u64) -> Option<u32> {
+fn by_ranges(code: &Code, into: &mut Lines) {
     const NONE: i8 = -128;
     let (mut end, mut line) = (0u64, i64::from(code.first_line));
     for &[bytes, lines] in code.lines.as_chunks().0 {
@@ -39,15 +45,11 @@ fn by_ranges(code: &Code, position: u64) -> Option<u32> {
         if lines != NONE {
             line += i64::from(lines);
         }
-        if position < end {
-            return u32::try_from(line).ok().filter(|_| lines != NONE);
-        }
+        into.push((end, known(line).filter(|_| lines != NONE)));
     }
-    None
 }
 
-fn by_locations(code: &Code, position: u64) -> Option<u32> {
-    let wanted = position / UNIT;
+fn by_locations(code: &Code, into: &mut Lines) -> Option<()> {
     let mut bytes = code.lines.iter().copied();
     let mut line = i64::from(code.first_line);
     let mut unit = 0u64;
@@ -76,10 +78,8 @@ fn by_locations(code: &Code, position: u64) -> Option<u32> {
             }
             _ => {}
         }
-        if wanted < unit {
-            // The last kind is of instructions that no line has.
-            return u32::try_from(line).ok().filter(|_| kind != 15);
-        }
+        // The last kind is of instructions that no line has.
+        into.push((unit * UNIT, known(line).filter(|_| kind != 15)));
     }
     None
 }
@@ -107,9 +107,16 @@ fn signed(bytes: &mut impl Iterator<Item = u8>) -> Option<i64> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use stackwire_model::{Runtime, Text};
+    use stackwire_model::{Code, Runtime, Text};
 
-    use super::*;
+    use super::super::Function;
+
+    /// None: it has none there.
+    fn line(code: &Code, version: u32, position: u64) -> Option<u32> {
+        let code = Code { runtime: Runtime::Cpython(version), ..code.clone() };
+        let line = Function::read(&code).unwrap().at(position).line;
+        (line != 0).then_some(line)
+    }
 
     const VERSION: u32 = 0x030d_00f0;
 
