@@ -53,9 +53,11 @@ fn python_is_named() {
     for (name, mut python) in pythons() {
         let program = Running::start(python.args(["-c", script]));
         let profile = record(program.pid(), 2, &[]);
-        let functions = ["_PyEval_EvalFrameDefault", "long_mul", "PyNumber_Multiply"];
+        // Of those before 3.8 the interpreter's own are shown.
+        let is_old = name.contains(" 3.6.") || name.contains(" 3.7.");
+        let functions = if is_old { &["_PyEval_EvalFrameDefault"][..] } else { &["work"] };
         let named = functions.iter().any(|function| has(&profile, function));
-        assert!(named, "{name}: no function of the interpreter is named");
+        assert!(named, "{name}: none of {functions:?}");
     }
 }
 
