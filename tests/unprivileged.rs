@@ -1,6 +1,7 @@
 //! Sampling through perf events alone: by a user without any capability, and beside eBPF.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,7 +13,7 @@ use crate::support::build::{
 use crate::support::nobody::{NOBODY, public_binaries};
 use crate::support::pprof::Sample;
 use crate::support::whole::ended;
-use crate::support::{Pprof, Ran, Running, binary, can, privileged, recorded, report};
+use crate::support::{Pprof, Ran, Running, binary, can, privileged, recorded, report, stackwire};
 
 /// A user without capabilities, and a directory of theirs with the binaries in it.
 struct Nobody {
@@ -147,7 +148,13 @@ fn nobody_profiles_without_a_capability_what_ebpf_sees() {
         assert!(perf.stderr.contains("note: time in the kernel is not sampled"), "{}", perf.stderr);
         assert!(whole(&perf.stderr) >= 99.0, "{name}: {}", perf.stderr);
         assert!(!ebpf.stderr.contains("note: sampled"), "{}", ebpf.stderr);
-        let (perf, ebpf) = (nobody.profile(), Pprof::read(&directory.path().join("x.pb.gz")));
+        // Functions of Python take eBPF: what runs them is compared.
+        let native = directory.path().join("native.pb.gz");
+        let capture = directory.path().join("x.stackwire");
+        let options = ["--native-only", "-o"].map(OsStr::new);
+        let arguments = [&["resolve".as_ref(), capture.as_os_str()], &options[..]].concat();
+        stackwire(arguments.into_iter().chain([native.as_os_str()])).succeeded();
+        let (perf, ebpf) = (nobody.profile(), Pprof::read(&native));
         let (theirs, ours) = (shares(&ebpf), shares(&perf));
         for (function, share) in theirs.iter().filter(|(_, share)| **share >= 1.0) {
             let found = ours.get(function).copied().unwrap_or(0.0);
