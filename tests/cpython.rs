@@ -173,6 +173,41 @@ fn what_a_program_computes_with_is_in_no_capture() {
     assert!(text.contains("spends [<string>]") && text.contains("CPython 3.11"), "{text}");
 }
 
+#[test]
+fn all_functions_of_commands_and_of_chosen_processes_have_names() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let program = source("shares.py");
+    let command = ["/usr/bin/python3".as_ref(), program.as_os_str(), OsStr::new("2")];
+    let record = |more: &[&OsStr]| -> Pprof {
+        let fixed = ["record", "--profile", "--sample-rate=997"].map(OsStr::new);
+        let output = directory.path().join("x.pb.gz");
+        let option = [OsStr::new("--profile-output"), output.as_os_str()];
+        stackwire([&fixed[..], &option, more].concat()).succeeded();
+        Pprof::read(&output)
+    };
+    // The first makes the unwind table.
+    let of_command = [&[OsStr::new("--")], &command[..]].concat();
+    record(&of_command);
+    let running = Running::start(Command::new(command[0]).arg(command[1]));
+    for (how, more) in [
+        ("command", &of_command[..]),
+        ("chosen", &["--comm=python3", "--duration=2s"].map(OsStr::new)),
+    ] {
+        let profile = record(more);
+        let functions = profile.samples.iter().flat_map(|it| profile.functions(it));
+        let unnamed: Vec<&str> = functions.filter(|name| name.contains("cpython")).collect();
+        assert!(unnamed.is_empty(), "{how}: {unnamed:?}");
+        let is_named = |it: &&Sample| profile.functions(it).contains(&"main");
+        let named: u64 = profile.samples.iter().filter(is_named).map(|it| it.count).sum();
+        eprintln!("{how}: {named} of {} in main", profile.count());
+        assert!(named > 100 && named * 10 >= profile.count() * 8, "{how}: {named}");
+    }
+    drop(running);
+}
+
 /// A sample of a process that lies is as it would be without its lies, and an honest one beside it
 /// has its functions.
 #[test]

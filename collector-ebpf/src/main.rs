@@ -31,6 +31,7 @@ mod walk {
     pub mod by_frame_pointers;
     pub mod by_tables;
     pub mod copy;
+    pub mod objects;
     pub mod remembered;
     pub mod stacks;
     pub mod tree;

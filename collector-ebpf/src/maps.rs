@@ -130,10 +130,10 @@ pub static LISTS: PerCpuArray<List> = PerCpuArray::with_max_entries(1, 0);
 pub struct Code {
     pub header: SampleHeader,
     pub head: CodeHead,
-    pub bytes: [u8; CODE_BYTES],
+    pub bytes: [u8; CODE_ROOM],
 }
 /// More than there are: the verifier knows less of lengths.
-pub const CODE_BYTES: usize = 2048 + 8192;
+pub const CODE_ROOM: usize = 2048 + 8192;
 
 #[map]
 pub static CODES: PerCpuArray<Code> = PerCpuArray::with_max_entries(1, 0);
@@ -148,7 +148,7 @@ pub static THREADS: Array<[u64; 2]> = Array::with_max_entries(THREAD_SLOTS, 0);
 pub const THREAD_SLOTS: u32 = 1 << 12;
 /// Layouts of CPython by number. Written by the collector, through mmap.
 #[map]
-pub static LAYOUTS_OF: Array<PythonLayout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
+pub static PYTHON_LAYOUTS: Array<PythonLayout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
 
 /// Words of a process's memory that a walk by tables came by.
 #[repr(C)]

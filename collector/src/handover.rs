@@ -167,7 +167,7 @@ mod tests {
     use stackwire_model::{FileOffset, UserAddr};
 
     use super::*;
-    use crate::batch::MappingDef;
+    use crate::definitions::MappingDef;
     use crate::process::executable::Executables;
 
     #[test]
@@ -180,7 +180,7 @@ mod tests {
         let kind = Kind::File { path: path.to_str().unwrap().to_owned(), key: Some(key) };
         let mut epoch = Epoch::default();
         epoch.executables.push(Rc::clone(&Executables::default().intern(kind)));
-        epoch.processes.push(crate::batch::ProcessDef {
+        epoch.processes.push(crate::definitions::ProcessDef {
             image: 1,
             pid: 4_000_001,
             ..Default::default()

@@ -25,6 +25,7 @@ mod batch;
 mod clock;
 mod config;
 mod count;
+mod definitions;
 
 mod handover;
 mod helpers;
@@ -48,6 +49,7 @@ mod scheduling;
 mod session;
 mod sink;
 mod sources;
+mod summary;
 mod unwind;
 mod waits;
 mod wire;
@@ -56,7 +58,6 @@ pub use config::{Config, ConfigError, Destination, Scope};
 pub use count::{Count, CountError, Counters, Counting};
 pub use list::{Listed, list_events};
 pub use outbox::Limits;
-pub use pipeline::Summary;
 pub use replay::{Progress, Replay, ReplayConfig};
 pub use sampler::SamplerError;
 pub use session::{Builder, Helpers, Session, SessionError};
@@ -66,6 +67,7 @@ pub use stackwire_model::{
     AddUp, Choice, Event, LostReason, OffCpu, Share, Source, StackCopies, Unwind, WaitState,
 };
 pub use stackwire_rights::capabilities::drop_all as drop_capabilities;
+pub use summary::Summary;
 pub use unwind::Stats as TableStats;
 
 /// Version of this crate with the commit it was built from.

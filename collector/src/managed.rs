@@ -6,8 +6,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use stackwire_collector_ebpf::SampleHeader;
-use stackwire_collector_ebpf::cpython::{ANY, CodeHead, EVALUATOR, Entry, NOT_FOUND};
-use stackwire_model::{Address, Code, EndReason, Runtime, Text};
+use stackwire_collector_ebpf::cpython::{self, ANY, CodeHead, EVALUATOR, Entry, NOT_FOUND};
+use stackwire_model::{Address, Code, EndReason, Runtime, Text, code};
 
 use crate::normalize::{Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Executables, Kind};
@@ -16,6 +16,9 @@ use crate::process::executable::{Executable, Executables, Kind};
 const MAX_BYTES: usize = 16 << 20;
 /// What an entry takes beside that.
 const OF_ENTRY: usize = 64;
+
+const _: () = assert!(code::MAX_NAME == cpython::MAX_NAME && code::MAX_PATH == cpython::MAX_PATH);
+const _: () = assert!(code::MAX_LINES == cpython::MAX_LINES);
 
 /// A process: its id and its start.
 type Of = (u32, u64);
@@ -82,7 +85,7 @@ impl Codes {
         bytes: &[u8],
         executables: &mut Executables,
     ) {
-        let Some(code) = code(head, bytes) else { return };
+        let Some(code) = read(head, bytes) else { return };
         let (of, key) = ((of.pid, of.start_boottime_ns), (head.code, head.cookie));
         if self.by_process.get(&of).is_some_and(|process| process.known.contains_key(&key)) {
             return;
@@ -92,8 +95,8 @@ impl Codes {
             let largest = self.by_process.iter().max_by_key(|(_, process)| process.bytes);
             let Some((&largest, _)) = largest else { return };
             self.forget(largest);
-            executables.purge();
             self.has_forgotten = true;
+            executables.purge();
         }
         let code = executables.intern(Kind::Code(Arc::new(code)));
         let (processes, own) = self.shared.entry(code.id).or_insert((0, size - OF_ENTRY));
@@ -212,7 +215,7 @@ pub fn forget(entries: &mut [Entry], native: usize) {
 }
 
 /// None: it has fewer bytes than its head says.
-fn code(head: &CodeHead, bytes: &[u8]) -> Option<Code> {
+fn read(head: &CodeHead, bytes: &[u8]) -> Option<Code> {
     let (name, rest) = bytes.split_at_checked(head.name_bytes as usize)?;
     let (path, rest) = rest.split_at_checked(head.path_bytes as usize)?;
     let lines = rest.get(..head.lines_bytes as usize)?;
@@ -324,7 +327,7 @@ mod tests {
             lines_bytes: 3,
             ..CodeHead::default()
         };
-        let of = |bytes: &[u8]| code(&head, bytes);
+        let of = |bytes: &[u8]| read(&head, bytes);
         assert!(of(b"f/xab").is_none());
         let found = of(b"f/xabc").unwrap();
         assert_eq!((found.name.bytes, found.name.is_cut), (b"f".to_vec(), true));

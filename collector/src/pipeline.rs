@@ -30,6 +30,7 @@ use crate::sampler::{Batch, NewCode, RawSample, Sampler};
 use crate::sched::Totals;
 use crate::scheduling::Scheduling;
 use crate::sources::side_band::Change;
+use crate::summary::Summary;
 use crate::unwind::{Stats, Unwind};
 use crate::waits::Taken;
 use crate::wire::{self, Beside, References, Span};
@@ -40,34 +41,6 @@ const EPOCH_BYTES: usize = 24 << 20;
 const SETTLE: Duration = Duration::from_millis(5);
 /// Mappings asked about in a turn: a process may map a file without end, and all others wait.
 const MAX_ASKED: usize = 32;
-
-/// What a finished capture can tell of itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Summary {
-    /// Samples the kernel side took.
-    pub taken: u64,
-    /// Samples handed on in epochs.
-    pub delivered: u64,
-    /// Epochs.
-    pub epochs: u64,
-    /// What was lost.
-    pub lost: Vec<(LostReason, u64)>,
-    /// Processes whose mappings could not be read for want of permission.
-    pub denied: u64,
-    /// What became of unwind tables.
-    pub tables: Stats,
-}
-
-impl Summary {
-    /// Adds to what was lost.
-    pub fn lose(&mut self, reason: LostReason, count: u64) {
-        match self.lost.iter_mut().find(|(known, _)| *known == reason) {
-            Some((_, known)) => *known += count,
-            None if count > 0 => self.lost.push((reason, count)),
-            None => {}
-        }
-    }
-}
 
 /// The loop's state.
 #[derive(Debug)]
@@ -381,10 +354,8 @@ impl Pipeline {
 
     /// Keeps what names functions of interpreters.
     fn define(&mut self) {
-        for NewCode { of, head, bytes } in std::mem::take(&mut self.batch.codes) {
-            if !self.counts(&of) {
-                continue;
-            }
+        // Of processes that do not count as well: they may later, and it does not come again.
+        for NewCode { of, head, bytes } in self.batch.codes.drain(..) {
             self.codes.define(&of, &head, &bytes, self.processes.executables());
         }
     }

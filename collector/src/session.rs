@@ -25,9 +25,10 @@ use crate::helpers::compiler::Compiler;
 use crate::host::jit::Snapshots;
 use crate::host::whose::Whose;
 use crate::outbox::Outbox;
-use crate::pipeline::{Outgoing, Summary};
+use crate::pipeline::Outgoing;
 use crate::sampler::SamplerError;
 use crate::sink::{self, SinkError};
+use crate::summary::Summary;
 use crate::unwind::Sources;
 
 /// A capture that could not start or finish.

@@ -8,7 +8,8 @@ use stackwire_model::{Choice, Event, ExecutableKey, LostReason, NoBpf, PythonOut
 use stackwire_proto::{FORMAT, build_id_to_wire, seal_epoch, seal_piece, v1};
 
 use crate::artifact::{self, Artifact, Hash};
-use crate::batch::{Epoch, Sample, SchedDef, WakerDef};
+use crate::batch::Epoch;
+use crate::definitions::{Sample, SchedDef, WakerDef};
 use crate::handover::NotSent;
 use crate::host::growth::Growth;
 use crate::host::jit::Taken;

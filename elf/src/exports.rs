@@ -1,7 +1,7 @@
 //! What an ELF file exports: functions and data by name, and where they are in the file.
 //!
-//! Reads the dynamic symbols of 64-bit files. Called by the collector's
-//! compiler, for interpreters that are asked to name their functions.
+//! Reads the dynamic symbols of 64-bit files. Called by the collector's compiler, for interpreters:
+//! those whose frames are walked, and those that are asked to name their functions.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -58,9 +58,10 @@ impl<'f> Exports<'f> {
         Ok(Self { file, headers, symbols, names })
     }
 
-    /// The one with this name.
+    /// Address and bytes of the one with this name, which need not be in the file: what is zero at
+    /// first is not.
     #[must_use]
-    pub fn find(&self, name: &str) -> Option<Export> {
+    pub fn symbol(&self, name: &str) -> Option<(VirtAddr, u64)> {
         let endian = self.headers.endian;
         let symbols = slice_from_all_bytes::<Sym64<Endianness>>(&self.symbols).ok()?;
         let is_it = |symbol: &&Sym64<Endianness>| {
@@ -70,9 +71,15 @@ impl<'f> Exports<'f> {
                 })
         };
         let symbol = symbols.iter().find(is_it)?;
-        let address = VirtAddr(symbol.st_value(endian));
+        Some((VirtAddr(symbol.st_value(endian)), symbol.st_size(endian)))
+    }
+
+    /// The one with this name.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<Export> {
+        let (address, size) = self.symbol(name)?;
         let offset = self.headers.offset_of(address)?;
-        Some(Export { offset, address, size: symbol.st_size(endian) })
+        Some(Export { offset, address, size })
     }
 
     /// The bytes of the file from the start of something exported on, which may be shorter.

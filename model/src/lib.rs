@@ -6,7 +6,7 @@
 mod address;
 mod build_id;
 mod choice;
-mod code;
+pub mod code;
 mod event;
 mod executable;
 mod machine;

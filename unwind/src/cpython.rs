@@ -6,6 +6,7 @@
 //! layout: a wrong one would give wrong frames.
 
 use stackwire_collector_ebpf::cpython::{Layout, NO_FIELD, evaluators};
+use stackwire_elf::Exports;
 
 use crate::elf::Elf;
 
@@ -13,31 +14,31 @@ use crate::elf::Elf;
 const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
 /// Words of the table that are read: cookie, version, whether it is free-threaded, groups.
 const WORDS: usize = 64;
+/// The function that runs Python code.
+const EVALUATOR: &str = "_PyEval_EvalFrameDefault";
 
 /// The layout; none where the file is no CPython, or one that is not known.
 pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
-    let (runtime, _) = elf.export("_PyRuntime")?;
-    let (code_type, _) = elf.export("PyCode_Type")?;
-    let (text_type, _) = elf.export("PyUnicode_Type")?;
-    let (bytes_type, _) = elf.export("PyBytes_Type")?;
-    let (evaluator, evaluator_bytes) = elf.export("_PyEval_EvalFrameDefault")?;
-    let version = version(elf)?;
-    let origin = elf.origin()?;
+    let exports = elf.exports()?;
+    exports.symbol("_PyRuntime")?;
+    let version = version(&exports)?;
     let offsets = match version >> 16 {
         0x0308 | 0x0309 => of_3_8(),
         0x030a => of_3_10(),
         0x030b => of_3_11(),
         0x030c => of_3_12(),
-        0x030d..=0x030f => of_table(version, &elf.words(runtime, WORDS)?)?,
+        0x030d..=0x030f => of_table(version, &table(&exports)?)?,
         _ => return None,
     };
-    let inside = |address: u64| address.wrapping_sub(origin);
+    let origin = elf.origin()?;
+    let inside = |name: &str| Some(exports.symbol(name)?.0.0.wrapping_sub(origin));
+    let (_, evaluator_bytes) = exports.symbol(EVALUATOR)?;
     let layout = Layout {
-        runtime: inside(runtime),
-        code_type: inside(code_type),
-        text_type: inside(text_type),
-        bytes_type: inside(bytes_type),
-        evaluator: inside(evaluator),
+        runtime: inside("_PyRuntime")?,
+        code_type: inside("PyCode_Type")?,
+        text_type: inside("PyUnicode_Type")?,
+        bytes_type: inside("PyBytes_Type")?,
+        evaluator: inside(EVALUATOR)?,
         evaluator_bytes: u32::try_from(evaluator_bytes).ok()?,
         version,
         ..offsets
@@ -46,15 +47,14 @@ pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
 }
 
 /// As `PY_VERSION_HEX`; of one that does not export it without its last parts.
-fn version(elf: &Elf<'_>) -> Option<u32> {
-    if let Some((address, _)) = elf.export("Py_Version") {
-        let version = elf.code(address, 4)?;
-        let version = u32::from_le_bytes(version.try_into().ok()?);
+fn version(exports: &Exports<'_>) -> Option<u32> {
+    if let Some(version) = exports.find("Py_Version") {
+        let version = u32::from_le_bytes(exports.content(version)?);
         // Before the first candidate of a release what is where still changes.
         return (version >> 4 & 0xf >= 0xc).then_some(version);
     }
     // What came with each of them and is there in all later ones (Include/ of the version).
-    let came = |name: &str| elf.export(name).is_some();
+    let came = |name: &str| exports.symbol(name).is_some();
     match () {
         () if came("PyFrame_GetLasti") => None,
         () if came("PyIter_Send") => Some(0x030a_0000),
@@ -62,6 +62,12 @@ fn version(elf: &Elf<'_>) -> Option<u32> {
         () if came("PyCode_NewWithPosOnlyArgs") => Some(0x0308_0000),
         () => None,
     }
+}
+
+/// The table that `_PyRuntime` begins with.
+fn table(exports: &Exports<'_>) -> Option<Vec<u64>> {
+    let bytes: [u8; WORDS * 8] = exports.content(exports.find("_PyRuntime")?)?;
+    Some(bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
 }
 
 /// Include/internal/pycore_interp.h, Include/cpython/pystate.h, Include/frameobject.h and

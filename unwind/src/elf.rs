@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use gimli::{BaseAddresses, EhFrameHdr, Pointer};
 use object::{Endianness, elf};
-use stackwire_elf::{ElfError, Headers, Section, Segment};
+use stackwire_elf::{ElfError, Exports, Headers, Section, Segment};
 use stackwire_model::{BuildId, Machine, VirtAddr};
 
 use crate::error::CompileError;
@@ -68,6 +68,12 @@ impl<'f> Elf<'f> {
         }
         let eh_frame = if headers.has(".eh_frame") { None } else { eh_frame(file, &headers) };
         Ok(Self { file, headers, eh_frame })
+    }
+
+    /// What it exports; none where that cannot be read.
+    #[must_use]
+    pub fn exports(&self) -> Option<Exports<'f>> {
+        Exports::read(self.file).ok()
     }
 
     /// GNU build-id, if it has one.
@@ -177,21 +183,6 @@ impl<'f> Elf<'f> {
             Some(u64::from_le_bytes(symbol[8..16].try_into().ok()?))
         };
         find(".dynsym", ".dynstr").or_else(|| find(".symtab", ".strtab"))
-    }
-
-    /// Address and bytes of something that is exported.
-    #[must_use]
-    pub fn export(&self, name: &str) -> Option<(u64, u64)> {
-        let symbols = self.content(self.section(".dynsym")?).ok()?;
-        let names = self.content(self.section(".dynstr")?).ok()?;
-        let is_it = |symbol: &&[u8]| {
-            let at = u32::from_le_bytes([symbol[0], symbol[1], symbol[2], symbol[3]]) as usize;
-            let rest = names.get(at..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
-            symbol[6..8] != [0, 0] && rest.is_some_and(|rest| rest.first() == Some(&0))
-        };
-        let symbol = symbols.chunks_exact(24).find(is_it)?;
-        let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
-        Some((word(&symbol[8..16]), word(&symbol[16..24])))
     }
 
     /// Where the first byte of the file would be if all of it were loaded as its code is; none

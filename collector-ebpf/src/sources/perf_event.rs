@@ -145,7 +145,6 @@ pub fn sample(ctx: PerfEventContext) -> u32 {
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
     // SAFETY: the context of a perf_event program is valid for the length of the program.
     let interrupted = unsafe { &(*ctx.ctx).regs };
-    scratch.list.stage = list::NONE;
     if saved::is_of_user_mode(interrupted) {
         stacks::begin_from(scratch, Task(task as u64), pid, interrupted);
     } else {

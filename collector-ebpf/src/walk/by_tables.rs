@@ -26,7 +26,8 @@ use crate::walk::{by_frame_list, tree};
 const NOT_REPEATABLE: u64 = MAX_READS as u64 + 1;
 
 /// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk,
-/// which cover MAX_USER_FRAMES.
+/// which cover MAX_USER_FRAMES. Those of a list (`by_frame_list.rs`), up to five, are taken from
+/// these.
 const STEP: u64 = 32;
 
 /// The process's own memory, and what was read of it.
@@ -86,8 +87,6 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     mapping.end = 0;
     scratch.tables.first = 0;
     scratch.tables.count = 0;
-    scratch.list.stage = list::NONE;
-    scratch.list.evaluator = 0;
     // Nothing is noted unless somebody asks for it: `remembered.rs` does.
     scratch.reads.count = NOT_REPEATABLE;
     match find_process(pid) {

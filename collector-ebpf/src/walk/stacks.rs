@@ -15,7 +15,7 @@ use stackwire_collector_ebpf::{KernelEnd, MAX_KERNEL_FRAMES, Unwind, UserEnd};
 
 use super::by_frame_pointers::Registers;
 use super::{by_frame_pointers, by_tables};
-use crate::maps::{SCRATCH, Scratch, WALKING, config};
+use crate::maps::{SCRATCH, Scratch, WALKING, config, list};
 use crate::processes::generation;
 use crate::task::Task;
 
@@ -60,6 +60,9 @@ pub fn begin_from(scratch: &mut Scratch, task: Task, pid: u32, regs: &pt_regs) {
 fn make_ready(scratch: &mut Scratch) {
     scratch.walk.depth = 0;
     scratch.walk.end = UserEnd::NoUserStack as u64;
+    // Who walks it says so.
+    scratch.list.stage = list::NONE;
+    scratch.list.evaluator = 0;
     // Before anything is looked up in tables.
     scratch.tables.generation = generation();
 }

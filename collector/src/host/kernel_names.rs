@@ -187,7 +187,7 @@ mod tests {
     use stackwire_model::{Address, KernelOffset};
 
     use super::*;
-    use crate::batch::Node;
+    use crate::definitions::Node;
     use crate::process::executable::Executables;
 
     const SNAPSHOT: &str = "\t0\t_text\n\t0\tstartup_64\n\t100\tread\n\t200\twrite\n\t300\t_etext\nbpf\t0\tprogram\n\

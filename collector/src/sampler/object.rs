@@ -360,7 +360,7 @@ impl Object {
             generation: take("GENERATION")?,
             known_files: take("KNOWN_FILES")?,
             question: take("QUESTION")?,
-            layouts: take("LAYOUTS_OF")?,
+            layouts: take("PYTHON_LAYOUTS")?,
         })
     }
 
