@@ -20,11 +20,12 @@ demo: build
 	./demo.sh $(OUT)
 
 # All set-up and all tests: first those that may run beside each other (tests/main.rs), then one at a time those that judge
-# shares of CPU time.
+# shares of CPU time. All is built before: the first pass alone would build no examples, which tests run.
 TEST := $(CARGO) test --release --locked --workspace --exclude stackwire-fuzz --no-fail-fast
 test: build
 	tests/setup.sh
 	tests/versions.sh $(STACKWIRE_TEST_CACHE)
+	$(TEST) --no-run
 	cache=$$(mktemp -d) && trap 'rm -r "$$cache"' EXIT && export XDG_CACHE_HOME=$$cache DEBUGINFOD_URLS= && \
 	{ $(TEST) --test e2e -- --test-threads=2 together:: || failed=1; } && \
 	$(TEST) -- --test-threads=1 --skip together:: && [ -z "$$failed" ]
