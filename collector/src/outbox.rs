@@ -4,19 +4,19 @@
 //! Filled by the pipeline, emptied by a sink (`sink/`) on another thread. An epoch stays until it
 //! is acknowledged, so that a new connection can send it again.
 
+mod spool;
+
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{CWD, Mode, OFlags, openat};
 use stackwire_model::LostReason;
 use stackwire_proto::v1::{End, SealedEpoch};
 use tokio::sync::Notify;
 
+use self::spool::{Place, Spool};
 use crate::artifact::{Artifact, Hash};
 
 /// How much may wait.
@@ -84,33 +84,19 @@ struct Waiting {
 #[derive(Debug)]
 enum Body {
     Memory(Vec<u8>),
-    /// Where in the file, and up to where the spool is free once this is gone.
-    Spooled {
-        offset: u64,
-        end: u64,
-        bytes: usize,
-    },
-}
-
-/// A file used as a ring. What waits lies between `start` and `end`, which only grow. To get a
-/// position in the file, take the remainder after division by the file's largest size.
-#[derive(Debug)]
-struct Spool {
-    file: File,
-    start: u64,
-    end: u64,
+    Spooled(Place),
 }
 
 impl Waiting {
     fn bytes(&self) -> usize {
         match &self.body {
             Body::Memory(bytes) => bytes.len(),
-            Body::Spooled { bytes, .. } => *bytes,
+            Body::Spooled(place) => place.bytes,
         }
     }
 
     fn is_spooled(&self) -> bool {
-        matches!(self.body, Body::Spooled { .. })
+        matches!(self.body, Body::Spooled(_))
     }
 }
 
@@ -344,11 +330,8 @@ impl Inner {
         self.in_flight = self.in_flight.max(found.number + 1);
         let zstd = match &found.body {
             Body::Memory(bytes) => bytes.clone(),
-            Body::Spooled { offset, bytes, .. } => {
-                let mut buffer = vec![0; *bytes];
-                let spool = self.spool.as_ref().ok_or(io::ErrorKind::NotFound)?;
-                spool.file.read_exact_at(&mut buffer, *offset)?;
-                buffer
+            Body::Spooled(place) => {
+                self.spool.as_ref().ok_or(io::ErrorKind::NotFound)?.read(place)?
             }
         };
         Ok(Some(Next::Epoch(SealedEpoch { number: found.number, length: found.length, zstd })))
@@ -358,24 +341,9 @@ impl Inner {
     fn spool(&mut self, content: &[u8], limits: &Limits) -> Option<Body> {
         let (directory, most) = limits.spool.as_ref()?;
         if self.spool.is_none() {
-            // Without a name: nobody else opens it, and it is gone with this process.
-            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-            self.spool = openat(CWD, directory, flags, Mode::RUSR | Mode::WUSR)
-                .ok()
-                .map(|fd| Spool { file: File::from(fd), start: 0, end: 0 });
+            self.spool = Spool::open(directory, *most).ok();
         }
-        let spool = self.spool.as_mut()?;
-        let mut offset = spool.end;
-        // In one piece: what does not fit before the end of the file goes to its beginning.
-        if offset % most + content.len() as u64 > *most {
-            offset = (offset / most + 1) * most;
-        }
-        if offset + content.len() as u64 - spool.start > *most {
-            return None;
-        }
-        spool.file.write_all_at(content, offset % most).ok()?;
-        spool.end = offset + content.len() as u64;
-        Some(Body::Spooled { offset: offset % most, end: spool.end, bytes: content.len() })
+        self.spool.as_mut()?.write(content).map(Body::Spooled)
     }
 
     fn pop_front(&mut self) -> Option<Waiting> {
@@ -386,11 +354,11 @@ impl Inner {
         let removed = self.waiting.remove(at)?;
         match &removed.body {
             Body::Memory(bytes) => self.memory -= bytes.len(),
-            Body::Spooled { end, .. } => {
+            Body::Spooled(place) => {
                 // A ring: what is free begins behind the oldest that is gone.
                 let is_oldest = !self.waiting.iter().take(at).any(Waiting::is_spooled);
                 if let Some(spool) = self.spool.as_mut().filter(|_| is_oldest) {
-                    spool.start = *end;
+                    spool.free(place);
                 }
             }
         }
