@@ -11,7 +11,7 @@ use std::path::{Component, Path, PathBuf};
 
 use stackwire_cache::{Key, Kind};
 use stackwire_formats::kernel_places;
-use stackwire_formats::perf_data::{jitted_images, stand_in};
+use stackwire_formats::perf_data::{interpreted_image, jitted_images, stand_in};
 use stackwire_model::BuildId;
 use tempfile::NamedTempFile;
 
@@ -20,8 +20,8 @@ use super::{Sources, running_in};
 use crate::artifacts::Artifacts;
 use crate::profile::{Executable, ExecutableId, Named, Profile};
 
-/// Puts executables, debug files, kernel symbols and files for code made at run time below a
-/// directory; what is there already stays.
+/// Puts executables, debug files, kernel symbols and files for code made at run time and for
+/// functions of interpreters below a directory; what is there already stays.
 ///
 /// # Errors
 /// When the directory cannot be written. What cannot be found is left out: the report says what has
@@ -33,7 +33,7 @@ pub fn lay_out(
     directory: &Path,
 ) -> io::Result<()> {
     let profile = named.profile;
-    for image in jitted_images(named) {
+    for image in jitted_images(named).chain(interpreted_image(named)) {
         let (name, id, image) = image?;
         if let Some(place) = place(directory, &name, BuildId::new(&id))? {
             put(&place, "elf", &mut &*image)?;

@@ -16,7 +16,10 @@ use stackwire_model::profile::{
 };
 
 /// Bytes of the build-ids linkers write, and of perf's.
-const SHA_1: usize = 20;
+pub(super) const SHA_1: usize = 20;
+
+/// Name, build-id and content of such a file.
+pub type Image = (String, [u8; SHA_1], Vec<u8>);
 
 /// Address and file offset of code made at run time in such a file.
 pub const TEXT: u64 = 0x1000;
@@ -41,10 +44,8 @@ pub fn identity(profile: &Profile, index: usize) -> (String, [u8; SHA_1]) {
     (format!("jitted-{}-{index}.so", process.pid), id)
 }
 
-/// All such files for code made at run time: name, build-id and content; or why one cannot be made.
-pub fn images<'a>(
-    named: Named<'a>,
-) -> impl Iterator<Item = io::Result<(String, [u8; SHA_1], Vec<u8>)>> + use<'a> {
+/// All such files for code made at run time, or why one cannot be made.
+pub fn images<'a>(named: Named<'a>) -> impl Iterator<Item = io::Result<Image>> + use<'a> {
     let Named { profile, .. } = named;
     let anonymous = move |mapping: &Mapping| {
         matches!(profile.executables[mapping.executable.index()], Executable::Anonymous)
@@ -60,7 +61,7 @@ pub fn images<'a>(
 }
 
 /// What was sampled: names by address.
-type Sampled<'a> = BTreeMap<u64, Option<&'a str>>;
+pub(super) type Sampled<'a> = BTreeMap<u64, Option<&'a str>>;
 
 /// All that was sampled, by process and executable.
 fn sampled<'a>(named: Named<'a>) -> FxHashMap<(ProcessId, ExecutableId), Sampled<'a>> {
@@ -97,12 +98,12 @@ pub fn stand_in(profile: Named<'_>, id: ExecutableId) -> io::Result<Option<Vec<u
 }
 
 /// Other profilers do not say; perf looks at it for disassembling alone.
-fn machine(profile: &Profile) -> Machine {
+pub(super) fn machine(profile: &Profile) -> Machine {
     Machine::of_name(&profile.origin.machine).unwrap_or(Machine::X86_64)
 }
 
 /// The function that was compiled, not what is inlined there.
-fn name(resolution: &Resolution) -> Option<&str> {
+pub(super) fn name(resolution: &Resolution) -> Option<&str> {
     match resolution {
         Resolution::Found { lines, .. } => lines.last().map(|line| &*line.function),
         Resolution::Missing(_) => None,
@@ -118,7 +119,7 @@ fn symbols<'a>(sampled: &Sampled<'a>, mapping: &Mapping) -> Sampled<'a> {
 }
 
 /// `text`: address and offset of code; `length`: how much there is.
-fn image(
+pub(super) fn image(
     symbols: &Sampled<'_>,
     text: u64,
     length: u64,

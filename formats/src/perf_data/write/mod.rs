@@ -6,6 +6,7 @@
 //! finds the call.
 
 mod header;
+pub mod interpreted;
 pub mod jitted;
 mod play;
 mod record;
@@ -24,8 +25,9 @@ pub struct Options {
     pub program: String,
     /// Its command line, likewise.
     pub command_line: Vec<String>,
-    /// Code made at run time is said to be in files that [`jitted_images`](super::jitted_images)
-    /// are; otherwise perf looks for a perf-map.
+    /// Code made at run time and functions of interpreters are said to be in files that
+    /// [`jitted_images`](super::jitted_images) and [`interpreted_image`](super::interpreted_image)
+    /// are; otherwise perf looks for a perf-map, and the functions have no names.
     pub jitted: bool,
 }
 

@@ -9,6 +9,7 @@ use stackwire_model::profile::{
     Executable, Location, LocationId, Moment, Process, ProcessId, Profile, SampleKey,
 };
 
+use super::interpreted::{self, Places};
 use super::record::{At, Chain, Map, Records, chain};
 use super::{jitted, kernel_name};
 use crate::kernel_place::{self, HIDDEN_KERNEL, KERNEL_BASE};
@@ -38,6 +39,9 @@ type Placed = (u64, u64, u64);
 pub struct Player<'a, W> {
     profile: &'a Profile,
     jitted: bool,
+    interpreted: Places,
+    /// Processes that run functions which are there.
+    run_by: FxHashSet<ProcessId>,
     records: Records<W>,
     kernel: FxHashMap<u32, (u64, u64)>,
     /// By time; of equal times in the order of [`Event`].
@@ -77,9 +81,12 @@ impl<'a, W: Write> Player<'a, W> {
         let main_task_of = (0..).zip(&profile.processes).map(|(index, process)| {
             tasks.get(&(ProcessId(index), process.pid)).copied().unwrap_or(NONE)
         });
+        let interpreted = Places::new(profile);
         let mut player = Self {
             profile,
             jitted,
+            run_by: interpreted.run_by(profile),
+            interpreted,
             records: Records::new(out),
             kernel: kernel_place::places(profile),
             events: Vec::new(),
@@ -244,7 +251,17 @@ impl<'a, W: Write> Player<'a, W> {
         if let Some(name) = self.names.get_mut(self.main_task_of[index as usize] as usize) {
             *name = &process.comm;
         }
-        self.records.comm(at, &process.comm, execs)
+        self.records.comm(at, &process.comm, execs)?;
+        if !self.run_by.contains(&ProcessId(index)) {
+            return Ok(());
+        }
+        let (name, build_id) = match interpreted::identity(self.profile, &self.interpreted) {
+            (name, id) if self.jitted => (name, BuildId::new(&id)),
+            _ => ("[interpreted]".to_owned(), None),
+        };
+        let (start, length) = (interpreted::BASE, self.interpreted.length);
+        let map = Map { start, length, file_offset: jitted::TEXT, build_id, path: &name };
+        self.records.map(at, map)
     }
 
     fn map(&mut self, index: u32, time_ns: u64) -> io::Result<()> {
@@ -319,6 +336,9 @@ impl<'a, W: Write> Player<'a, W> {
     /// Where a location is in a process now.
     fn address(&self, location: &Location, process: u32) -> u64 {
         let executable = location.executable;
+        if let Some(address) = self.interpreted.address(location) {
+            return address;
+        }
         if let Some((start, _)) = self.kernel.get(&executable.0) {
             return start.saturating_add(location.address.number());
         }
