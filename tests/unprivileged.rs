@@ -158,7 +158,8 @@ fn nobody_profiles_without_a_capability_what_ebpf_sees() {
         let (theirs, ours) = (shares(&ebpf), shares(&perf));
         for (function, share) in theirs.iter().filter(|(_, share)| **share >= 1.0) {
             let found = ours.get(function).copied().unwrap_or(0.0);
-            let deviation = (share * (100.0 - share) / ebpf.count() as f64).sqrt();
+            // Both are samples.
+            let deviation = (2.0 * share * (100.0 - share) / ebpf.count() as f64).sqrt();
             let allowed = f64::max(2.0, 4.0 * deviation);
             assert!(
                 (found - share).abs() <= allowed,
