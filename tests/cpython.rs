@@ -3,17 +3,17 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::Command;
 
-use crate::late::assert_no_secret;
 use crate::support::build::{self, source};
 use crate::support::interpreters::pythons;
 use crate::support::pprof::Sample;
-use crate::support::python::like;
+use crate::support::python::{copied_from_debian, like, place_of};
+use crate::support::secret::{assert_no_secret, python_with_a_secret};
+use crate::support::whole::ended;
 use crate::support::{
-    Pprof, Ran, Running, binary, of_debian, privileged, record, report, stackwire,
+    Pprof, Ran, Running, binary, of_debian, privileged, record, report, run, stackwire,
 };
 
 /// CPythons whose frames are known: from 3.8 on.
@@ -146,23 +146,78 @@ fn frames_are_those_that_python_knows() {
     }
 }
 
+/// What each thread of `blocked.py` waits in, the innermost first.
+const WAITS: [(&str, &[&str]); 5] = [
+    ("sleeps", &["nap", "twice", "sleeps"]),
+    ("generates", &["generator", "generates"]),
+    ("called_back", &["key", "called_back"]),
+    ("runs_coroutine", &["awaited", "awaits", "runs_coroutine"]),
+    ("takes", &["takes"]),
+];
+
+/// Threads are still while their lists are walked, at a switch to another.
+#[test]
+fn waits_are_in_the_functions_and_lines_that_wait() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("off.pb.gz");
+    let program = source("blocked.py");
+    let file = program.to_str().unwrap();
+    let text = std::fs::read_to_string(&program).unwrap();
+    let line_of = |wanted: &str| 1 + text.lines().position(|line| line.trim() == wanted).unwrap();
+    let [first, second] = ["nap(0.02)", "nap(0.01)"].map(|it| line_of(it) as u64);
+    for (name, python) in known() {
+        let running = Running::start(like(&python).arg(&program));
+        let mut collector = Command::new(binary("stackwire"));
+        collector.current_dir(directory.path());
+        collector.args(["record", "--offcpu", "--no-capture", "--duration=3s"]);
+        collector.arg(format!("--pid={}", running.pid()));
+        collector.arg(format!("--offcpu-output={}", output.display()));
+        Ran::of(&mut collector).succeeded();
+        let profile = Pprof::read(&output);
+        let off_cpu = profile.kinds.iter().position(|kind| kind == "off_cpu/nanoseconds").unwrap();
+        let mut found = BTreeMap::<&str, f64>::new();
+        let mut lines = BTreeMap::<u64, f64>::new();
+        for sample in &profile.samples {
+            let seconds = sample.values[off_cpu] as f64 / 1e9;
+            let frames = in_file(&profile, sample, file);
+            let functions: Vec<&str> = frames.iter().map(|(function, _)| *function).collect();
+            // The main thread waits from before to after.
+            if frames.is_empty() || functions == ["<module>"] {
+                continue;
+            }
+            let thread = functions.last().unwrap();
+            let Some((thread, known)) = WAITS.iter().find(|(of, _)| of == thread) else {
+                panic!("{name}: {functions:?}");
+            };
+            // On its way from one wait to the next it may wait for the interpreter's lock.
+            assert!(known.ends_with(&functions), "{name}: {functions:?}");
+            if functions == *known {
+                *found.entry(thread).or_default() += seconds;
+            }
+            if functions == WAITS[0].1 {
+                *lines.entry(frames[1].1).or_default() += seconds;
+            }
+        }
+        eprintln!("{name}: {found:?}, {lines:?}");
+        for (thread, _) in &WAITS[..4] {
+            let seconds = found[thread];
+            assert!((2.7..3.1).contains(&seconds), "{name}: {thread}: {seconds} s");
+        }
+        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
+        let share = lines[&first] / (lines[&first] + lines[&second]);
+        assert!((share - 2.0 / 3.0).abs() < 0.02, "{name}: {share} of the time on the first line");
+    }
+}
+
 #[test]
 fn what_a_program_computes_with_is_in_no_capture() {
     if !privileged() {
         return;
     }
-    let secret: Vec<u8> = (1..64u32).map(|at| (at * 73) as u8).collect();
-    let program = "import os, sys\n\
-        def spends(secret, text):\n    \
-            local = {secret: text}\n    \
-            while True:\n        \
-                local.get(secret)\n\
-        secret = os.environb[b'SECRET']\n\
-        print('ready', flush=True)\n\
-        spends(secret, secret.decode('latin-1'))\n";
-    let mut python = Command::new("/usr/bin/python3");
-    let running =
-        Running::start(python.args(["-c", program]).env("SECRET", OsStr::from_bytes(&secret)));
+    let running = python_with_a_secret();
     let directory = tempfile::tempdir().unwrap();
     let capture = directory.path().join("x.stackwire");
     let mut collector = Command::new(binary("stackwire-collector"));
@@ -206,6 +261,130 @@ fn all_functions_of_commands_and_of_chosen_processes_have_names() {
         assert!(named > 100 && named * 10 >= profile.count() * 8, "{how}: {named}");
     }
     drop(running);
+}
+
+#[test]
+fn perf_names_them_by_the_laid_out_directory() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let running = Running::start(Command::new("/usr/bin/python3").arg(source("shares.py")));
+    stackwire([
+        "record",
+        "--profile",
+        "--duration=2s",
+        "--sample-rate=499",
+        &format!("--pid={}", running.pid()),
+        &format!("--profile-output={}", at("x.pb.gz")),
+        &format!("--perf-data-output={}", at("perf.data")),
+        &format!("--perf-buildid-dir={}", at("laid")),
+    ])
+    .succeeded();
+    let mut perf = Command::new("perf");
+    perf.args(["--buildid-dir", &at("laid"), "script", "-F", "ip,sym", "-i", &at("perf.data")]);
+    let printed = run(&mut perf).0;
+    // Innermost first, an address before each.
+    let functions = |stack: &str| -> Vec<String> {
+        let names = stack.lines().filter_map(|line| line.trim().split_once(' '));
+        names.map(|(_, name)| name.split('+').next().unwrap().to_owned()).collect()
+    };
+    let stacks: Vec<_> = printed.split("\n\n").map(functions).collect();
+    let has = |wanted: &[&str]| {
+        let has = |stack: &&Vec<String>| stack.windows(wanted.len()).any(|some| some == wanted);
+        stacks.iter().filter(has).count() as f64 / stacks.len() as f64
+    };
+    let recursion = ["burn", "recursive", "recursive", "recursive", "recursive", "recursive"];
+    let shares = (has(&["main", "<module>"]), has(&recursion), has(&["[unknown]", "main"]));
+    let (_, share) = SHARES[1];
+    assert!(shares.0 > 0.95 && (shares.1 - share).abs() < 0.05 && shares.2 == 0.0, "{shares:?}");
+}
+
+#[test]
+fn how_frames_of_an_interpreter_ended_is_counted() {
+    if !privileged() {
+        return;
+    }
+    let deep = "def deep(left):\n    \
+        if left: deep(left - 1)\n    \
+        print('ready', flush=True)\n    \
+        while True: pass\n\
+        deep(700)";
+    // Younger threads come first.
+    let threads = "import threading, time\n\
+        for _ in range(200): threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n\
+        print('ready', flush=True)\n\
+        while True: pass";
+    for (program, end) in [
+        ("print('ready', flush=True)\nwhile True: pass", "reached the thread's first function"),
+        (deep, "deeper than is recorded"),
+        (threads, "not shown: too many threads in its process"),
+    ] {
+        let running = Running::start(Command::new("/usr/bin/python3").args(["-c", program]));
+        let directory = tempfile::tempdir().unwrap();
+        let capture = directory.path().join("x.stackwire");
+        let mut collector = Command::new(binary("stackwire-collector"));
+        collector.arg(format!("--pid={}", running.pid()));
+        collector.args(["--duration=1500ms", "--sample-rate=499"]);
+        Ran::of(collector.arg("--output").arg(&capture)).succeeded();
+        let text = report(&capture);
+        let ends = text.split("frames of interpreters ended\n").nth(1).unwrap_or_default();
+        assert!(ended(ends, end) > 95.0, "{end}: {text}");
+    }
+    // Each of its functions has an evaluator of its own: those that fit are shown.
+    for (name, mut python) in pythons() {
+        if [" 3.9.", " 3.10."].iter().any(|old| name.contains(old)) {
+            let running = Running::start(python.args(["-c", &deep.replace("700", "300")]));
+            let profile = record(running.pid(), 1, &[]);
+            assert!(profile.share_of("deep") > 95.0, "{name}: {}", profile.share_of("deep"));
+        }
+    }
+}
+
+/// What came after this version of ours, what it was not made for, and what came before.
+#[test]
+fn a_python_that_is_not_known_has_native_frames_and_a_sentence() {
+    if !privileged() {
+        return;
+    }
+    let spin = "def spin():\n  while True: pass\nprint('ready', flush=True)\nspin()";
+    let said = |python: &mut Command, sentence: &str| {
+        let running = Running::start(python.args(["-c", spin]));
+        let directory = tempfile::tempdir().unwrap();
+        let capture = directory.path().join("x.stackwire");
+        let mut collector = Command::new(binary("stackwire-collector"));
+        collector.arg(format!("--pid={}", running.pid()));
+        collector.args(["--duration=1500ms", "--sample-rate=499"]);
+        // Its build-id is that of the one which is known.
+        collector.arg(format!("--unwind-cache-dir={}", directory.path().join("cache").display()));
+        Ran::of(collector.arg("--output").arg(&capture)).succeeded();
+        let text = report(&capture);
+        let sentence = format!("its functions are not shown: {sentence}\n");
+        assert!(text.contains(&sentence) && !text.contains("spin"), "{sentence}: {text}");
+    };
+    let directory = tempfile::tempdir().unwrap();
+    for (symbol, offset, value, sentence) in [
+        ("Py_Version", 0, 0x0310_00f0_u32, "CPython 3.16: not known to this version"),
+        (
+            "_PyRuntime",
+            16,
+            1,
+            "CPython 3.13 without the global interpreter lock: not known to this version",
+        ),
+    ] {
+        let Some((own, mut python)) = copied_from_debian(directory.path()) else { return };
+        let mut bytes = std::fs::read(&own).unwrap();
+        let at = place_of(&bytes, symbol) + offset;
+        bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        std::fs::write(&own, bytes).unwrap();
+        said(&mut python, sentence);
+    }
+    for (name, mut python) in pythons() {
+        if name.contains(" 3.7.") {
+            said(&mut python, "CPython: not known to this version");
+        }
+    }
 }
 
 /// A sample of a process that lies is as it would be without its lies, and an honest one beside it

@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use prost::Message;
-use stackwire_proto::v1::collector_message::Body;
-use stackwire_proto::{FrameReader, open_epoch};
-
 use crate::newborn::{Loop, whole};
+use crate::support::peer::{Does, Peer};
+use crate::support::secret::{assert_no_secret, has_secret, python_with_a_secret};
+use crate::support::server::Server;
 use crate::support::whole::ended;
 use crate::support::{Ran, binary, build, privileged};
 
@@ -86,18 +85,58 @@ fn no_byte_of_a_stack_is_in_a_capture() {
     assert_no_secret(&file);
 }
 
-/// Bytes that each are 73 more than the one before are in no message of a capture.
-pub(crate) fn assert_no_secret(file: &Path) {
-    let is_secret = |bytes: &[u8]| bytes.windows(2).all(|two| two[1].wrapping_sub(two[0]) == 73);
-    let mut reader = FrameReader::new(File::open(file).unwrap());
-    let mut messages = 0;
-    while let Some(message) = reader.next_message().unwrap() {
-        let bytes = match &message.body {
-            Some(Body::Epoch(sealed)) => open_epoch(sealed).unwrap().encode_to_vec(),
-            _ => message.encode_to_vec(),
-        };
-        assert!(!bytes.windows(16).any(is_secret), "in message {messages}");
-        messages += 1;
+/// Nor in what goes over the network, what waits for that in a file, and the log of a server.
+#[test]
+fn no_byte_of_a_process_is_on_the_wire_in_the_spool_or_in_a_log() {
+    if !privileged() {
+        return;
     }
-    assert!(messages > 2, "{messages}");
+    let directory = tempfile::tempdir().unwrap();
+    let running = Loop(Command::new(build::secret()).spawn().unwrap());
+    let python = python_with_a_secret();
+    let collector = |address: &str, more: &[String]| {
+        let mut collector = Command::new(binary("stackwire-collector"));
+        collector.args(["--profile", "--offcpu", "--sample-rate=997", "--duration=4s"]);
+        collector.arg("--epoch=500ms");
+        collector.arg(format!("--pid={},{}", running.0.id(), python.pid()));
+        collector.args(["--share-executables=always", &format!("--to=http://{address}")]);
+        // Stacks are copied while there are no tables.
+        let cache = tempfile::tempdir_in(directory.path()).unwrap().keep();
+        collector.args(more).env("XDG_CACHE_HOME", cache).spawn().unwrap()
+    };
+
+    let served = directory.path().join("served");
+    let server = Server::start(&served, "127.0.0.1:0", &["--window=1h", "--log-max=64"]);
+    assert!(collector(&server.address, &[]).wait().unwrap().success());
+    server.kill();
+    let logs =
+        std::fs::read_dir(served.join("captures")).unwrap().map(|entry| entry.unwrap().path());
+    let logs: Vec<_> =
+        logs.filter(|it| it.extension().is_some_and(|it| it == "stackwire")).collect();
+    assert_eq!(logs.len(), 1, "{logs:?}");
+    assert_no_secret(&logs[0]);
+
+    let peer = Peer::start("127.0.0.1:0", Does::Withhold);
+    let spool = directory.path().join("spool");
+    std::fs::create_dir(&spool).unwrap();
+    let options = ["--drain-timeout=1s".to_owned(), "--buffer=0".to_owned()];
+    let spooled = format!("--spool={}", spool.display());
+    let mut child = collector(&peer.address, &[&options[..], &[spooled]].concat());
+    std::thread::sleep(Duration::from_millis(3500));
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+    let mut kept = Vec::new();
+    for descriptor in descriptors.map(|entry| entry.unwrap().path()) {
+        if std::fs::read_link(&descriptor).is_ok_and(|to| to.starts_with(&spool)) {
+            let epochs = zstd::decode_all(File::open(&descriptor).unwrap()).unwrap();
+            kept.push(epochs);
+        }
+    }
+    child.wait().unwrap();
+    assert!(kept.len() == 1 && kept[0].len() > 10_000, "{kept:?}");
+    assert!(!has_secret(&kept[0]), "in the spool");
+    let seen = peer.seen.lock().unwrap();
+    assert!(seen.epochs.values().sum::<u64>() > 300, "{:?}", seen.epochs);
+    for (number, message) in seen.messages.iter().enumerate() {
+        assert!(!has_secret(message), "in message {number} on the wire");
+    }
 }

@@ -2,7 +2,6 @@
 //! was switched on goes off, and what cannot be done says why.
 
 use std::io::{Read, Write};
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,9 +10,10 @@ use rustix::process::Signal;
 use crate::support::interpreters::pythons;
 use crate::support::nobody::{NOBODY, OPENS_ALL, public_binaries};
 use crate::support::python::{
-    Adding, collected, collector, is_switched_on_again, kill, like, sampling, with_trampolines,
+    Adding, collected, collector, copied_from_debian, is_switched_on_again, kill, like, place_of,
+    sampling, with_trampolines,
 };
-use crate::support::{Ran, Running, build, of_debian, privileged, recorded, report};
+use crate::support::{Ran, Running, build, privileged, recorded, report};
 
 /// Handlers that raise exceptions, at random moments: each exception comes to the program, though
 /// its handler may run twice for it.
@@ -260,17 +260,10 @@ fn one_whose_interpreter_was_replaced_is_left_alone() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let Some(found) = of_debian("trixie", "python3.13") else { return };
-    // Linked into one file, whatever the host's is.
-    let root = Path::new(found.get_program()).parent().unwrap();
-    let own = directory.path().join("python3.13");
-    std::fs::copy(root.join("usr/bin/python3.13"), &own).unwrap();
-    let libraries = root.join("usr/lib/x86_64-linux-gnu");
-    let mut python = Command::new(libraries.join("ld-linux-x86-64.so.2"));
-    python.arg("--library-path").arg(&libraries).arg(&own).env("PYTHONHOME", root.join("usr"));
+    let Some((own, mut python)) = copied_from_debian(directory.path()) else { return };
     let mut adding = Adding::start(&mut python, &[]);
+    let mut other = std::fs::read(&own).unwrap();
     std::fs::remove_file(&own).unwrap();
-    let mut other = std::fs::read(root.join("usr/bin/python3.13")).unwrap();
     let at = place_of(&other, "Py_AddPendingCall");
     other[at] ^= 0xff;
     std::fs::write(&own, other).unwrap();
@@ -284,19 +277,6 @@ fn one_whose_interpreter_was_replaced_is_left_alone() {
     let ran = Ran::of(command.arg(directory.path().join("x.stackwire")));
     ran.failed(1, "its files were replaced");
     adding.assert_well();
-}
-
-/// Where a function is in an ELF file.
-fn place_of(file: &[u8], function: &str) -> usize {
-    use object::{Object, ObjectSegment, ObjectSymbol};
-    let elf = object::File::parse(file).unwrap();
-    let symbol = elf.dynamic_symbols().find(|it| it.name() == Ok(function)).unwrap();
-    let inside = |segment: &object::Segment<'_, '_>| {
-        let range = segment.address()..segment.address() + segment.size();
-        range.contains(&symbol.address())
-    };
-    let segment = elf.segments().find(inside).unwrap();
-    (symbol.address() - segment.address() + segment.file_range().0) as usize
 }
 
 /// One that may not open its own memory, as a daemon that has changed its user, is not switched on.

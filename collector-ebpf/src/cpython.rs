@@ -105,6 +105,10 @@ pub mod evaluators {
     pub const EACH: u16 = 2;
     /// It runs one frame; it is known by its code alone (3.8, 3.9).
     pub const IN_RANGE: u16 = 3;
+    /// Nothing is known of this version: the layout has that alone.
+    pub const UNKNOWN: u16 = 4;
+    /// Likewise, of a build without the global interpreter lock.
+    pub const FREE_THREADED: u16 = 5;
 }
 
 /// Bytes that are read of a frame.
@@ -114,9 +118,21 @@ pub const CODE_BYTES: usize = 152;
 
 #[cfg(not(target_arch = "bpf"))]
 impl Layout {
+    /// That of a CPython of which nothing but its version is known; 0: not even that.
+    #[must_use]
+    pub fn unknown(version: u32, is_free_threaded: bool) -> Self {
+        let evaluators =
+            if is_free_threaded { evaluators::FREE_THREADED } else { evaluators::UNKNOWN };
+        Self { version, evaluators, ..Self::default() }
+    }
+
     /// Whether what the kernel side reads is within what it has room for.
     #[must_use]
     pub fn is_sound(&self) -> bool {
+        if [evaluators::UNKNOWN, evaluators::FREE_THREADED].contains(&self.evaluators) {
+            return *self
+                == Self { evaluators: self.evaluators, ..Self::unknown(self.version, false) };
+        }
         let of_frame = [self.previous, self.code, self.instruction, self.owner];
         let of_code = [self.path, self.name, self.lines, self.first_line];
         let inside = |offset: u16, bytes: usize| usize::from(offset) + 8 <= bytes;
@@ -196,6 +212,18 @@ pub enum ListEnd {
     ManyThreads = 4,
     /// There are more evaluators than frames for them: a frame was being made or unmade.
     Changing = 5,
+    /// The ring buffer had no room for it.
+    RingFull = 6,
+}
+
+impl ListEnd {
+    /// By its number.
+    #[must_use]
+    pub fn new(number: u8) -> Option<Self> {
+        use ListEnd::{Changing, DepthLimit, ManyThreads, NoThread, RingFull, Root, Unreadable};
+        let all = [Root, NoThread, Unreadable, DepthLimit, ManyThreads, Changing, RingFull];
+        all.get(usize::from(number)).copied()
+    }
 }
 
 /// In a record of [`RecordKind::Code`](crate::RecordKind), behind the head: what names a code

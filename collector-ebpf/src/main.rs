@@ -9,6 +9,8 @@
 #[cfg(target_arch = "bpf")]
 mod atomic;
 #[cfg(target_arch = "bpf")]
+mod hash;
+#[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
 mod processes;

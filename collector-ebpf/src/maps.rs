@@ -67,6 +67,12 @@ impl OfList {
         // SAFETY: a plain word of this structure.
         unsafe { core::ptr::read_volatile(&raw const self.stage) == list::WANTED }
     }
+
+    /// Whether the walk of the list is over.
+    #[inline(always)]
+    pub fn was_walked(&self) -> bool {
+        self.stage == list::WALKED || self.stage == list::NOT_THERE
+    }
 }
 
 /// Stages of [`OfList`].
@@ -81,9 +87,11 @@ pub mod list {
     pub const WALKED: u64 = 3;
     /// It is not walked by this program.
     pub const NONE: u64 = 4;
+    /// The thread has none, or was not found.
+    pub const NOT_THERE: u64 = 5;
 }
 
-/// Where a list of frames is put together, by programs of perf events alone.
+/// Where a list of frames is put together.
 #[repr(C)]
 pub struct List {
     pub header: SampleHeader,
@@ -122,8 +130,9 @@ pub struct List {
     pub bytes: [u8; 264],
 }
 
+/// By slot, of those that walk lists: as in `SCRATCH`.
 #[map]
-pub static LISTS: PerCpuArray<List> = PerCpuArray::with_max_entries(1, 0);
+pub static LISTS: PerCpuArray<List> = PerCpuArray::with_max_entries(2, 0);
 
 /// Where the record of a code object is put together.
 #[repr(C)]
@@ -136,7 +145,7 @@ pub struct Code {
 pub const CODE_ROOM: usize = 2048 + 8192;
 
 #[map]
-pub static CODES: PerCpuArray<Code> = PerCpuArray::with_max_entries(1, 0);
+pub static CODES: PerCpuArray<Code> = PerCpuArray::with_max_entries(2, 0);
 /// Code objects that were handed over, see `cpython::known_word`.
 #[map]
 pub static KNOWN: Array<u64> = Array::with_max_entries(KNOWN_CODES, BPF_F_MMAPABLE);
@@ -232,7 +241,7 @@ pub static STAGES: ProgramArray = ProgramArray::with_max_entries(5, 0);
 
 /// Likewise for `sources/off_cpu.rs`: a map holds programs of one type.
 #[map]
-pub static WAIT_STAGES: ProgramArray = ProgramArray::with_max_entries(1, 0);
+pub static WAIT_STAGES: ProgramArray = ProgramArray::with_max_entries(2, 0);
 
 /// Likewise for `sources/wakers.rs`.
 #[map]

@@ -24,6 +24,9 @@ pub const PICK: u32 = 2;
 pub const COPY: u32 = 3;
 /// Likewise: what walks CPython's own list of frames.
 pub const LIST: u32 = 4;
+/// Place in the map of programs that those at a switch call: what walks CPython's own list of
+/// frames. At the first is what walks native ones.
+pub const WAIT_LIST: u32 = 1;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
 
@@ -67,8 +70,11 @@ pub struct SampleHeader {
     pub kind: u8,
     /// Of a wait: [`WaitState`](crate::WaitState) as a number.
     pub state: u8,
+    /// Of a user stack with frames of an interpreter: 1 + a [`ListEnd`](crate::cpython::ListEnd) as
+    /// a number; 0: it has none.
+    pub list_end: u8,
     /// Zero; keeps the size a multiple of 8.
-    pub reserved: [u8; 7],
+    pub reserved: [u8; 6],
     /// Name of the thread, NUL-padded.
     pub comm: [u8; 16],
 }
@@ -90,7 +96,7 @@ pub enum RecordKind {
     /// it, with the same time.
     Copy = 3,
     /// Frames of CPython: a [`ManagedHead`](crate::cpython::ManagedHead) in place of frames, and
-    /// the entries. The next sample of this CPU is of them, with the same time.
+    /// the entries. They are of the next sample or stack of this CPU with the same time.
     Managed = 4,
     /// What names a code object of CPython: a [`CodeHead`](crate::cpython::CodeHead) in place of
     /// frames, and the bytes. Samples behind it may refer to it.

@@ -6,11 +6,13 @@ use stackwire_collector_ebpf::{
     KernelEnd, MAX_USER_FRAMES, RecordKind, SampleHeader, TOLD_STACKS, UserEnd, masked,
 };
 
+use crate::hash::mixed;
 use crate::maps::{Scratch, TOLD, hand_over, wake_collector};
+use crate::walk::by_frame_list;
 
-/// Tells of the user stack whose walk is over; returns its number.
+/// Tells of the user stack whose walk in this slot is over; returns its number.
 #[inline(always)]
-pub fn tell_user(scratch: &mut Scratch) -> u64 {
+pub fn tell_user(scratch: &mut Scratch, slot: u32) -> u64 {
     // The bound, for the verifier, which does not know what the walk promised.
     let depth = scratch.walk.depth as usize;
     let frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
@@ -22,7 +24,8 @@ pub fn tell_user(scratch: &mut Scratch) -> u64 {
     scratch.header.kernel_frames = 0;
     scratch.header.user_end = end as u8;
     scratch.header.kernel_end = KernelEnd::None as u8;
-    tell(scratch, frames)
+    let list = scratch.list.was_walked().then_some(slot);
+    tell(scratch, frames, list)
 }
 
 /// Tells of the kernel stack in place of the frames, of so many; returns its number.
@@ -35,12 +38,14 @@ pub fn tell_kernel(scratch: &mut Scratch, (frames, end): (usize, KernelEnd), now
     scratch.header.kernel_frames = frames as u16;
     scratch.header.user_end = 0;
     scratch.header.kernel_end = end as u8;
-    tell(scratch, frames)
+    scratch.header.list_end = 0;
+    tell(scratch, frames, None)
 }
 
-/// Tells the collector of a stack if it does not know it; returns its number.
+/// Tells the collector of a stack if it does not know it, with the list of this slot; returns its
+/// number.
 #[inline(always)]
-fn tell(scratch: &mut Scratch, frames: usize) -> u64 {
+fn tell(scratch: &mut Scratch, frames: usize, list: Option<u32>) -> u64 {
     let header = &mut scratch.header;
     header.kind = RecordKind::Stack as u8;
     let ends = u64::from(header.kernel_end) << 8 | u64::from(header.user_end);
@@ -53,6 +58,9 @@ fn tell(scratch: &mut Scratch, frames: usize) -> u64 {
         // SAFETY: the index is less than the length of the array.
         number = mixed(number, unsafe { *scratch.frames.as_ptr().add(index) });
     }
+    if let Some(slot) = list {
+        number = by_frame_list::mix_list(number, slot);
+    }
     // 0 stands for none.
     number |= 1;
     scratch.header.period = number;
@@ -62,10 +70,12 @@ fn tell(scratch: &mut Scratch, frames: usize) -> u64 {
     if unsafe { core::ptr::read_volatile(told) } == number {
         return number;
     }
+    // Before the stack it is of.
+    let is_whole = list.is_none_or(|slot| by_frame_list::hand_over_list(scratch, slot));
     let frames = if frames > MAX_USER_FRAMES { MAX_USER_FRAMES } else { frames };
     let bytes = size_of::<SampleHeader>() + frames * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.
-    if unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) } {
+    if unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) } && is_whole {
         // SAFETY: as above.
         unsafe { core::ptr::write_volatile(told, number) };
     }
@@ -83,10 +93,4 @@ pub fn is_told(number: u64) -> bool {
 #[inline(always)]
 fn place(number: u64) -> u32 {
     masked::<{ TOLD_STACKS as u64 - 1 }>(number >> 8) as u32
-}
-
-/// A step of the hash: a multiplication by an odd number and a rotation, as FxHash has.
-#[inline(always)]
-pub fn mixed(hash: u64, word: u64) -> u64 {
-    (hash.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }

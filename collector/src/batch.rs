@@ -8,12 +8,12 @@ use std::rc::Rc;
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::cpython::{EVALUATOR, Entry};
 use stackwire_collector_ebpf::{KernelEnd, SampleHeader, UserEnd};
-use stackwire_model::{EndReason, UserAddr};
+use stackwire_model::{EndReason, ListEnd, UserAddr};
 
 use crate::definitions::{MappingDef, Node, ProcessDef, Sample, SchedDef, ThreadDef, WakerDef};
 use crate::host::kallsyms::{KernelLayout, WokenFrom};
 use crate::late::Late;
-use crate::managed::{Codes, UserStack};
+use crate::managed::{self, Codes, UserStack};
 use crate::normalize::{self, Frame, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
@@ -45,6 +45,8 @@ pub struct Epoch {
     pub woken_by: Vec<Vec<u32>>,
     /// How processes and threads were scheduled.
     pub sched: Vec<SchedDef>,
+    /// How frames of interpreters ended, and in how many samples.
+    pub list_ends: FxHashMap<ListEnd, u64>,
 
     oldest_late_ns: Option<u64>,
     executable_index: FxHashMap<u64, u32>,
@@ -74,6 +76,7 @@ impl Epoch {
         processes: &mut Processes,
         layout: &KernelLayout,
     ) {
+        self.count_list(managed::end(header, user), taken.count);
         let (process, user) = self.user_stack(header, user, processes);
         let kernel = self.kernel_stack(header.kernel_end, kernel, processes, layout);
         self.push(header, process, (user, kernel), taken);
@@ -92,6 +95,7 @@ impl Epoch {
         let Late { header, kernel, list, process, .. } = sample;
         let managed = (!list.is_empty()).then_some((&list[..], codes));
         let user = UserStack { native: user, managed };
+        self.count_list(managed::end(header, user), Taken::ONE.count);
         let unmapped = processes.executables().intern(Kind::Unmapped);
         // What is known of it now is more than what was known then.
         let now = processes.get(process.pid).filter(|now| now.image == process.image);
@@ -119,6 +123,12 @@ impl Epoch {
             if woken_by.is_empty() {
                 samples.sort_by_key(|sample| sample.time_ns);
             }
+        }
+    }
+
+    fn count_list(&mut self, end: Option<ListEnd>, samples: u32) {
+        if let Some(end) = end {
+            *self.list_ends.entry(end).or_default() += u64::from(samples);
         }
     }
 
@@ -152,12 +162,19 @@ impl Epoch {
     }
 
     /// Adds the parts of a wait.
-    pub fn add_wait(&mut self, over: &Over<'_>, processes: &mut Processes, layout: &KernelLayout) {
+    pub fn add_wait(
+        &mut self,
+        over: &Over<'_>,
+        codes: &Codes,
+        processes: &mut Processes,
+        layout: &KernelLayout,
+    ) {
         let waker = over.waker.as_ref().map_or(0, |waker| 1 + self.waker(waker, processes, layout));
-        let Stacks { user, kernel } = over.stacks;
+        let Stacks { user, list, kernel } = over.stacks;
+        let user = UserStack { native: user, managed: (!list.is_empty()).then_some((list, codes)) };
         for Part { header, taken } in &over.parts {
             let taken = Taken { waker, ..*taken };
-            self.add(header, UserStack::native(user), kernel, taken, processes, layout);
+            self.add(header, user, kernel, taken, processes, layout);
         }
     }
 

@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use stackwire_collector_ebpf::SampleHeader;
 use stackwire_collector_ebpf::cpython::{self, ANY, CodeHead, EVALUATOR, Entry, NOT_FOUND};
-use stackwire_model::{Address, Code, EndReason, Runtime, Text, code};
+use stackwire_collector_ebpf::{SampleHeader, UserEnd};
+use stackwire_model::{Address, Code, EndReason, ListEnd, Runtime, Text, code};
 
 use crate::normalize::{Frame, FrameKind, Stack};
 use crate::process::executable::{Executable, Executables, Kind};
@@ -214,6 +214,25 @@ pub fn forget(entries: &mut [Entry], native: usize) {
     }
 }
 
+/// How the frames of an interpreter ended, by what a header says of it; none: there are none.
+#[must_use]
+pub fn end(header: &SampleHeader, user: UserStack<'_>) -> Option<ListEnd> {
+    let entries = user.managed.map_or(&[][..], |(entries, _)| entries);
+    let is_whole = header.user_end == UserEnd::Root as u8;
+    let is_lost =
+        |entry: &Entry| entry.code == EVALUATOR | NOT_FOUND && (is_whole || entry.rest == ANY);
+    Some(match cpython::ListEnd::new(header.list_end.checked_sub(1)?)? {
+        cpython::ListEnd::Root if entries.iter().any(is_lost) => ListEnd::NoPlace,
+        cpython::ListEnd::Root => ListEnd::Root,
+        cpython::ListEnd::NoThread => return None,
+        cpython::ListEnd::Unreadable => ListEnd::Unreadable,
+        cpython::ListEnd::DepthLimit => ListEnd::DepthLimit,
+        cpython::ListEnd::ManyThreads => ListEnd::ManyThreads,
+        cpython::ListEnd::Changing => ListEnd::Changing,
+        cpython::ListEnd::RingFull => ListEnd::RingFull,
+    })
+}
+
 /// None: it has fewer bytes than its head says.
 fn read(head: &CodeHead, bytes: &[u8]) -> Option<Code> {
     let (name, rest) = bytes.split_at_checked(head.name_bytes as usize)?;
@@ -270,6 +289,28 @@ mod tests {
         let missed = Entry { code: EVALUATOR | NOT_FOUND, rest: ANY };
         let entries = [of(1), evaluator(1), of(2), missed];
         assert_eq!(merged(&entries, 2, EndReason::NotCode), [100, 101]);
+    }
+
+    #[test]
+    fn an_end_says_whether_frames_are_missing() {
+        let mut executables = Executables::default();
+        let codes = Codes::new(&mut executables);
+        let ended = |end: cpython::ListEnd, user_end: UserEnd, entries: &[Entry]| {
+            let (list_end, user_end) = (1 + end as u8, user_end as u8);
+            let header = SampleHeader { list_end, user_end, ..SampleHeader::default() };
+            super::end(&header, UserStack { native: &[], managed: Some((entries, &codes)) })
+        };
+        let entry = |code, rest| Entry { code, rest };
+        let whole = [entry(1, 0), entry(EVALUATOR | 3, 0)];
+        let missed = [entry(1, 0), entry(EVALUATOR | NOT_FOUND, 0x1000)];
+        let any = [entry(1, 0), entry(EVALUATOR | NOT_FOUND, ANY)];
+        let root = cpython::ListEnd::Root;
+        assert_eq!(ended(root, UserEnd::Root, &whole), Some(ListEnd::Root));
+        assert_eq!(ended(root, UserEnd::Root, &missed), Some(ListEnd::NoPlace));
+        assert_eq!(ended(root, UserEnd::NoTable, &missed), Some(ListEnd::Root));
+        assert_eq!(ended(root, UserEnd::NoTable, &any), Some(ListEnd::NoPlace));
+        assert_eq!(ended(cpython::ListEnd::NoThread, UserEnd::Root, &[]), None);
+        assert_eq!(ended(cpython::ListEnd::Changing, UserEnd::Root, &[]), Some(ListEnd::Changing));
     }
 
     #[test]

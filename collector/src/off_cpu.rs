@@ -5,9 +5,10 @@ use stackwire_collector_ebpf::RecordKind;
 
 use crate::batch::Epoch;
 use crate::host::kallsyms::KernelLayout;
+use crate::managed::Codes;
 use crate::process::Processes;
 use crate::sampler::{Batch, RawSample, Sampler};
-use crate::waits::{Over, Waits};
+use crate::waits::{Over, Stacks, Waits};
 
 /// What is known of waits.
 #[derive(Debug)]
@@ -56,13 +57,15 @@ impl OffCpu {
         &mut self,
         record: &RawSample,
         batch: &Batch,
+        codes: &Codes,
         processes: &mut Processes,
         layout: &KernelLayout,
         epoch: &mut Epoch,
     ) {
         let (header, user) = (&record.header, batch.user(record));
         if header.kind == RecordKind::Stack as u8 {
-            self.waits.learn(header, user, batch.kernel(record));
+            let (list, kernel) = (batch.list(record), batch.kernel(record));
+            self.waits.learn(header, Stacks { user, list, kernel });
             return;
         }
         let Some(mut over) = self.waits.over(header, user) else { return };
@@ -78,13 +81,14 @@ impl OffCpu {
         {
             waker.header.start_boottime_ns = 0;
         }
-        epoch.add_wait(&over, processes, layout);
+        epoch.add_wait(&over, codes, processes, layout);
     }
 
     /// Adds the waits that are not over, up to when watching ended.
     pub fn add_going_on(
         &mut self,
         sampler: &mut dyn Sampler,
+        codes: &Codes,
         processes: &mut Processes,
         layout: &KernelLayout,
         epoch: &mut Epoch,
@@ -100,7 +104,7 @@ impl OffCpu {
                 continue;
             }
             self.going_on += parts.len() as u64;
-            epoch.add_wait(&Over { parts, stacks, waker: None }, processes, layout);
+            epoch.add_wait(&Over { parts, stacks, waker: None }, codes, processes, layout);
         }
     }
 

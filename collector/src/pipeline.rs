@@ -244,7 +244,14 @@ impl Pipeline {
         self.take(Duration::ZERO, false);
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         if let Some(off_cpu) = &mut self.off_cpu {
-            off_cpu.add_going_on(sampler, processes, &self.layout, &mut self.epoch, end_ns);
+            off_cpu.add_going_on(
+                sampler,
+                &self.codes,
+                processes,
+                &self.layout,
+                &mut self.epoch,
+                end_ns,
+            );
         }
         self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
         self.scheduling.add_running(sampler, processes, &mut self.epoch, end_ns);
@@ -298,8 +305,9 @@ impl Pipeline {
     fn add(&mut self, sample: &RawSample) {
         if sample.header.kind != RecordKind::Sample as u8 {
             if let Some(off_cpu) = &mut self.off_cpu {
-                let (processes, layout) = (&mut self.processes, &self.layout);
-                off_cpu.take(sample, &self.batch, processes, layout, &mut self.epoch);
+                let (codes, layout) = (&self.codes, &self.layout);
+                let (processes, epoch) = (&mut self.processes, &mut self.epoch);
+                off_cpu.take(sample, &self.batch, codes, processes, layout, epoch);
             }
             return;
         }

@@ -4,6 +4,7 @@
 //! by `off_cpu.rs`, in the order of time.
 
 use rustc_hash::FxHashMap;
+use stackwire_collector_ebpf::cpython::{Entry, ListEnd};
 use stackwire_collector_ebpf::{
     KernelEnd, SampleHeader, TOLD_STACKS, UserEnd, WAIT_WORDS, WaitState as KernelState, Waiting,
     Waker as KernelWaker,
@@ -18,7 +19,11 @@ const MAX_WORDS: usize = 1 << 20;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Stack {
     frames: Vec<u64>,
+    /// Frames of an interpreter, the innermost first.
+    list: Vec<Entry>,
     end: u8,
+    /// [`SampleHeader::list_end`].
+    list_end: u8,
     /// The last epoch that referred to it.
     used: u64,
 }
@@ -28,6 +33,8 @@ struct Stack {
 pub struct Stacks<'a> {
     /// User frames.
     pub user: &'a [u64],
+    /// Frames of an interpreter, the innermost first.
+    pub list: &'a [Entry],
     /// Kernel frames.
     pub kernel: &'a [u64],
 }
@@ -135,11 +142,19 @@ impl Waits {
     }
 
     /// Learns of a stack.
-    pub fn learn(&mut self, header: &SampleHeader, user: &[u64], kernel: &[u64]) {
+    pub fn learn(&mut self, header: &SampleHeader, stacks: Stacks<'_>) {
+        let Stacks { user, list, kernel } = stacks;
         let key = Key { pid: header.pid, number: header.period };
         let (frames, end) =
             if key.pid == 0 { (kernel, header.kernel_end) } else { (user, header.user_end) };
-        let stack = Stack { frames: frames.into(), end, used: self.epoch };
+        let list_end = header.list_end;
+        // Told again because its place was taken, and now without room for all of it.
+        let had_no_room = list_end == 1 + ListEnd::RingFull as u8;
+        if had_no_room && self.by_number.contains_key(&key) {
+            return;
+        }
+        let stack =
+            Stack { frames: frames.into(), list: list.into(), end, list_end, used: self.epoch };
         self.words += words(&stack);
         self.learned += words(&stack);
         if let Some(before) = self.by_number.insert(key, stack) {
@@ -236,8 +251,10 @@ impl Waits {
         let [user, kernel] = keys.map(|key| self.by_number.get(&key));
         let user_end = user.map_or(UserEnd::NoUserStack as u8, |user| user.end);
         let kernel_end = kernel.map_or(KernelEnd::None as u8, |kernel| kernel.end);
+        let list_end = user.map_or(0, |user| user.list_end);
+        let list = user.map_or(&[][..], |stack| &stack.list);
         let [user, kernel] = [user, kernel].map(|it| it.map_or(&[][..], |stack| &stack.frames));
-        (SampleHeader { user_end, kernel_end, ..*header }, Stacks { user, kernel })
+        (SampleHeader { user_end, kernel_end, list_end, ..*header }, Stacks { user, list, kernel })
     }
 
     /// Begins the next epoch. When there are too many stacks, forgets those that neither this epoch
@@ -264,13 +281,13 @@ impl Waits {
     }
 }
 
-/// Where the kernel side notes that it told of a number: see `tell` in its `off_cpu.rs`.
+/// Where the kernel side notes that it told of a number: see `tell` in its `told.rs`.
 fn place(number: u64) -> u32 {
     (number >> 8) as u32 & (TOLD_STACKS - 1)
 }
 
 fn words(stack: &Stack) -> usize {
-    stack.frames.len() + 8
+    stack.frames.len() + 2 * stack.list.len() + 8
 }
 
 fn state(number: u8) -> WaitState {
@@ -293,18 +310,18 @@ mod tests {
     #[test]
     fn a_wait_has_the_stacks_its_numbers_name() {
         let mut waits = Waits::new(3);
-        waits.learn(&header(7, 99), &[1, 2], &[]);
-        waits.learn(&header(0, 98), &[], &[3]);
+        waits.learn(&header(7, 99), Stacks { user: &[1, 2], ..Stacks::default() });
+        waits.learn(&header(0, 98), Stacks { kernel: &[3], ..Stacks::default() });
         let Over { parts, stacks, waker } =
             waits.over(&header(7, 50), &[99, 98, 40, 10, 5]).unwrap();
         assert!(waker.is_none());
-        assert_eq!(stacks, Stacks { user: &[1, 2], kernel: &[3] });
+        assert_eq!(stacks, Stacks { user: &[1, 2], list: &[], kernel: &[3] });
         let said = |it: &Part| (it.header.event, it.header.period, it.taken.count);
         let parts: Vec<_> = parts.iter().map(said).collect();
         assert_eq!(parts, [(3, 40, 5), (4, 10, 5)]);
         // Another process's user stacks are not its.
         let Over { parts, stacks, .. } = waits.over(&header(8, 50), &[99, 98, 40, 0, 1]).unwrap();
-        assert_eq!((parts.len(), stacks), (1, Stacks { user: &[], kernel: &[3] }));
+        assert_eq!((parts.len(), stacks), (1, Stacks { user: &[], list: &[], kernel: &[3] }));
         assert_eq!(waits.without_stacks(), 1);
         assert!(waits.over(&header(8, 50), &[99, 98, 40]).is_none());
     }
@@ -312,9 +329,9 @@ mod tests {
     #[test]
     fn whoever_woke_a_thread_has_stacks_of_its_own() {
         let mut waits = Waits::new(3);
-        waits.learn(&header(7, 99), &[1, 2], &[]);
-        waits.learn(&header(8, 97), &[4], &[]);
-        waits.learn(&header(0, 96), &[], &[5]);
+        waits.learn(&header(7, 99), Stacks { user: &[1, 2], ..Stacks::default() });
+        waits.learn(&header(8, 97), Stacks { user: &[4], ..Stacks::default() });
+        waits.learn(&header(0, 96), Stacks { kernel: &[5], ..Stacks::default() });
         let comm = *b"baker\0\0\0\0\0\0\0\0\0\0\0";
         let waker = KernelWaker {
             user_stack: 97,
@@ -329,16 +346,28 @@ mod tests {
         words.extend(zerocopy::transmute_ref!(&waker) as &[u64; 7]);
         let over = waits.over(&header(7, 50), &words).unwrap();
         let found = over.waker.unwrap();
-        assert_eq!(found.stacks, Stacks { user: &[4], kernel: &[5] });
+        assert_eq!(found.stacks, Stacks { user: &[4], list: &[], kernel: &[5] });
         assert_eq!((found.header.pid, found.header.tid, found.header.comm), (8, 9, comm));
         assert_eq!(over.stacks.user, [1, 2]);
         assert_eq!(waits.without_stacks(), 0);
     }
 
     #[test]
+    fn a_stack_keeps_its_list_when_there_is_no_room_to_tell_it_again() {
+        let mut waits = Waits::new(0);
+        let list = [Entry { code: 1, rest: 2 }];
+        let whole = SampleHeader { list_end: 1, ..header(7, 99) };
+        waits.learn(&whole, Stacks { user: &[1], list: &list, kernel: &[] });
+        let cut = SampleHeader { list_end: 1 + ListEnd::RingFull as u8, ..whole };
+        waits.learn(&cut, Stacks { user: &[1], ..Stacks::default() });
+        let over = waits.over(&header(7, 50), &[99, 0, 40, 0, 1]).unwrap();
+        assert_eq!((over.stacks.list, over.parts[0].header.list_end), (&list[..], 1));
+    }
+
+    #[test]
     fn a_kernel_stack_is_of_the_wait_it_was_looked_at_in() {
         let mut waits = Waits::new(0);
-        waits.learn(&header(0, 98), &[], &[3]);
+        waits.learn(&header(0, 98), Stacks { kernel: &[3], ..Stacks::default() });
         for (kernel_stack_of, expected) in [(20, &[3][..]), (10, &[][..])] {
             let waiting =
                 Waiting { since_ns: 20, kernel_stack: 98, kernel_stack_of, ..Waiting::default() };
@@ -369,7 +398,7 @@ mod tests {
         let mut waits = Waits::new(0);
         let frames = vec![5; MAX_WORDS / 2 + 1];
         for number in [0x100, 0x200, 0x300] {
-            waits.learn(&header(7, number), &frames, &[]);
+            waits.learn(&header(7, number), Stacks { user: &frames, ..Stacks::default() });
         }
         assert!(waits.is_full());
         let told = std::cell::RefCell::new(Vec::new());

@@ -136,7 +136,7 @@ pub struct Span<'a> {
     pub tables: Stats,
     /// Artifacts that name its kernel frames.
     pub kernel_symbols: &'a [Hash],
-    /// Why executables have no unwind table.
+    /// Why executables have no unwind table, and functions of an interpreter are not seen.
     pub unwind: Option<&'a Unwind>,
 }
 
@@ -176,6 +176,8 @@ pub fn epoch(
             let missing = span.unwind.and_then(|unwind| unwind.missing(&found.kind));
             let mut wire = executable(&found.kind, &mut strings, references, identity);
             wire.unwind_missing = missing.map_or(0, |why| strings.index(&why.to_string()));
+            let no_layout = span.unwind.and_then(|unwind| unwind.no_layout(&found.kind));
+            wire.functions_missing = no_layout.map_or(0, |why| strings.index(&why.to_string()));
             wire
         })
         .collect();
@@ -251,6 +253,7 @@ pub fn epoch(
         sched: epoch.sched.iter().map(sched).collect(),
         wakers,
         kernel_symbols: span.kernel_symbols.iter().map(|hash| hash.0.to_vec()).collect(),
+        list_ends: list_ends(epoch),
     })
 }
 
@@ -355,6 +358,15 @@ fn executable(
         Kind::Unmapped => wire.set_kind(v1::ExecutableKind::Unmapped),
     }
     wire
+}
+
+fn list_ends(epoch: &Epoch) -> Vec<v1::ListEnds> {
+    let ends = epoch.list_ends.iter();
+    let ends =
+        ends.map(|(&end, &samples)| v1::ListEnds { end: v1::ListEnd::from(end).into(), samples });
+    let mut ends: Vec<_> = ends.collect();
+    ends.sort_by_key(|of| of.end);
+    ends
 }
 
 fn unwind_tables(stats: Stats) -> v1::UnwindTables {

@@ -31,7 +31,7 @@ pub use maps_line::MapsLine;
 pub use perf_events::PerfType;
 pub use profile::Profile;
 pub use python::PythonOutcome;
-pub use reason::{EndReason, LostReason};
+pub use reason::{EndReason, ListEnd, LostReason};
 pub use sampling::{NoBpf, Share, Source, StackCopies, UnknownName, Unwind};
 pub use sched::{AddUp, Histogram, SchedStats};
 pub use value::ValueKind;

@@ -78,6 +78,44 @@ impl EndReason {
     }
 }
 
+/// Why the frames of an interpreter end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ListEnd {
+    /// The thread's first function.
+    Root,
+    /// Memory not readable.
+    Unreadable,
+    /// Deeper than is recorded.
+    DepthLimit,
+    /// The thread was not among those that were looked at.
+    ManyThreads,
+    /// A frame was being made or unmade.
+    Changing,
+    /// The ring buffer had no room for them.
+    RingFull,
+    /// The native walk did not come by the evaluator that runs them.
+    NoPlace,
+    /// A reason a newer collector knows.
+    Other,
+}
+
+impl ListEnd {
+    /// For the report.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Root => "reached the thread's first function",
+            Self::Unreadable => "memory not readable",
+            Self::DepthLimit => "deeper than is recorded",
+            Self::ManyThreads => "not shown: too many threads in its process",
+            Self::Changing => "not shown: frame list changed while it was read",
+            Self::RingFull => "not shown: ring buffer full",
+            Self::NoPlace => "some not shown: the native frame that runs them was not found",
+            Self::Other => EndReason::Other.text(),
+        }
+    }
+}
+
 /// Why something was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LostReason {

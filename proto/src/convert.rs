@@ -3,8 +3,8 @@
 use stackwire_model::profile::Moment;
 use stackwire_model::sched::{CounterSum, Histogram, PerfCounter, SchedStats, Switches};
 use stackwire_model::{
-    BuildId, Code, Device, EndReason, Event, ExecutableKey, FileId, LostReason, NoBpf, PerfType,
-    PythonOutcome, Runtime, Text, ValueKind, Wait, WaitState,
+    BuildId, Code, Device, EndReason, Event, ExecutableKey, FileId, ListEnd, LostReason, NoBpf,
+    PerfType, PythonOutcome, Runtime, Text, ValueKind, Wait, WaitState,
 };
 
 use crate::v1;
@@ -212,6 +212,37 @@ impl From<v1::EndReason> for EndReason {
             v1::EndReason::NotCopied => Self::NotCopied,
             v1::EndReason::NotSaid => Self::NotSaid,
             v1::EndReason::Unspecified => Self::Other,
+        }
+    }
+}
+
+impl From<ListEnd> for v1::ListEnd {
+    fn from(end: ListEnd) -> Self {
+        match end {
+            ListEnd::Root => Self::Root,
+            ListEnd::Unreadable => Self::Unreadable,
+            ListEnd::DepthLimit => Self::DepthLimit,
+            ListEnd::ManyThreads => Self::ManyThreads,
+            ListEnd::Changing => Self::Changing,
+            ListEnd::RingFull => Self::RingFull,
+            ListEnd::NoPlace => Self::NoPlace,
+            ListEnd::Other => Self::Unspecified,
+        }
+    }
+}
+
+/// One this version does not know is `Other`.
+impl From<v1::ListEnd> for ListEnd {
+    fn from(end: v1::ListEnd) -> Self {
+        match end {
+            v1::ListEnd::Root => Self::Root,
+            v1::ListEnd::Unreadable => Self::Unreadable,
+            v1::ListEnd::DepthLimit => Self::DepthLimit,
+            v1::ListEnd::ManyThreads => Self::ManyThreads,
+            v1::ListEnd::Changing => Self::Changing,
+            v1::ListEnd::RingFull => Self::RingFull,
+            v1::ListEnd::NoPlace => Self::NoPlace,
+            v1::ListEnd::Unspecified => Self::Other,
         }
     }
 }

@@ -19,6 +19,7 @@ pub(crate) mod peer;
 pub(crate) mod postgres;
 pub(crate) mod pprof;
 pub(crate) mod python;
+pub(crate) mod secret;
 pub(crate) mod server;
 pub(crate) mod slow;
 pub(crate) mod stopped;

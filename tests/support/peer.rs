@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use prost::Message;
 use stackwire_proto::v1::collector_message::Body;
 use stackwire_proto::v1::symbolizer_message::Body as Answer;
 use stackwire_proto::v1::symbolizer_server::{Symbolizer, SymbolizerServer};
@@ -31,6 +32,8 @@ pub(crate) struct Seen {
     pub(crate) streams: usize,
     /// Numbers of epochs and how many samples they have, each once.
     pub(crate) epochs: std::collections::BTreeMap<u64, u64>,
+    /// The messages, as they were before they were compressed.
+    pub(crate) messages: Vec<Vec<u8>>,
 }
 
 /// One on a port of its own, until it is dropped.
@@ -83,10 +86,16 @@ impl Symbolizer for Service {
         let (does, seen, mut incoming) = (*does, Arc::clone(seen), request.into_inner());
         tokio::spawn(async move {
             while let Ok(Some(message)) = incoming.message().await {
-                let Some(Body::Epoch(sealed)) = message.body else { continue };
+                let Some(Body::Epoch(sealed)) = message.body else {
+                    seen.lock().unwrap().messages.push(message.encode_to_vec());
+                    continue;
+                };
                 let epoch = open_epoch(&sealed).unwrap();
                 let samples = epoch.samples.iter().map(|samples| samples.thread.len() as u64).sum();
-                seen.lock().unwrap().epochs.insert(sealed.number, samples);
+                let mut seen_now = seen.lock().unwrap();
+                seen_now.messages.push(epoch.encode_to_vec());
+                seen_now.epochs.insert(sealed.number, samples);
+                drop(seen_now);
                 if let Does::RefuseEpochs(code) = does {
                     let _ = answers.send(Err(Status::new(code, "not this")));
                     return;

@@ -2,7 +2,7 @@
 //! collector that switches it on.
 
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -178,4 +178,29 @@ pub(crate) fn children(of: u32, name: &str) -> Vec<u32> {
     let found = Command::new("pgrep").args(["-P", &of.to_string(), "-x", name]).output().unwrap();
     let text = String::from_utf8(found.stdout).unwrap();
     text.lines().map(|line| line.parse().unwrap()).collect()
+}
+
+/// A copy of Debian's python3.13, which is in one file, and what runs it.
+pub(crate) fn copied_from_debian(directory: &Path) -> Option<(PathBuf, Command)> {
+    let found = of_debian("trixie", "python3.13")?;
+    let root = Path::new(found.get_program()).parent().unwrap();
+    let own = directory.join("python3.13");
+    std::fs::copy(root.join("usr/bin/python3.13"), &own).unwrap();
+    let libraries = root.join("usr/lib/x86_64-linux-gnu");
+    let mut python = Command::new(libraries.join("ld-linux-x86-64.so.2"));
+    python.arg("--library-path").arg(&libraries).arg(&own).env("PYTHONHOME", root.join("usr"));
+    Some((own, python))
+}
+
+/// Where what has a name begins in an ELF file.
+pub(crate) fn place_of(file: &[u8], name: &str) -> usize {
+    use object::{Object, ObjectSegment, ObjectSymbol};
+    let elf = object::File::parse(file).unwrap();
+    let symbol = elf.dynamic_symbols().find(|it| it.name() == Ok(name)).unwrap();
+    let inside = |segment: &object::Segment<'_, '_>| {
+        let range = segment.address()..segment.address() + segment.size();
+        range.contains(&symbol.address())
+    };
+    let segment = elf.segments().find(inside).unwrap();
+    (symbol.address() - segment.address() + segment.file_range().0) as usize
 }

@@ -2,8 +2,8 @@
 //! of offsets, initialised in the file (`_Py_DebugOffsets` of pycore_debug_offsets.h). Before, they
 //! are those of the version, by its headers; DWARF of Debian's and PyPI's builds has the same.
 //!
-//! Of a version that is not known, or of a build without the global interpreter lock, there is no
-//! layout: a wrong one would give wrong frames.
+//! Of a version that is not known, or of a build without the global interpreter lock, the layout
+//! says that alone: a wrong one would give wrong frames.
 
 use stackwire_collector_ebpf::cpython::{Layout, NO_FIELD, evaluators};
 use stackwire_elf::Exports;
@@ -17,19 +17,39 @@ const WORDS: usize = 64;
 /// The function that runs Python code.
 const EVALUATOR: &str = "_PyEval_EvalFrameDefault";
 
-/// The layout; none where the file is no CPython, or one that is not known.
+/// The layout; none where the file is no CPython.
 pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
     let exports = elf.exports()?;
     exports.symbol("_PyRuntime")?;
-    let version = version(&exports)?;
-    let offsets = match version >> 16 {
-        0x0308 | 0x0309 => of_3_8(),
-        0x030a => of_3_10(),
-        0x030b => of_3_11(),
-        0x030c => of_3_12(),
-        0x030d..=0x030f => of_table(version, &table(&exports)?)?,
-        _ => return None,
-    };
+    let version = version(&exports);
+    let table = table(&exports).unwrap_or_default();
+    let offsets = offsets(version, &table);
+    let known = offsets.and_then(|offsets| with_places(offsets, version, elf, &exports));
+    let is_free_threaded = table.first() == Some(&COOKIE) && table.get(2) == Some(&1);
+    Some(known.unwrap_or_else(|| Layout::unknown(version, is_free_threaded)))
+}
+
+/// Offsets in the objects of a version; none where they are not known.
+fn offsets(version: u32, table: &[u64]) -> Option<Layout> {
+    // Before the first candidate of a release what is where still changes.
+    let is_release = version >> 4 & 0xf >= 0xc;
+    match version >> 16 {
+        0x0308 | 0x0309 => Some(of_3_8()),
+        0x030a => Some(of_3_10()),
+        0x030b if is_release => Some(of_3_11()),
+        0x030c if is_release => Some(of_3_12()),
+        0x030d..=0x030f if is_release => of_table(version, table),
+        _ => None,
+    }
+}
+
+/// The layout with the places of what the file exports.
+fn with_places(
+    offsets: Layout,
+    version: u32,
+    elf: &Elf<'_>,
+    exports: &Exports<'_>,
+) -> Option<Layout> {
     let origin = elf.origin()?;
     let inside = |name: &str| Some(exports.symbol(name)?.0.0.wrapping_sub(origin));
     let (_, evaluator_bytes) = exports.symbol(EVALUATOR)?;
@@ -46,21 +66,19 @@ pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
     layout.is_sound().then_some(layout)
 }
 
-/// As `PY_VERSION_HEX`; of one that does not export it without its last parts.
-fn version(exports: &Exports<'_>) -> Option<u32> {
+/// As `PY_VERSION_HEX`; of one that does not export it without its last parts. 0: not known.
+fn version(exports: &Exports<'_>) -> u32 {
     if let Some(version) = exports.find("Py_Version") {
-        let version = u32::from_le_bytes(exports.content(version)?);
-        // Before the first candidate of a release what is where still changes.
-        return (version >> 4 & 0xf >= 0xc).then_some(version);
+        return exports.content(version).map_or(0, u32::from_le_bytes);
     }
     // What came with each of them and is there in all later ones (Include/ of the version).
     let came = |name: &str| exports.symbol(name).is_some();
     match () {
-        () if came("PyFrame_GetLasti") => None,
-        () if came("PyIter_Send") => Some(0x030a_0000),
-        () if came("PyFrame_GetBack") => Some(0x0309_0000),
-        () if came("PyCode_NewWithPosOnlyArgs") => Some(0x0308_0000),
-        () => None,
+        () if came("PyFrame_GetLasti") => 0,
+        () if came("PyIter_Send") => 0x030a_0000,
+        () if came("PyFrame_GetBack") => 0x0309_0000,
+        () if came("PyCode_NewWithPosOnlyArgs") => 0x0308_0000,
+        () => 0,
     }
 }
 
@@ -271,5 +289,8 @@ mod tests {
         free_threaded[2] = 1;
         assert_eq!(of_table(0x030e_0af0, &free_threaded), None);
         assert_eq!(of_table(0x030e_0af0, &OF_3_14[..40]), None);
+        assert_eq!(offsets(0x030e_00a1, &OF_3_14), None, "an alpha");
+        assert_eq!(offsets(0x0310_00f0, &OF_3_14), None, "3.16");
+        assert_eq!(offsets(0, &[]), None);
     }
 }

@@ -18,18 +18,18 @@ use aya_ebpf::macros::{btf_tracepoint, map, raw_tracepoint};
 use aya_ebpf::maps::PerCpuArray;
 use aya_ebpf::programs::{BtfTracePointContext, RawTracePointContext};
 use stackwire_collector_ebpf::{
-    Counter, RecordKind, SampleHeader, Stratum, Unwind, WAIT_WORDS, WOKEN_WORDS, Wait, WaitState,
-    Waiting, Woken, waits_behind,
+    Counter, RecordKind, SampleHeader, Stratum, Unwind, WAIT_LIST, WAIT_WORDS, WOKEN_WORDS, Wait,
+    WaitState, Waiting, Woken, waits_behind,
 };
 
 use crate::maps::{
-    ANSWERS, SCRATCH, SWITCHER, Scratch, WAIT_STAGES, WAITING, add, config, count, hand_over,
+    ANSWERS, SCRATCH, SWITCHER, Scratch, WAIT_STAGES, WAITING, add, config, count, hand_over, list,
 };
 use crate::sources::wakers;
 use crate::targets::wanted;
 use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_kernel, tell_user};
-use crate::walk::{by_frame_pointers, by_tables, remembered, stacks};
+use crate::walk::{by_frame_list, by_frame_pointers, by_tables, remembered, stacks};
 
 /// Process id and thread id of the CPU's thread, in a pid namespace alone.
 #[map]
@@ -79,6 +79,21 @@ pub fn walk_waiting_frame_pointers(ctx: BtfTracePointContext) -> i32 {
 #[btf_tracepoint(function = "sched_switch")]
 pub fn walk_waiting_tables(ctx: BtfTracePointContext) -> i32 {
     walk_on(&ctx, |scratch| by_tables::step(scratch, SWITCHER))
+}
+
+/// Walks CPython's own list of frames; then the native walk goes on.
+#[btf_tracepoint(function = "sched_switch")]
+pub fn walk_waiting_list(ctx: BtfTracePointContext) -> i32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) else { return 0 };
+    // SAFETY: as in `switch`, in whose name this runs.
+    let scratch = unsafe { &mut *scratch };
+    if !by_frame_list::step(scratch, SWITCHER) {
+        // SAFETY: the map holds programs of this type only. At the kernel's limit of tail calls the
+        // list ends here.
+        let _ = unsafe { WAIT_STAGES.tail_call(&ctx, WAIT_LIST) };
+    }
+    by_frame_list::finish(scratch, SWITCHER);
+    walk_on(&ctx, |_| {})
 }
 
 #[inline(always)]
@@ -203,7 +218,8 @@ fn over(
         event: config().wait_event as u8,
         kind: RecordKind::Wait as u8,
         state: waiting.state as u8,
-        reserved: [0; 7],
+        list_end: 0,
+        reserved: [0; 6],
         comm: waiting.comm,
     };
     let user_stack = waiting.user_stack;
@@ -292,6 +308,9 @@ fn leaves(
     // SAFETY: the buffer is 16 bytes of the scratch record.
     unsafe { bpf_get_current_comm(scratch.header.comm.as_mut_ptr().cast(), 16) };
     stacks::begin(scratch, task, pid);
+    if config().managed != 0 {
+        scratch.list.stage = list::NOT_MET;
+    }
     if config().unwind != Unwind::FramePointers as u32
         && let Some(number) = remembered::find(scratch, pid)
     {
@@ -305,7 +324,7 @@ fn leaves(
 /// Notes that the current thread waits, and with which user stack.
 #[inline(always)]
 fn waits(scratch: &mut Scratch) {
-    let number = tell_user(scratch);
+    let number = tell_user(scratch, SWITCHER);
     if config().unwind != Unwind::FramePointers as u32 {
         remembered::remember(scratch, number);
     }

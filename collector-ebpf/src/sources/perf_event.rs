@@ -193,11 +193,11 @@ pub fn walk_frame_list(ctx: PerfEventContext) -> u32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
     // SAFETY: as in `sample`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
-    if !by_frame_list::step(scratch) {
+    if !by_frame_list::step(scratch, SAMPLER) {
         // SAFETY: as in `sample`. At the kernel's limit of tail calls the list ends here.
         let _ = unsafe { STAGES.tail_call(&ctx, LIST) };
     }
-    by_frame_list::finish(scratch);
+    by_frame_list::finish(scratch, SAMPLER);
     go_on(&ctx, scratch)
 }
 
@@ -252,9 +252,9 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     if user_end == UserEnd::NoMappingsYet as u64 {
         wake_collector();
     }
-    if scratch.list.stage == list::WALKED {
+    if scratch.list.was_walked() {
         // Before the sample it is of.
-        by_frame_list::hand_over_list(scratch);
+        by_frame_list::hand_over_list(scratch, SAMPLER);
     }
     let bytes = size_of::<SampleHeader>() + (user_frames + kernel_frames) * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.

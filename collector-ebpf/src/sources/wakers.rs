@@ -113,7 +113,7 @@ pub fn forget(tid: u32) {
 #[inline(always)]
 fn walk_on(ctx: &RawTracePointContext, step: impl FnOnce(&mut Scratch)) -> i32 {
     let Some(scratch) = stacks::walk_on(ctx, &WAKER_STAGES, WAKER, step) else { return 0 };
-    let number = tell_user(scratch);
+    let number = tell_user(scratch, WAKER);
     let Ends { since_ns, tid } = scratch.woken;
     if let Some(waker) = WAKERS.get_ptr_mut(&tid) {
         // SAFETY: the pointer came from a successful lookup; the thread is being woken here.

@@ -7,8 +7,8 @@
 //! before is handed over (`objects.rs`). Only memory of the process that runs is read, which may
 //! hold anything: all loops have an end.
 //!
-//! In steps of [`STEP`], each a program that calls the next, as in `by_tables.rs`. Called by
-//! `sources/perf_event.rs`.
+//! In steps of [`STEP`], each a program that calls the next, as in `by_tables.rs`. In a slot of
+//! `LISTS`, as a native walk is in one of `SCRATCH`. Called by `sources/`.
 
 use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::cpython::{
@@ -18,6 +18,7 @@ use stackwire_collector_ebpf::cpython::{
 use stackwire_collector_ebpf::{RecordKind, SampleHeader, masked};
 
 use super::objects::{self, is_a, note_new, read, word, word_in};
+use crate::hash::mixed;
 use crate::maps::{
     LISTS, List, PYTHON_LAYOUTS, Scratch, THREAD_SLOTS, THREADS, WALKING, hand_over, list,
 };
@@ -42,10 +43,33 @@ pub fn meet(scratch: &mut Scratch, layout: u32, base: u64, ip: u64, sp: u64) {
     list.stage = list::WANTED;
 }
 
+/// A hash of the list and this one. A global function, as `walk_frame`.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn mix_list(hash: u64, slot: u32) -> u64 {
+    let Some(all) = LISTS.get_ptr(slot) else { return hash };
+    // SAFETY: as in `found`.
+    let all = unsafe { &*all };
+    let mut hash = mixed(hash, u64::from(all.head.end));
+    for index in 0..MAX_ENTRIES {
+        if index as u64 >= all.count {
+            break;
+        }
+        // SAFETY: the index is less than the length.
+        let entry = unsafe { &*all.entries.as_ptr().add(index) };
+        hash = mixed(hash, entry.code);
+        // That of an evaluator is where its frame is.
+        if entry.code & EVALUATOR == 0 {
+            hash = mixed(hash, entry.rest);
+        }
+    }
+    hash
+}
+
 /// Notes which native frame is the next evaluator's, if this is one: that with this number and this
 /// address, between its stack pointer and its caller's.
 #[inline(always)]
-pub fn come_by(scratch: &mut Scratch, native: u64, ip: u64, sp: u64) {
+pub fn come_by(scratch: &mut Scratch, slot: u32, native: u64, ip: u64, sp: u64) {
     let caller = scratch.tables.cursor.registers[RSP as usize];
     let list = &mut scratch.list;
     let is_it = if list.evaluator == ANY {
@@ -54,7 +78,7 @@ pub fn come_by(scratch: &mut Scratch, native: u64, ip: u64, sp: u64) {
         list.evaluator >= sp && list.evaluator < caller
     };
     if is_it {
-        list.evaluator = found(native);
+        list.evaluator = found(native, slot);
     }
 }
 
@@ -62,10 +86,10 @@ pub fn come_by(scratch: &mut Scratch, native: u64, ip: u64, sp: u64) {
 /// function, as `walk_frame`.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn found(native: u64) -> u64 {
-    let Some(all) = LISTS.get_ptr_mut(0) else { return 0 };
-    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, and programs of
-    // perf events do not interrupt each other.
+pub extern "C" fn found(native: u64, slot: u32) -> u64 {
+    let Some(all) = LISTS.get_ptr_mut(slot) else { return 0 };
+    // SAFETY: the pointer came from a successful lookup; the slot is of this CPU and of the program
+    // in whose name this runs.
     let all = unsafe { &mut *all };
     let next = all.next;
     if next >= all.evaluators {
@@ -100,16 +124,16 @@ fn address(all: &List) -> u64 {
 
 /// Walks on; whether it has come to its end.
 #[inline(always)]
-pub fn step(scratch: &mut Scratch) -> bool {
+pub fn step(scratch: &mut Scratch, slot: u32) -> bool {
     if scratch.list.stage == list::WANTED {
-        let Some(all) = LISTS.get_ptr_mut(0) else { return true };
+        let Some(all) = LISTS.get_ptr_mut(slot) else { return true };
         // SAFETY: as in `found`.
         begin(unsafe { &mut *all }, scratch);
         scratch.list.stage = list::WALKING;
     }
     let mut end = GO_ON;
     for _ in 0..STEP {
-        end = walk_list();
+        end = walk_list(slot);
         if end != GO_ON {
             break;
         }
@@ -119,16 +143,20 @@ pub fn step(scratch: &mut Scratch) -> bool {
 
 /// Hands over what names new code objects; then the native walk goes on.
 #[inline(always)]
-pub fn finish(scratch: &mut Scratch) {
+pub fn finish(scratch: &mut Scratch, slot: u32) {
     scratch.list.stage = list::WALKED;
-    objects::hand_over_new();
-    let Some(all) = LISTS.get_ptr(0) else { return };
+    objects::hand_over_new(slot);
+    let Some(all) = LISTS.get_ptr(slot) else { return };
     // SAFETY: as in `found`.
     let all = unsafe { &*all };
+    let end = all.head.end;
+    if end == ListEnd::NoThread as u32 || end == ListEnd::ManyThreads as u32 {
+        scratch.list.stage = list::NOT_THERE;
+    }
     scratch.list.evaluator = address(all);
     (scratch.list.code, scratch.list.code_bytes) = (all.code, all.code_bytes);
     if scratch.walk.end == WALKING {
-        come_by(scratch, scratch.list.native, scratch.list.ip, scratch.list.sp);
+        come_by(scratch, slot, scratch.list.native, scratch.list.ip, scratch.list.sp);
     }
 }
 
@@ -159,8 +187,8 @@ fn begin(all: &mut List, scratch: &Scratch) {
 /// global function, as `walk_frame`.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn walk_list() -> u64 {
-    let Some(all) = LISTS.get_ptr_mut(0) else { return ListEnd::NoThread as u64 };
+pub extern "C" fn walk_list(slot: u32) -> u64 {
+    let Some(all) = LISTS.get_ptr_mut(slot) else { return ListEnd::NoThread as u64 };
     // SAFETY: as in `found`.
     let all = unsafe { &mut *all };
     let Some(layout) = PYTHON_LAYOUTS.get(all.layout as u32 & (LAYOUTS - 1)) else {
@@ -245,7 +273,8 @@ fn frame(all: &mut List, layout: &Layout) -> Option<u64> {
     if all.frame == 0 {
         return Some(ListEnd::Root as u64);
     }
-    if all.count >= MAX_ENTRIES as u64 - 1 {
+    // A frame may take two, and fewer than all are handed over.
+    if all.count >= MAX_ENTRIES as u64 - 2 {
         return Some(ListEnd::DepthLimit as u64);
     }
     read(all, all.frame, FRAME_BYTES)?;
@@ -310,22 +339,29 @@ fn push_evaluator(all: &mut List, address: u64) -> u64 {
     GO_ON
 }
 
-/// Hands over the list, if the thread runs Python.
+/// Hands over the list, if the thread runs Python, and notes how it ended; false: there was no room
+/// for it.
 #[inline(always)]
-pub fn hand_over_list(scratch: &Scratch) {
-    let Some(all) = LISTS.get_ptr_mut(0) else { return };
+pub fn hand_over_list(scratch: &mut Scratch, slot: u32) -> bool {
+    let Some(all) = LISTS.get_ptr_mut(slot) else { return true };
     // SAFETY: as in `found`.
     let all = unsafe { &mut *all };
     all.header.time_ns = scratch.header.time_ns;
     all.header.cpu = scratch.header.cpu;
     all.header.kind = RecordKind::Managed as u8;
+    if all.head.end != ListEnd::NoThread as u32 {
+        scratch.header.list_end = 1 + all.head.end as u8;
+    }
     let count = masked::<{ MAX_ENTRIES as u64 - 1 }>(all.count);
     if count == 0 {
-        return;
+        return true;
     }
     all.head.entries = count as u32;
     let bytes = size_of::<SampleHeader>() + size_of::<ManagedHead>() + count * size_of::<Entry>();
-    // Without room for it the sample has native frames alone.
     // SAFETY: `bytes` is at most the size of what the pointer points to, which the verifier checks.
-    unsafe { hand_over((all as *mut List).cast(), bytes) };
+    let is_handed_over = unsafe { hand_over((all as *mut List).cast(), bytes) };
+    if !is_handed_over {
+        scratch.header.list_end = 1 + ListEnd::RingFull as u8;
+    }
+    is_handed_over
 }

@@ -170,7 +170,7 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     }
     scratch.walk.depth = depth + 1;
     if scratch.list.evaluator != 0 {
-        by_frame_list::come_by(scratch, depth - 1, ip, sp);
+        by_frame_list::come_by(scratch, slot, depth - 1, ip, sp);
     }
     GO_ON
 }

@@ -13,8 +13,7 @@ use stackwire_collector_ebpf::cpython::{
 use stackwire_collector_ebpf::{RING_BYTES, RecordKind, SampleHeader, masked};
 
 use crate::maps::{
-    CODE_ROOM, CODES, Code, KNOWN, LISTS, List, PYTHON_LAYOUTS, SAMPLER, SAMPLES, SCRATCH,
-    hand_over,
+    CODE_ROOM, CODES, Code, KNOWN, LISTS, List, PYTHON_LAYOUTS, SAMPLES, SCRATCH, hand_over,
 };
 
 /// Bytes of a string's head, and where its length and its state are (Include/cpython/
@@ -87,9 +86,9 @@ pub fn note_new(all: &mut List, entry: Entry) {
 
 /// Hands over what names new code objects.
 #[inline(always)]
-pub fn hand_over_new() {
+pub fn hand_over_new(slot: u32) {
     for index in 0..MAX_NEW as u32 {
-        if define(index) == 0 {
+        if define(index, slot) == 0 {
             break;
         }
     }
@@ -99,8 +98,10 @@ pub fn hand_over_new() {
 /// as `walk_frame`.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn define(index: u32) -> u64 {
-    let (Some(all), Some(code)) = (LISTS.get_ptr_mut(0), CODES.get_ptr_mut(0)) else { return 0 };
+pub extern "C" fn define(index: u32, slot: u32) -> u64 {
+    let (Some(all), Some(code)) = (LISTS.get_ptr_mut(slot), CODES.get_ptr_mut(slot)) else {
+        return 0;
+    };
     // SAFETY: as in `found`.
     let (all, code) = unsafe { (&mut *all, &mut *code) };
     if u64::from(index) >= all.new {
@@ -115,7 +116,7 @@ pub extern "C" fn define(index: u32) -> u64 {
     }
     let Some(layout) = PYTHON_LAYOUTS.get(all.layout as u32 & (LAYOUTS - 1)) else { return 0 };
     let Some(length) = gather(all, code, layout, entry) else { return 1 };
-    let Some(scratch) = SCRATCH.get_ptr(SAMPLER) else { return 0 };
+    let Some(scratch) = SCRATCH.get_ptr(slot) else { return 0 };
     // SAFETY: as in `found`.
     let scratch = unsafe { &*scratch };
     // Field by field: a whole struct would be copied by a call to memcpy.

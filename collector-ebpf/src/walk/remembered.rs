@@ -7,8 +7,9 @@
 use aya_ebpf::helpers::bpf_probe_read_user;
 use stackwire_collector_ebpf::{UserEnd, arch::RBP, arch::RSP, masked};
 
-use crate::maps::{MAX_READS, REMEMBERED, REMEMBERED_STACKS, Remembered, Scratch, WALKING};
-use crate::told::{is_told, mixed};
+use crate::hash::mixed;
+use crate::maps::{MAX_READS, REMEMBERED, REMEMBERED_STACKS, Remembered, Scratch, WALKING, list};
+use crate::told::is_told;
 
 /// The number of the stack that a walk that has begun, of this process, will find, if that is
 /// known. If it is not, notes what the walk comes by.
@@ -52,12 +53,14 @@ pub fn find(scratch: &mut Scratch, pid: u32) -> Option<u64> {
     Some(known.number)
 }
 
-/// Remembers a walk that is over.
+/// Remembers a walk that is over. Not one with frames of an interpreter: they change while the
+/// words that the native walk comes by stay.
 #[inline(always)]
 pub fn remember(scratch: &Scratch, number: u64) {
     let whole = scratch.walk.end == UserEnd::Root as u64;
     let count = scratch.reads.count;
-    if !whole || count == 0 || count > MAX_READS as u64 || scratch.tables.count == 0 {
+    let has_list = scratch.list.stage == list::WALKED;
+    if !whole || has_list || count == 0 || count > MAX_READS as u64 || scratch.tables.count == 0 {
         return;
     }
     let key = scratch.key;

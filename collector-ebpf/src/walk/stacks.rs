@@ -11,7 +11,7 @@ use aya_ebpf::helpers::bpf_probe_read_kernel;
 use aya_ebpf::helpers::generated::{bpf_get_stack, bpf_get_task_stack, bpf_task_pt_regs};
 use aya_ebpf::maps::ProgramArray;
 use stackwire_collector_ebpf::arch::saved;
-use stackwire_collector_ebpf::{KernelEnd, MAX_KERNEL_FRAMES, Unwind, UserEnd};
+use stackwire_collector_ebpf::{KernelEnd, MAX_KERNEL_FRAMES, Unwind, UserEnd, WAIT_LIST};
 
 use super::by_frame_pointers::Registers;
 use super::{by_frame_pointers, by_tables};
@@ -63,6 +63,7 @@ fn make_ready(scratch: &mut Scratch) {
     // Who walks it says so.
     scratch.list.stage = list::NONE;
     scratch.list.evaluator = 0;
+    scratch.header.list_end = 0;
     // Before anything is looked up in tables.
     scratch.tables.generation = generation();
 }
@@ -89,6 +90,11 @@ pub fn walk_on<C: EbpfContext>(
     // program in whose name this runs.
     let scratch = unsafe { &mut *SCRATCH.get_ptr_mut(slot)? };
     step(scratch);
+    if scratch.list.is_wanted() {
+        // SAFETY: as below. Where it fails, the stack has native frames alone.
+        let _ = unsafe { stages.tail_call(ctx, WAIT_LIST) };
+        scratch.list.stage = list::NONE;
+    }
     if scratch.walk.end == WALKING {
         // SAFETY: the map holds programs of this type only. Fails at the kernel's limit of tail
         // calls, beyond MAX_USER_FRAMES.

@@ -40,7 +40,7 @@ const SHORT_TURN: Duration = Duration::from_millis(1);
 /// CPU.
 const SHORT_TURNS: u32 = 40;
 
-/// A copy this old has no sample: they come one behind the other.
+/// A copy or a list this old has no sample: they come one behind the other.
 const OF_NO_SAMPLE_NS: u64 = 1_000_000_000;
 
 /// The running kernel side.
@@ -60,7 +60,8 @@ pub struct EbpfSampler {
     ring: RingBuf<MapData>,
     /// By CPU: a copy whose sample comes next, and when it was taken.
     copies: HashMap<u32, (u64, Copy)>,
-    lists: HashMap<u32, (u64, Vec<Entry>)>,
+    /// By CPU and time: frames of an interpreter whose sample or stack comes next.
+    lists: HashMap<(u32, u64), Vec<Entry>>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
     events: BTreeMap<u32, Vec<PerfEvent>>,
@@ -270,9 +271,7 @@ impl Sampler for EbpfSampler {
         for (&cpu, events) in &mut self.events {
             let Some(first) = events.first_mut() else { continue };
             if !first.advances() || !online.contains(&cpu) {
-                first.drain(&mut self.buffer, |record| {
-                    batch.events.extend(side_band::decode(record))
-                });
+                take_events(first, &mut self.buffer, &mut batch.events);
                 gone.push(cpu);
             }
         }
@@ -345,13 +344,14 @@ impl Sampler for EbpfSampler {
                     let is_sample = header.kind == RecordKind::Sample as u8;
                     let copy = is_sample.then(|| self.copies.remove(&header.cpu)).flatten();
                     let copy = copy.filter(|(time_ns, _)| *time_ns == header.time_ns);
-                    let list = is_sample.then(|| self.lists.remove(&header.cpu)).flatten();
-                    let list = list.filter(|(time_ns, _)| *time_ns == header.time_ns);
-                    let (copy, list) = (copy.map(|(_, it)| it), list.map(|(_, it)| it));
-                    batch.push(header, start, copy, list);
+                    let is_user_stack = header.kind == RecordKind::Stack as u8 && header.pid != 0;
+                    let of = (header.cpu, header.time_ns);
+                    let has_list = is_sample || is_user_stack;
+                    let list = has_list.then(|| self.lists.remove(&of)).flatten();
+                    batch.push(header, start, copy.map(|(_, it)| it), list);
                 }
                 Ok(Record::Managed { of, entries }) => {
-                    self.lists.insert(of.cpu, (of.time_ns, entries.to_vec()));
+                    self.lists.insert((of.cpu, of.time_ns), entries.to_vec());
                 }
                 Ok(Record::Code { of, head, bytes }) => {
                     batch.codes.push(NewCode { of, head, bytes: bytes.to_vec() });
@@ -367,11 +367,13 @@ impl Sampler for EbpfSampler {
             }
         }
         // There was no room for the samples of those that have been here for long.
-        let oldest_ns = now_ns().saturating_sub(OF_NO_SAMPLE_NS);
-        self.copies.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
-        self.lists.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
+        if left > 0 {
+            let oldest_ns = now_ns().saturating_sub(OF_NO_SAMPLE_NS);
+            self.copies.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
+            self.lists.retain(|(_, time_ns), _| *time_ns > oldest_ns);
+        }
         for event in self.events.values_mut().filter_map(|events| events.first_mut()) {
-            event.drain(&mut self.buffer, |record| batch.events.extend(side_band::decode(record)));
+            take_events(event, &mut self.buffer, &mut batch.events);
         }
         batch.samples.sort_by_key(|sample| sample.header.time_ns);
         batch.events.sort_by_key(|event| event.time_ns);
@@ -434,4 +436,12 @@ impl Sampler for EbpfSampler {
 fn a_second_ago() -> Instant {
     let now = Instant::now();
     now.checked_sub(Duration::from_secs(1)).unwrap_or(now)
+}
+
+/// Takes what an event's ring has. Where that was full, others may be lost behind the last.
+fn take_events(event: &mut PerfEvent, buffer: &mut Vec<u8>, events: &mut Vec<side_band::Event>) {
+    if event.drain(buffer, |record| events.extend(side_band::decode(record))) {
+        let time_ns = events.last().map_or(0, |last| last.time_ns);
+        events.push(side_band::Event { time_ns, pid: 0, change: side_band::Change::Lost(0) });
+    }
 }

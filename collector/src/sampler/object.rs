@@ -18,7 +18,7 @@ use stackwire_collector_ebpf::cpython::KNOWN_CODES;
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
     COPY, COUNTERS_PER_CPU, Config, Counter, LIST, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK,
-    Picker, SAMPLE, TOLD_STACKS, Unwind, WALK, Waiting,
+    Picker, SAMPLE, TOLD_STACKS, Unwind, WAIT_LIST, WALK, Waiting,
 };
 use zerocopy::IntoBytes;
 
@@ -108,6 +108,8 @@ impl Object {
         if !waits {
             loader.map_max_entries("WAITING", 1).map_max_entries("TOLD", 1);
             loader.map_max_entries("REMEMBERED", 1);
+            // Without the slot of programs at a switch, the last.
+            loader.map_max_entries("LISTS", 1).map_max_entries("CODES", 1);
         }
         if !wakers {
             loader.map_max_entries("WAKERS", 1);
@@ -157,6 +159,9 @@ impl Object {
         if lists {
             others.push("walk_frame_list");
         }
+        if lists && waits {
+            others.push("walk_waiting_list");
+        }
         verify(&mut ebpf, walk, &others, &types)?;
         let mut stages = take_stages(&mut ebpf, "STAGES")?;
         let pick = (config.counted != 0).then_some((PICK, "pick"));
@@ -174,6 +179,11 @@ impl Object {
             let mut stages = take_stages(&mut ebpf, "WAIT_STAGES")?;
             let walk: &mut BtfTracePoint = program(&mut ebpf, walk_waiting)?;
             stages.set(0, walk.fd().map_err(load_error)?, 0).map_err(load_error)?;
+            if lists {
+                let list: &mut BtfTracePoint = program(&mut ebpf, "walk_waiting_list")?;
+                let list = list.fd().map_err(load_error)?;
+                stages.set(WAIT_LIST, list, 0).map_err(load_error)?;
+            }
             all_stages.push(stages);
             // Opened now: it takes a capability, reading from it does not.
             let answer: &mut Iter = program(&mut ebpf, "answer_waiting")?;

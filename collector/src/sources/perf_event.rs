@@ -34,6 +34,8 @@ const WAKEUP_BYTES: usize = SIDE_BAND_BYTES / 4;
 
 /// Bytes taken out of a ring at once: more than any holds.
 const MAX_DRAINED: usize = 1 << 20;
+/// Bytes of a record with the longest path.
+const LARGEST_RECORD: usize = 4096 + 256;
 
 /// When an event takes a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -323,9 +325,10 @@ impl PerfEvent {
     }
 
     /// Takes records out of its ring, if it has one, handing each to `each`, header first. Not
-    /// without end: it may be filled as fast as it is emptied.
-    pub fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) {
-        let Opened::Ring(ring) = &mut self.event else { return };
+    /// without end: it may be filled as fast as it is emptied. Whether it was full: the kernel says
+    /// that records are lost only in front of the next that fits, which may be long after.
+    pub fn drain(&mut self, buffer: &mut Vec<u8>, mut each: impl FnMut(&[u8])) -> bool {
+        let Opened::Ring(ring) = &mut self.event else { return false };
         let mut left = MAX_DRAINED;
         while left > 0
             && let Some(record) = ring.next_record()
@@ -339,6 +342,7 @@ impl PerfEvent {
             left = left.saturating_sub(buffer.len());
             each(buffer);
         }
+        MAX_DRAINED - left > SIDE_BAND_BYTES - LARGEST_RECORD
     }
 
     fn counter(&self) -> &Counter {

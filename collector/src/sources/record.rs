@@ -31,9 +31,9 @@ pub enum Record<'a> {
         /// Memory from its stack pointer on.
         stack: &'a [u8],
     },
-    /// Frames of an interpreter, of the sample with this time and CPU.
+    /// Frames of an interpreter, of the sample or the stack with this time and CPU.
     Managed {
-        /// Head of the sample: its time and its CPU.
+        /// Head of either: its time and its CPU.
         of: SampleHeader,
         /// The innermost first.
         entries: &'a [Entry],

@@ -25,6 +25,7 @@ use self::growing::Growing;
 pub use self::naming::ASKED_AGAIN;
 use self::room::Place;
 use super::maps::TableMaps;
+use super::no_layout::NoLayout;
 use super::no_table::NoTable;
 use super::owner::{Owner, SHARES};
 use super::rules::Rules;
@@ -350,15 +351,17 @@ impl Catalog {
     /// Why an executable has no table, if there will be none.
     #[must_use]
     pub fn missing(&self, kind: &Kind) -> Option<Arc<NoTable>> {
-        let inner = self.lock();
-        let numbers = inner.numbers.get(kind)?;
-        // Of everyone's alone, if there is one; where users have their own, of one that has a
-        // reason.
-        let all = if numbers.contains_key(&Owner::Everyone) { 1 } else { numbers.len() };
-        let numbers = numbers.values().take(all);
-        let mut states = numbers.map(|&number| &inner.slots[number as usize].state);
-        states.find_map(|state| match state {
+        self.lock().find_map(kind, |state| match state {
             State::Failed(why) if !matches!(**why, NoTable::OverShare) => Some(Arc::clone(why)),
+            _ => None,
+        })
+    }
+
+    /// Why the functions that a CPython runs are not seen.
+    #[must_use]
+    pub fn no_layout(&self, kind: &Kind) -> Option<NoLayout> {
+        self.lock().find_map(kind, |state| match state {
+            State::Ready(place) => place.python.err(),
             _ => None,
         })
     }
@@ -543,9 +546,18 @@ impl Inner {
             numbers.extend(all.into_iter().flat_map(BTreeMap::values).copied().filter(waits));
         }
         for number in numbers {
-            self.maps.set_executable(number, place.word, place.python, state::READY);
+            self.maps.set_executable(number, place.word, place.layout(), state::READY);
             self.slots[number as usize].state = State::Ready(Arc::clone(&place));
         }
+    }
+
+    /// What is to be said of the tables of an executable: of everyone's alone, if there is one;
+    /// where users have their own, of one of which there is something.
+    fn find_map<T>(&self, kind: &Kind, said: impl Fn(&State) -> Option<T>) -> Option<T> {
+        let numbers = self.numbers.get(kind)?;
+        let all = if numbers.contains_key(&Owner::Everyone) { 1 } else { numbers.len() };
+        let mut numbers = numbers.values().take(all);
+        numbers.find_map(|&number| said(&self.slots[number as usize].state))
     }
 
     fn fail(&mut self, number: u32, why: NoTable) {

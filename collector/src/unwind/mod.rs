@@ -4,7 +4,8 @@
 //! `processes.rs` tells what is mapped where, `known.rs` which file is which executable,
 //! `catalog.rs` numbers executables and lays out their tables, `loader.rs` brings them from
 //! `disk.rs` or from the unwind compiler (`helpers/`), a process without privileges; `no_table.rs`
-//! has the reasons why there is none. `copied.rs` walks copied stacks by the same tables,
+//! has the reasons why there is none, and `no_layout.rs` why frames of an interpreter are not seen.
+//! `copied.rs` walks copied stacks by the same tables,
 //! which `reader.rs` reads; `code.rs` reads code for it. Called by `session.rs` and `pipeline.rs`.
 
 mod catalog;
@@ -14,6 +15,7 @@ mod disk;
 mod known;
 mod loader;
 mod maps;
+mod no_layout;
 mod no_table;
 mod owner;
 mod processes;
@@ -35,6 +37,7 @@ pub use self::code::Code;
 pub use self::copied::{CopiedStacks, Of, Tally};
 use self::loader::Loader;
 pub use self::maps::Descriptors;
+pub use self::no_layout::NoLayout;
 pub use self::no_table::NoTable;
 pub use self::processes::Held;
 use self::processes::Published;
@@ -148,6 +151,12 @@ impl Unwind {
     #[must_use]
     pub fn missing(&self, kind: &Kind) -> Option<Arc<NoTable>> {
         self.catalog.missing(kind)
+    }
+
+    /// Why the functions that a CPython runs are not seen.
+    #[must_use]
+    pub fn no_layout(&self, kind: &Kind) -> Option<NoLayout> {
+        self.catalog.no_layout(kind)
     }
 
     /// What became of tables so far.

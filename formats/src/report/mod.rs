@@ -2,6 +2,7 @@
 
 mod beside;
 mod functions;
+mod groups;
 mod options;
 mod problems;
 mod short;

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Write};
 
 use stackwire_model::PythonOutcome;
-use stackwire_model::profile::{EndReason, ExecutableId, Named, UnwindTables};
+use stackwire_model::profile::{EndReason, ExecutableId, ListEnd, Named, UnwindTables};
 
+use super::groups::{self, Groups};
 use crate::percent::share;
 use crate::plain;
 
@@ -29,6 +30,7 @@ pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
     }
     let mut ends: BTreeMap<EndReason, u64> = BTreeMap::new();
     let mut rows: BTreeMap<ExecutableId, Row> = BTreeMap::new();
+    let mut groups = Groups::new(profile);
     let (mut total, mut without) = (0, 0);
     for sample in &profile.samples {
         let Some(stack) = sample.key.user else {
@@ -38,14 +40,15 @@ pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
         let end = profile.end(stack);
         *ends.entry(end).or_default() += sample.count;
         total += sample.count;
-        let executables = profile.stack(stack).map(|at| profile.locations[at.index()].executable);
-        for executable in executables.clone().collect::<HashSet<_>>() {
+        let locations = profile.stack(stack).map(|at| &profile.locations[at.index()]);
+        let executables: Vec<_> = locations.map(|at| groups.of(at.executable)).collect();
+        for executable in executables.iter().copied().collect::<HashSet<_>>() {
             let row = rows.entry(executable).or_default();
             row.stacks += sample.count;
             row.roots += if end == EndReason::Root { sample.count } else { 0 };
         }
         if let Some(last) = executables.last().filter(|_| end != EndReason::Root) {
-            *rows.entry(last).or_default().ends.entry(end).or_default() += sample.count;
+            *rows.entry(*last).or_default().ends.entry(end).or_default() += sample.count;
         }
     }
     writeln!(out, "\n  stacks   share  user stacks ended")?;
@@ -61,7 +64,7 @@ pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
         writeln!(out, "\n  stacks to root  user stacks through")?;
     }
     for (executable, row) in rows.iter().take(TOP) {
-        let name = profile.executables[executable.index()].name();
+        let name = groups::name(&profile.executables[executable.index()]);
         let roots = share(row.roots, row.stacks);
         writeln!(out, "{:>8} {roots:>5.1} %  {}", row.stacks, plain(&name))?;
         for (&end, &samples) in &row.ends {
@@ -71,10 +74,14 @@ pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
         if let Some(why) = profile.unwind_missing.get(executable) {
             writeln!(out, "                    no unwind table: {}", plain(why))?;
         }
+        if let Some(why) = profile.functions_missing.get(executable) {
+            writeln!(out, "                    its functions are not shown: {}", plain(why))?;
+        }
     }
     if rows.len() > TOP {
         writeln!(out, "                  {} more", rows.len() - TOP)?;
     }
+    lists(&profile.list_ends, out)?;
     tables(&profile.unwind_tables, out)?;
     pythons(&profile.python, out)
 }
@@ -86,6 +93,18 @@ fn pythons(outcomes: &BTreeMap<PythonOutcome, u64>, out: &mut impl Write) -> io:
     }
     for (outcome, processes) in outcomes {
         writeln!(out, "{processes:>9}  {}", outcome.text())?;
+    }
+    Ok(())
+}
+
+/// How frames of interpreters ended.
+fn lists(ends: &BTreeMap<ListEnd, u64>, out: &mut impl Write) -> io::Result<()> {
+    let total = ends.values().fold(0, |sum: u64, &samples| sum.saturating_add(samples));
+    if total > 0 {
+        writeln!(out, "\n  stacks   share  frames of interpreters ended")?;
+    }
+    for (end, &samples) in ends {
+        writeln!(out, "{samples:>8} {:>5.1} %  {}", share(samples, total), end.text())?;
     }
     Ok(())
 }

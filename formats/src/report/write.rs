@@ -5,10 +5,11 @@ use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use stackwire_model::profile::{
-    Executable, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
+    ExecutableId, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
 };
 
 use super::functions::{Counts, functions};
+use super::groups::{self, Groups};
 use super::options::{Options, Sort, Window};
 use super::short::short;
 use super::{beside, problems, unwinding};
@@ -206,19 +207,12 @@ fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
         qualities: BTreeMap<&'static str, u64>,
         missing: BTreeMap<&'a MissingReason, u64>,
     }
-    let mut rows: HashMap<usize, Row<'_>> = HashMap::new();
-    // Functions of one run-time are told of together.
-    let mut first: HashMap<String, usize> = HashMap::new();
+    let mut rows: HashMap<ExecutableId, Row<'_>> = HashMap::new();
+    let mut groups = Groups::new(profile);
     for sample in &profile.samples {
         for location in profile.frames(sample.key) {
-            let executable = profile.locations[location.index()].executable.index();
-            let of = match &profile.executables[executable] {
-                Executable::Code(code) => {
-                    *first.entry(code.runtime.to_string()).or_insert(executable)
-                }
-                _ => executable,
-            };
-            let row = rows.entry(of).or_default();
+            let executable = groups.of(profile.locations[location.index()].executable);
+            let row = rows.entry(executable).or_default();
             row.frames += sample.count;
             match profile.names.resolutions.get(location.index()) {
                 Some(Resolution::Found { quality, .. }) => {
@@ -235,8 +229,8 @@ fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
     let mut rows: Vec<_> = rows.into_iter().collect();
     rows.sort_by(|a, b| b.1.frames.cmp(&a.1.frames).then(a.0.cmp(&b.0)));
     writeln!(out, "\n  frames   named  executable")?;
-    for (index, row) in rows {
-        let executable = &profile.executables[index];
+    for (number, row) in rows {
+        let executable = &profile.executables[number.index()];
         let qualities: Vec<_> = row
             .qualities
             .iter()
@@ -248,13 +242,10 @@ fn coverage(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
             "{:>8} {:>5.1} %  {}{id}  {}",
             row.frames,
             share(row.named, row.frames),
-            plain(&match executable {
-                Executable::Code(code) => code.runtime.to_string(),
-                other => other.name(),
-            }),
+            plain(&groups::name(executable)),
             qualities.join(", ")
         )?;
-        for line in sources(profile, index) {
+        for line in sources(profile, number.index()) {
             writeln!(out, "                    {}", plain(&line))?;
         }
         let missing = row.missing.into_iter();

@@ -28,7 +28,7 @@ use rustc_hash::FxHashMap;
 use crate::PythonOutcome;
 use crate::sched::{PerfCounter, SchedStats};
 pub use crate::{
-    Address, BuildId, Device, EndReason, ExecutableKey, FileId, FileOffset, KernelOffset,
+    Address, BuildId, Device, EndReason, ExecutableKey, FileId, FileOffset, KernelOffset, ListEnd,
     LostReason, UserAddr,
 };
 
@@ -306,6 +306,8 @@ pub struct Profile {
     pub comments: Vec<String>,
     /// What was lost, with whether it counts samples.
     pub lost: BTreeMap<LostReason, (u64, bool)>,
+    /// How frames of interpreters ended, and in how many samples of what was taken.
+    pub list_ends: BTreeMap<ListEnd, u64>,
     /// What became of unwind tables.
     pub unwind_tables: UnwindTables,
     /// Python processes whose perf trampolines were to be switched on, by what became of it.
@@ -317,6 +319,8 @@ pub struct Profile {
     pub ambiguous: BTreeSet<ExecutableId>,
     /// By executable, why it had no unwind table at last.
     pub unwind_missing: BTreeMap<ExecutableId, String>,
+    /// By executable, why functions of the interpreter in it are not among the frames.
+    pub functions_missing: BTreeMap<ExecutableId, String>,
     /// Samples that are not in this part of the profile.
     pub left_out: u64,
     /// Samples the kernel took; unknown when the capture was cut.

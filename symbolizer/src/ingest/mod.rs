@@ -122,6 +122,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     let mut of_kernel = std::collections::HashSet::new();
     for (wire, &id) in epoch.executables.iter().zip(&executables) {
         into.unwind_missing(id, reader.reason(wire.unwind_missing)?);
+        if let Some(why) = reader.reason(wire.functions_missing)? {
+            into.functions_missing(id, why);
+        }
         if matches!(into.executable_of(id), Executable::File { key: None, .. }) {
             into.ambiguous(id);
         }
@@ -279,6 +282,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
     }
     for lost in &epoch.lost {
         into.lost(lost.reason().into(), lost.count, lost.samples);
+    }
+    for ends in &epoch.list_ends {
+        into.list_ends(ends.end().into(), ends.samples);
     }
     let tables = epoch.unwind_tables.unwrap_or_default();
     into.unwind_tables(UnwindTables {

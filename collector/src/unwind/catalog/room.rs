@@ -12,6 +12,7 @@ use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES, page_word, pages_wo
 use stackwire_unwind::Table;
 
 use super::{Inner, State};
+use crate::unwind::no_layout::NoLayout;
 use crate::unwind::no_table::NoTable;
 use crate::unwind::owner::{Amount, Owner};
 
@@ -25,8 +26,8 @@ pub(super) struct Place {
     pub owner: Owner,
     /// Its executable's word: [`pages_word`].
     pub word: u64,
-    /// The number of the layout of its CPython; 0: it has none.
-    pub python: u32,
+    /// The number of the layout of its CPython; 0: it is none. Or why there is no layout.
+    pub python: Result<u32, NoLayout>,
     page: u32,
     chunk: u32,
     amount: Amount,
@@ -35,6 +36,11 @@ pub(super) struct Place {
 }
 
 impl Place {
+    /// The number that the kernel side finds the layout of its CPython by; 0: there is none.
+    pub fn layout(&self) -> u32 {
+        self.python.unwrap_or(0)
+    }
+
     /// Whether a table of the same build-id is the one that is here: one of a file with other
     /// segments would differ.
     pub fn is_as(&self, table: &Table) -> bool {
@@ -88,20 +94,20 @@ impl Inner {
         }
     }
 
-    /// The number of the layout of a CPython; 0: it has none, or there is no room for it.
-    /// Users have half of them for files of their own.
-    fn layout(&mut self, layout: Option<Layout>, everyones: bool) -> u32 {
-        let Some(layout) = layout else { return 0 };
+    /// The number of the layout of a CPython. Users have half of them for files of their own.
+    fn layout(&mut self, layout: Option<Layout>, everyones: bool) -> Result<u32, NoLayout> {
+        let Some(layout) = layout else { return Ok(0) };
+        NoLayout::of(&layout)?;
         if let Some(known) = self.layouts.iter().position(|known| *known == layout) {
-            return known as u32 + 1;
+            return Ok(known as u32 + 1);
         }
         let number = self.layouts.len() as u32 + 1;
         let room = if everyones { LAYOUTS } else { LAYOUTS / 2 };
         if number >= room || self.maps.write_layout(number, &layout).is_err() {
-            return 0;
+            return Err(NoLayout::NoRoom);
         }
         self.layouts.push(layout);
-        number
+        Ok(number)
     }
 
     /// Puts a table in the place of the one a number has, for all numbers that have it; where there
@@ -119,7 +125,7 @@ impl Inner {
             return;
         }
         for number in all {
-            self.maps.set_executable(number, place.word, place.python, state::READY);
+            self.maps.set_executable(number, place.word, place.layout(), state::READY);
             self.slots[number as usize].state = State::Ready(Arc::clone(&place));
         }
         self.give_back(&old);

@@ -2,7 +2,7 @@
 
 use super::{Builder, Full, MAX_SERIES};
 use crate::profile::{
-    ArtifactHash, ExecutableId, LostReason, Origin, Series, SeriesId, UnwindTables,
+    ArtifactHash, ExecutableId, ListEnd, LostReason, Origin, Series, SeriesId, UnwindTables,
 };
 use crate::{Event, PythonOutcome};
 
@@ -121,6 +121,12 @@ impl Builder {
         entry.0 = entry.0.saturating_add(count);
     }
 
+    /// Adds samples whose frames of an interpreter end for one reason.
+    pub fn list_ends(&mut self, end: ListEnd, samples: u64) {
+        let all = self.profile.list_ends.entry(end).or_default();
+        *all = all.saturating_add(samples);
+    }
+
     /// Adds to what became of unwind tables.
     pub fn unwind_tables(&mut self, more: UnwindTables) {
         let all = &mut self.profile.unwind_tables;
@@ -147,6 +153,11 @@ impl Builder {
             Some(why) => self.profile.unwind_missing.insert(executable, why),
             None => self.profile.unwind_missing.remove(&executable),
         };
+    }
+
+    /// Says why functions of the interpreter in an executable are not among the frames.
+    pub fn functions_missing(&mut self, executable: ExecutableId, why: String) {
+        self.profile.functions_missing.insert(executable, why);
     }
 
     /// A file that its collector could not tell from others at its path.
