@@ -287,13 +287,14 @@ fn whatever_fails_what_is_acknowledged_is_in_the_windows_once() {
     eprintln!("chaos of {seconds} s: STACKWIRE_CHAOS_SEED={seed}");
     let mut rng = Rng::with_seed(seed);
     let tokens = Tokens::new();
-    let disk = tokens.path("disk");
-    std::fs::create_dir(&disk).unwrap();
-    let _disk = Tmpfs::mount(&disk, "400m");
     let capture = capture(&tokens.path(""));
     let sizes = sizes(&capture);
     assert!(sizes.len() >= 6 && sizes.iter().all(|samples| *samples > 0), "{sizes:?}");
     let setting = Setting { tokens, capture, pace: 200 };
+    // Unmounted before the directory is removed.
+    let disk = setting.tokens.path("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let _disk = Tmpfs::mount(&disk, "400m");
 
     let mut server = setting.server(&disk, "127.0.0.1:0");
     let address: SocketAddr = server.address.parse().unwrap();

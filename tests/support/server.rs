@@ -63,9 +63,8 @@ impl Server {
         self.child.id()
     }
 
-    pub(crate) fn kill(mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+    pub(crate) fn kill(self) {
+        drop(self);
     }
 
     /// Ends it as an operator would, and waits for its last profiles.
@@ -73,6 +72,14 @@ impl Server {
         let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         assert!(self.child.wait().unwrap().success());
+    }
+}
+
+/// What a test leaves running keeps the output of all tests open, and who reads it waits for ever.
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
