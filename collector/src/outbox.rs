@@ -1,13 +1,13 @@
 //! Epochs waiting to be taken: in memory up to a cap, then in a spool file up to a cap, then the
-//! oldest are dropped and counted.
+//! oldest are dropped and counted. With them wait the artifacts that they refer to (`kept.rs`).
 //!
 //! Filled by the pipeline, emptied by a sink (`sink/`) on another thread. An epoch stays until it
 //! is acknowledged, so that a new connection can send it again.
 
+mod kept;
 mod spool;
 
-use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,6 +16,7 @@ use stackwire_model::LostReason;
 use stackwire_proto::v1::{End, SealedEpoch};
 use tokio::sync::Notify;
 
+use self::kept::Kept;
 use self::spool::{Place, Spool};
 use crate::artifact::{Artifact, Hash};
 
@@ -58,9 +59,7 @@ struct Inner {
     waiting: VecDeque<Waiting>,
     memory: usize,
     spool: Option<Spool>,
-    artifacts: HashMap<Hash, Artifact>,
-    /// Those that may be forgotten, with the last epoch that refers to them; oldest first.
-    evictable: VecDeque<(Hash, u64)>,
+    kept: Kept,
     end: Option<End>,
     /// Epochs below this number were handed out, and may be where they are to go: they are not
     /// dropped, because nobody could say whether they are lost.
@@ -132,66 +131,35 @@ impl Outbox {
         self.changed.notify_one();
     }
 
-    /// Keeps an artifact for a symbolizer that may ask for it. Without `epoch` it is kept for good.
-    /// With `epoch`, the epoch that refers to it, it may be dropped to make room for artifacts of
-    /// later epochs. False when there is no room.
+    /// Keeps an artifact for a symbolizer that may ask for it, until the epoch that refers to it is
+    /// delivered or later ones need the room; without `epoch` for good. False when there is no
+    /// room.
     pub fn add_artifact(&self, artifact: Artifact, epoch: Option<u64>) -> bool {
-        let mut inner = self.lock();
-        if let Some(epoch) = epoch {
-            inner.evictable.retain(|(hash, _)| *hash != artifact.hash);
-            let mut bytes = inner.evictable_bytes() + artifact.length;
-            while bytes > self.limits.artifacts {
-                // Those of this very epoch have not been sent yet.
-                let Some((oldest, _)) = inner.evictable.pop_front_if(|(_, of)| *of < epoch) else {
-                    inner.artifacts.remove(&artifact.hash);
-                    return false;
-                };
-                bytes -= inner.artifacts.remove(&oldest).map_or(0, |gone| gone.length);
-            }
-            inner.evictable.push_back((artifact.hash, epoch));
-        }
-        match inner.artifacts.entry(artifact.hash) {
-            Entry::Occupied(mut known) => known.get_mut().merge(artifact),
-            Entry::Vacant(new) => drop(new.insert(artifact)),
-        }
-        true
+        self.lock().kept.add(artifact, epoch, self.limits.artifacts)
     }
 
     /// Artifacts of earlier epochs that this one refers to as well; false when one is not there any
     /// more.
     pub fn keep_for(&self, hashes: &[Hash], epoch: u64) -> bool {
-        let mut inner = self.lock();
-        let Inner { evictable, artifacts, .. } = &mut *inner;
-        for (hash, last) in evictable.iter_mut().filter(|(hash, _)| hashes.contains(hash)) {
-            *last = epoch;
-            if let Some(artifact) = artifacts.get_mut(hash) {
-                artifact.needed();
-            }
-        }
-        // The oldest first, as making room expects them.
-        evictable.make_contiguous().sort_by_key(|&(_, epoch)| epoch);
-        hashes.iter().all(|hash| artifacts.contains_key(hash))
+        self.lock().kept.keep_for(hashes, epoch)
     }
 
     /// An artifact cannot be read any more, or is not what it was: epochs to come do not refer to
     /// it.
     pub fn forget(&self, hash: Hash) {
-        let mut inner = self.lock();
-        inner.evictable.retain(|(kept, _)| *kept != hash);
-        inner.artifacts.remove(&hash);
+        self.lock().kept.forget(hash);
     }
 
     /// An artifact, if it is still there.
     #[must_use]
     pub fn artifact(&self, hash: Hash) -> Option<Artifact> {
-        self.lock().artifacts.get(&hash).cloned()
+        self.lock().kept.get(hash)
     }
 
     /// All artifacts but these, in no order.
     #[must_use]
     pub fn artifacts_beside(&self, known: &HashSet<Hash>) -> Vec<Artifact> {
-        let inner = self.lock();
-        inner.artifacts.values().filter(|kept| !known.contains(&kept.hash)).cloned().collect()
+        self.lock().kept.beside(known)
     }
 
     /// Samples in epochs dropped since the last call.
@@ -284,19 +252,7 @@ impl Outbox {
     /// Epochs up to and including `number` are durable elsewhere.
     pub fn acknowledge(&self, number: u64) {
         let mut inner = self.lock();
-        let Inner { evictable, artifacts, .. } = &mut *inner;
-        // Whoever asks for it later has an epoch that refers to it again.
-        evictable.retain(|(hash, last)| {
-            let Some(artifact) = artifacts.get_mut(hash) else { return false };
-            if *last <= number {
-                artifact.delivered();
-            }
-            let gone = artifact.is_gone();
-            if gone {
-                artifacts.remove(hash);
-            }
-            !gone
-        });
+        inner.kept.delivered(number);
         while inner.waiting.front().is_some_and(|epoch| epoch.number <= number) {
             inner.pop_front();
         }
@@ -383,20 +339,11 @@ impl Inner {
         self.dropped_samples += dropped.samples;
         self.dropped_losses.extend(dropped.lost);
     }
-
-    fn evictable_bytes(&self) -> u64 {
-        let kept = self.evictable.iter().filter_map(|(hash, _)| self.artifacts.get(hash));
-        kept.map(|artifact| artifact.length).sum()
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-    use std::sync::Arc;
-
     use super::*;
-    use crate::artifact::{Extent, Kind};
 
     fn epoch(number: u64) -> SealedEpoch {
         SealedEpoch { number, length: 1, zstd: vec![number as u8; 100] }
@@ -498,52 +445,5 @@ mod tests {
         (5..20).for_each(|n| outbox.push(epoch(n), 10, Vec::new()));
         let dropped = outbox.take_dropped();
         assert_eq!((dropped, outbox.samples()), (130, 50), "2 to 4 and two in memory are left");
-    }
-
-    #[test]
-    fn artifacts_of_files_are_kept_until_they_are_delivered() {
-        let outbox = Outbox::new(Limits::default());
-        let mut file = tempfile::tempfile().unwrap();
-        file.write_all(b"f8000 10 work\n").unwrap();
-        let extent = Extent { file: Arc::new(file), offset: 0, length: 14 };
-        let artifact = Artifact::of_file(Kind::PerfMap, extent.clone()).unwrap();
-        let (hash, file) = (artifact.hash, extent.file);
-        assert!(outbox.add_artifact(artifact, Some(3)));
-        let is_there = || outbox.artifact(hash).is_some_and(|artifact| artifact.open().is_some());
-        assert!(outbox.keep_for(&[hash], 4));
-        outbox.acknowledge(3);
-        drop(file);
-        assert!(is_there(), "its process is gone, and an epoch that is on its way refers to it");
-        outbox.acknowledge(4);
-        assert!(!is_there() && !outbox.keep_for(&[hash], 5));
-    }
-
-    #[test]
-    fn what_is_not_what_it_was_is_taken_anew() {
-        let outbox = Outbox::new(Limits::default());
-        let artifact = Artifact::new(Kind::PerfMap, vec![1]);
-        let hash = artifact.hash;
-        assert!(outbox.add_artifact(artifact, Some(1)) && outbox.keep_for(&[hash], 2));
-        outbox.forget(hash);
-        assert!(!outbox.keep_for(&[hash], 3));
-    }
-
-    #[test]
-    fn artifacts_of_older_epochs_make_room_pinned_ones_never() {
-        let outbox = Outbox::new(Limits { artifacts: 250, ..Limits::default() });
-        let make = |byte: u8| Artifact::new(Kind::PerfMap, vec![byte; 100]);
-        assert!(outbox.add_artifact(make(0), None));
-        for byte in 1..5 {
-            assert!(outbox.add_artifact(make(byte), Some(byte.into())));
-        }
-        let there = |byte: u8| outbox.artifact(make(byte).hash).is_some();
-        assert_eq!([0, 1, 2, 3, 4].map(there), [true, false, false, true, true]);
-        assert!(outbox.add_artifact(make(3), Some(5)), "the same again takes no room");
-        assert!(outbox.add_artifact(make(6), Some(5)));
-        assert!(!outbox.add_artifact(make(7), Some(5)), "all the others are of this epoch");
-        assert!(outbox.keep_for(&[make(3).hash], 6));
-        assert!(outbox.add_artifact(make(8), Some(6)));
-        assert!(there(3) && !there(6), "what an epoch refers to again stays");
-        assert!(!outbox.keep_for(&[make(6).hash], 6));
     }
 }
