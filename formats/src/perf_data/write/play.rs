@@ -40,6 +40,8 @@ pub struct Player<'a, W> {
     profile: &'a Profile,
     jitted: bool,
     interpreted: Places,
+    /// Path and build-id of their file.
+    functions_file: (String, Option<BuildId>),
     /// Processes that run functions which are there.
     run_by: FxHashSet<ProcessId>,
     records: Records<W>,
@@ -82,11 +84,18 @@ impl<'a, W: Write> Player<'a, W> {
             tasks.get(&(ProcessId(index), process.pid)).copied().unwrap_or(NONE)
         });
         let interpreted = Places::new(profile);
+        let functions_file = if jitted {
+            let (name, id) = interpreted::identity(profile, &interpreted);
+            (name, BuildId::new(&id))
+        } else {
+            ("[interpreted]".to_owned(), None)
+        };
         let mut player = Self {
             profile,
             jitted,
             run_by: interpreted.run_by(profile),
             interpreted,
+            functions_file,
             records: Records::new(out),
             kernel: kernel_place::places(profile),
             events: Vec::new(),
@@ -255,13 +264,9 @@ impl<'a, W: Write> Player<'a, W> {
         if !self.run_by.contains(&ProcessId(index)) {
             return Ok(());
         }
-        let (name, build_id) = match interpreted::identity(self.profile, &self.interpreted) {
-            (name, id) if self.jitted => (name, BuildId::new(&id)),
-            _ => ("[interpreted]".to_owned(), None),
-        };
+        let (path, build_id) = (&self.functions_file.0, self.functions_file.1);
         let (start, length) = (interpreted::BASE, self.interpreted.length);
-        let map = Map { start, length, file_offset: jitted::TEXT, build_id, path: &name };
-        self.records.map(at, map)
+        self.records.map(at, Map { start, length, file_offset: jitted::TEXT, build_id, path })
     }
 
     fn map(&mut self, index: u32, time_ns: u64) -> io::Result<()> {
