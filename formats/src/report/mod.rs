@@ -1,8 +1,10 @@
 //! The text report, whole or made for a terminal.
 
+mod amounts;
 mod beside;
 mod functions;
 mod groups;
+mod lines;
 mod options;
 mod problems;
 mod short;

@@ -8,11 +8,12 @@ use stackwire_model::profile::{
     ExecutableId, MissingReason, Named, Profile, Quality, Resolution, SeriesId,
 };
 
+use super::amounts::Amounts;
 use super::functions::{Counts, functions};
 use super::groups::{self, Groups};
 use super::options::{Options, Sort, Window};
 use super::short::short;
-use super::{beside, problems, unwinding};
+use super::{beside, lines, problems, unwinding};
 use crate::percent::share;
 use crate::plain;
 
@@ -49,6 +50,9 @@ pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> 
         }
         if !is_shown {
             top(profile, id, most, options, &mut out)?;
+        }
+        if options.window.is_none() {
+            lines::write(profile, id, &mut out)?;
         }
     }
     match options.window {
@@ -111,37 +115,6 @@ fn values(profile: &Profile, series: SeriesId, key: &str, out: &mut impl Write) 
         writeln!(out, "{share:>6.2} % {amount}  {}", plain(&value))?;
     }
     Ok(())
-}
-
-/// How amounts of a series are written: nanoseconds are too many digits to read.
-#[derive(Clone, Copy)]
-enum Amounts {
-    Samples,
-    Nanoseconds,
-}
-
-impl Amounts {
-    fn of(profile: &Profile, series: SeriesId) -> Self {
-        let series = profile.series_of(series);
-        match series.shown_kind().unit.as_str() {
-            "nanoseconds" if !series.weighs_evenly() => Self::Nanoseconds,
-            _ => Self::Samples,
-        }
-    }
-
-    fn unit(self) -> &'static str {
-        match self {
-            Self::Samples => "samples",
-            Self::Nanoseconds => "s",
-        }
-    }
-
-    fn text(self, amount: u64) -> String {
-        match self {
-            Self::Samples => format!("{amount:>7}"),
-            Self::Nanoseconds => format!("{:>7.3}", amount as f64 / 1e9),
-        }
-    }
 }
 
 /// Columns before the name of a function.
