@@ -7,10 +7,12 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::build::{self, source};
+use crate::support::forged::assert_cost_themselves_alone;
 use crate::support::interpreters::pythons;
 use crate::support::pprof::Sample;
 use crate::support::python::{copied_from_debian, like, place_of};
 use crate::support::secret::{assert_no_secret, python_with_a_secret};
+use crate::support::shares::is_about;
 use crate::support::whole::ended;
 use crate::support::{
     Pprof, Ran, Running, binary, of_debian, privileged, record, report, run, stackwire,
@@ -91,14 +93,6 @@ fn functions_and_lines_have_their_shares_and_no_false_caller() {
         assert_eq!(lines.len(), 2, "{name}: {lines:?}");
         is_about(&name, &["line"], of_lines[0], of_lines[0] + of_lines[1], 2.0 / 3.0);
     }
-}
-
-/// Within a point, or within four standard deviations of so few samples.
-fn is_about(name: &str, what: &[&str], part: u64, of: u64, share: f64) {
-    let found = part as f64 / of as f64;
-    let deviation = (share * (1.0 - share) / of as f64).sqrt();
-    let bound = f64::max(0.01, 4.0 * deviation);
-    assert!((found - share).abs() <= bound, "{name}: {what:?} has {found:.3} and not {share:.3}");
 }
 
 #[test]
@@ -226,6 +220,7 @@ fn what_a_program_computes_with_is_in_no_capture() {
     assert_no_secret(&capture);
     let text = report(&capture);
     assert!(text.contains("spends [<string>]") && text.contains("CPython 3.11"), "{text}");
+    assert!(text.contains("  <string>:") && text.contains(" in spends\n"), "{text}");
 }
 
 #[test]
@@ -298,7 +293,8 @@ fn perf_names_them_by_the_laid_out_directory() {
     let recursion = ["burn", "recursive", "recursive", "recursive", "recursive", "recursive"];
     let shares = (has(&["main", "<module>"]), has(&recursion), has(&["[unknown]", "main"]));
     let (_, share) = SHARES[1];
-    assert!(shares.0 > 0.95 && (shares.1 - share).abs() < 0.05 && shares.2 == 0.0, "{shares:?}");
+    // Nothing stands between but C functions of a stripped Python.
+    assert!(shares.0 > 0.95 && (shares.1 - share).abs() < 0.05 && shares.2 < 0.01, "{shares:?}");
 }
 
 #[test]
@@ -361,7 +357,7 @@ fn a_python_that_is_not_known_has_native_frames_and_a_sentence() {
         Ran::of(collector.arg("--output").arg(&capture)).succeeded();
         let text = report(&capture);
         let sentence = format!("its functions are not shown: {sentence}\n");
-        assert!(text.contains(&sentence) && !text.contains("spin"), "{sentence}: {text}");
+        assert!(text.contains(&sentence) && !text.contains(" spin ["), "{sentence}: {text}");
     };
     let directory = tempfile::tempdir().unwrap();
     for (symbol, offset, value, sentence) in [
@@ -387,46 +383,14 @@ fn a_python_that_is_not_known_has_native_frames_and_a_sentence() {
     }
 }
 
-/// A sample of a process that lies is as it would be without its lies, and an honest one beside it
-/// has its functions.
+/// What it says of itself beside that is in `fixtures/forged_python.c`.
 #[test]
 fn a_forged_python_costs_its_own_frames_alone() {
     if !privileged() {
         return;
     }
-    let honest = Running::start(Command::new("/usr/bin/python3").arg(source("shares.py")));
-    for how in ["", "cycle", "wild", "giant", "evaluators", "threads", "interpreters", "changing"] {
-        let forged = Running::start(Command::new(build::forged_python()).arg(how));
-        let directory = tempfile::tempdir().unwrap();
-        let output = directory.path().join("x.pb.gz");
-        let ran = stackwire([
-            "record".to_owned(),
-            "--profile".to_owned(),
-            format!("--pid={},{}", forged.pid(), honest.pid()),
-            "--duration=2s".to_owned(),
-            "--sample-rate=499".to_owned(),
-            format!("--profile-output={}", output.display()),
-        ]);
-        let ran = ran.succeeded();
-        let profile = Pprof::read(&output);
-        let of = |pid: u32, has: &dyn Fn(&Sample) -> bool| -> u64 {
-            // Of the main thread: another changes what it says.
-            let samples = profile.samples.iter().filter(|it| it.labels["tid"] == pid.to_string());
-            samples.filter(|it| has(it)).map(|it| it.count).sum()
-        };
-        let through = |function: &'static str| {
-            let profile = &profile;
-            move |sample: &Sample| profile.functions(sample).contains(&function)
-        };
-        let all = of(forged.pid(), &|_| true);
-        let spins = of(forged.pid(), &through("spin"));
-        let deepest = profile.samples.iter().map(|it| it.locations.len()).max().unwrap();
-        let (honest, functions) = (of(honest.pid(), &|_| true), of(honest.pid(), &through("main")));
-        eprintln!("{how}: {spins} of {all}, {functions} of {honest}, {deepest} frames");
-        assert!(all > 100 && spins * 100 >= all * 95, "{how}: {spins} of {all}: {}", ran.stderr);
-        assert!(honest > 100 && functions * 100 >= honest * 95, "{how}: {functions} of {honest}");
-        assert!(deepest <= 300, "{how}: {deepest}");
-    }
+    let lies = ["", "cycle", "wild", "giant", "evaluators", "threads", "interpreters", "changing"];
+    assert_cost_themselves_alone(build::forged_python(), &lies);
 }
 
 #[test]

@@ -112,6 +112,8 @@ mod newborn;
 mod newcomers;
 /// Signal handlers, execve, io_uring workers: registers that are not where they usually are.
 mod odd_registers;
+/// Methods of Ruby among native frames, with their lines.
+mod ruby;
 /// How threads are scheduled, beside what the kernel counts and runqlat.
 mod scheduling;
 /// Several events at once, and captures of before there were several.

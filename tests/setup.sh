@@ -39,9 +39,9 @@ if [ "${1:-}" != ebpf ]; then
   # An older perf; a newer CPython, perf and Go; samply, which Debian 12 has not, and the newest perf and Go; servers and interpreters that are
   # not installed, so that nothing is started.
   { tests/debian.sh bullseye "$cache/bullseye" linux-perf-5.10 \
-      && tests/debian.sh trixie "$cache/trixie" python3.13-minimal libpython3.13-stdlib linux-perf golang-1.24-go \
+      && tests/debian.sh trixie "$cache/trixie" python3.13-minimal libpython3.13-stdlib linux-perf golang-1.24-go ruby \
       && tests/debian.sh bookworm "$cache/bookworm" nginx-light ruby php-cli \
-      && tests/debian.sh sid "$cache/sid" samply golang-go linux-perf python3.14; } \
+      && tests/debian.sh sid "$cache/sid" samply golang-go linux-perf python3.14 ruby; } \
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
   { tests/clean.sh bookworm "$cache/clean-bookworm.tar" && tests/clean.sh trixie "$cache/clean-trixie.tar"; } \
     || echo "tests/setup.sh: could not make clean Debians; the test of packages fails" >&2

@@ -9,8 +9,10 @@
 
 pub mod arch;
 pub mod cpython;
+pub mod managed;
 mod picker;
 mod record;
+pub mod ruby;
 pub mod sched_stats;
 mod wait;
 /// What walking by tables takes: the tables, a rule, the step, the kernel's tree of mappings.

@@ -29,12 +29,18 @@ mod task;
 mod told;
 #[cfg(target_arch = "bpf")]
 mod walk {
+    pub mod by_control_frames;
     pub mod by_frame_list;
     pub mod by_frame_pointers;
     pub mod by_tables;
+    pub mod code_objects;
     pub mod copy;
+    pub mod entries;
+    pub mod lists;
+    pub mod names;
     pub mod objects;
     pub mod remembered;
+    pub mod sequences;
     pub mod stacks;
     pub mod tree;
 }

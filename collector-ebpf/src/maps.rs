@@ -7,12 +7,11 @@ use aya_ebpf::bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEU
 use aya_ebpf::helpers::generated::bpf_ringbuf_output;
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
-use stackwire_collector_ebpf::Rule;
-use stackwire_collector_ebpf::cpython::{
-    CodeHead, Entry, KNOWN_CODES, LAYOUTS, Layout as PythonLayout, MAX_ENTRIES, MAX_EVALUATORS,
-    MAX_NEW, ManagedHead,
-};
 use stackwire_collector_ebpf::frame::TableWalk;
+use stackwire_collector_ebpf::managed::{
+    CodeHead, Entry, Evaluator, KNOWN_CODES, LAYOUTS, MAX_ENTRIES, MAX_EVALUATORS, MAX_NEW,
+    ManagedHead,
+};
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
 use stackwire_collector_ebpf::{
@@ -20,6 +19,7 @@ use stackwire_collector_ebpf::{
     MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader,
     TOLD_STACKS, Waiting, Waker,
 };
+use stackwire_collector_ebpf::{Rule, cpython, ruby};
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
 #[repr(C)]
@@ -35,11 +35,11 @@ pub struct Scratch {
     pub key: u64,
     /// Likewise: which thread is being woken, and which wait of it ends.
     pub woken: Ends,
-    /// Likewise: what the native walk has to do with CPython's list of frames.
+    /// Likewise: what the native walk has to do with an interpreter's list of frames.
     pub list: OfList,
 }
 
-/// What a walk by tables knows of the list of frames of a CPython.
+/// What a walk by tables knows of the list of frames of an interpreter.
 #[repr(C)]
 pub struct OfList {
     /// One of [`list`].
@@ -52,11 +52,11 @@ pub struct OfList {
     pub ip: u64,
     pub sp: u64,
     pub native: u64,
-    /// An address in the stack frame of the next evaluator, or `cpython::ANY`; 0: there is none.
+    /// An address in the stack frame of the next evaluator, or `managed::ANY`; 0: there is none.
     pub evaluator: u64,
-    /// Code of the evaluator, with `cpython::ANY`.
-    pub code: u64,
-    pub code_bytes: u64,
+    /// Code of the evaluator, with `managed::ANY`, and whether its core was met just now.
+    pub code: Evaluator,
+    pub after_core: u64,
 }
 
 impl OfList {
@@ -77,7 +77,7 @@ impl OfList {
 
 /// Stages of [`OfList`].
 pub mod list {
-    /// No code of a CPython was met.
+    /// No code of an interpreter was met.
     pub const NOT_MET: u64 = 0;
     /// The list is to be walked now.
     pub const WANTED: u64 = 1;
@@ -110,20 +110,19 @@ pub struct List {
     pub looked_at: u64,
     /// Non-zero: the thread is found.
     pub is_found: u64,
-    /// The next frame, and the next evaluator's `_PyCFrame`.
+    /// The next frame; the next evaluator's `_PyCFrame` (CPython); the end of all frames (Ruby).
     pub frame: u64,
     pub c_frame: u64,
+    pub end_of_frames: u64,
     /// Number of entries, of evaluators, and of those that the native walk has come by.
     pub count: u64,
     pub evaluators: u64,
     pub next: u64,
-    /// `cpython::ANY` where evaluators are known by their code, and where that is.
+    /// `managed::ANY` where evaluators are known by their code.
     pub any: u64,
-    pub code: u64,
-    pub code_bytes: u64,
     /// Entries of evaluators.
     pub at: [u64; MAX_EVALUATORS],
-    /// Code objects to hand over.
+    /// Functions to hand over.
     pub new: u64,
     pub news: [Entry; MAX_NEW],
     /// What was read last: of 256 bytes at most, from each of which a word may be taken.
@@ -134,7 +133,7 @@ pub struct List {
 #[map]
 pub static LISTS: PerCpuArray<List> = PerCpuArray::with_max_entries(2, 0);
 
-/// Where the record of a code object is put together.
+/// Where the record of what names a function is put together.
 #[repr(C)]
 pub struct Code {
     pub header: SampleHeader,
@@ -146,18 +145,26 @@ pub const CODE_ROOM: usize = 2048 + 8192;
 
 #[map]
 pub static CODES: PerCpuArray<Code> = PerCpuArray::with_max_entries(2, 0);
-/// Code objects that were handed over, see `cpython::known_word`.
+/// Functions that were handed over, see `managed::known_word`.
 #[map]
 pub static KNOWN: Array<u64> = Array::with_max_entries(KNOWN_CODES, BPF_F_MMAPABLE);
 /// Where a thread's state was found last, by thread: process start mixed with the thread id, and
 /// the address.
 #[map]
 pub static THREADS: Array<[u64; 2]> = Array::with_max_entries(THREAD_SLOTS, 0);
+/// Of processes that run code of an interpreter: which, the number of its layout, and where the
+/// first byte of its file would be.
+#[map]
+pub static MET: Array<[u64; 3]> = Array::with_max_entries(THREAD_SLOTS, 0);
 /// A power of two.
 pub const THREAD_SLOTS: u32 = 1 << 12;
 /// Layouts of CPython by number. Written by the collector, through mmap.
 #[map]
-pub static PYTHON_LAYOUTS: Array<PythonLayout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
+pub static PYTHON_LAYOUTS: Array<cpython::Layout> =
+    Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
+/// Likewise, of Ruby.
+#[map]
+pub static RUBY_LAYOUTS: Array<ruby::Layout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
 
 /// Words of a process's memory that a walk by tables came by.
 #[repr(C)]

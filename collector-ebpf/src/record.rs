@@ -22,10 +22,10 @@ pub const WALK: u32 = 1;
 pub const PICK: u32 = 2;
 /// Likewise: what copies a stack that cannot be walked yet.
 pub const COPY: u32 = 3;
-/// Likewise: what walks CPython's own list of frames.
+/// Likewise: what walks an interpreter's own list of frames.
 pub const LIST: u32 = 4;
-/// Place in the map of programs that those at a switch call: what walks CPython's own list of
-/// frames. At the first is what walks native ones.
+/// Place in the map of programs that those at a switch call: what walks an interpreter's own
+/// list of frames. At the first is what walks native ones.
 pub const WAIT_LIST: u32 = 1;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
@@ -70,7 +70,7 @@ pub struct SampleHeader {
     pub kind: u8,
     /// Of a wait: [`WaitState`](crate::WaitState) as a number.
     pub state: u8,
-    /// Of a user stack with frames of an interpreter: 1 + a [`ListEnd`](crate::cpython::ListEnd) as
+    /// Of a user stack with frames of an interpreter: 1 + a [`ListEnd`](crate::managed::ListEnd) as
     /// a number; 0: it has none.
     pub list_end: u8,
     /// Zero; keeps the size a multiple of 8.
@@ -95,11 +95,11 @@ pub enum RecordKind {
     /// place of frames, and the bytes from its stack pointer on. The next sample of this CPU is of
     /// it, with the same time.
     Copy = 3,
-    /// Frames of CPython: a [`ManagedHead`](crate::cpython::ManagedHead) in place of frames, and
-    /// the entries. They are of the next sample or stack of this CPU with the same time.
+    /// Frames of an interpreter: a [`ManagedHead`](crate::managed::ManagedHead) in place of frames,
+    /// and the entries. They are of the next sample or stack of this CPU with the same time.
     Managed = 4,
-    /// What names a code object of CPython: a [`CodeHead`](crate::cpython::CodeHead) in place of
-    /// frames, and the bytes. Samples behind it may refer to it.
+    /// What names a function of an interpreter: a [`CodeHead`](crate::managed::CodeHead) in place
+    /// of frames, and the bytes. Samples behind it may refer to it.
     Code = 5,
 }
 
@@ -300,7 +300,7 @@ pub struct Config {
     pub namespace_inode: u32,
     /// Non-zero: stacks that cannot be walked yet are copied.
     pub stack_copies: u32,
-    /// Non-zero: frames of CPython are recorded.
+    /// Non-zero: frames of interpreters are recorded.
     pub managed: u32,
 }
 

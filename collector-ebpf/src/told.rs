@@ -8,7 +8,7 @@ use stackwire_collector_ebpf::{
 
 use crate::hash::mixed;
 use crate::maps::{Scratch, TOLD, hand_over, wake_collector};
-use crate::walk::by_frame_list;
+use crate::walk::lists;
 
 /// Tells of the user stack whose walk in this slot is over; returns its number.
 #[inline(always)]
@@ -59,7 +59,7 @@ fn tell(scratch: &mut Scratch, frames: usize, list: Option<u32>) -> u64 {
         number = mixed(number, unsafe { *scratch.frames.as_ptr().add(index) });
     }
     if let Some(slot) = list {
-        number = by_frame_list::mix_list(number, slot);
+        number = lists::mix_list(number, slot);
     }
     // 0 stands for none.
     number |= 1;
@@ -71,7 +71,7 @@ fn tell(scratch: &mut Scratch, frames: usize, list: Option<u32>) -> u64 {
         return number;
     }
     // Before the stack it is of.
-    let is_whole = list.is_none_or(|slot| by_frame_list::hand_over_list(scratch, slot));
+    let is_whole = list.is_none_or(|slot| lists::hand_over_list(scratch, slot));
     let frames = if frames > MAX_USER_FRAMES { MAX_USER_FRAMES } else { frames };
     let bytes = size_of::<SampleHeader>() + frames * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.

@@ -6,7 +6,7 @@
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
-use stackwire_collector_ebpf::cpython::{EVALUATOR, Entry};
+use stackwire_collector_ebpf::managed::{EVALUATOR, Entry};
 use stackwire_collector_ebpf::{KernelEnd, SampleHeader, UserEnd};
 use stackwire_model::{EndReason, ListEnd, UserAddr};
 
@@ -93,7 +93,7 @@ impl Epoch {
         layout: &KernelLayout,
     ) {
         let Late { header, kernel, list, process, .. } = sample;
-        let managed = (!list.is_empty()).then_some((&list[..], codes));
+        let managed = (!list.entries.is_empty()).then_some((&list.entries[..], codes));
         let user = UserStack { native: user, managed };
         self.count_list(managed::end(header, user), Taken::ONE.count);
         let unmapped = processes.executables().intern(Kind::Unmapped);

@@ -5,10 +5,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use stackwire_collector_ebpf::cpython::Entry;
 use stackwire_collector_ebpf::{MAX_COPY_BYTES, SampleHeader, UserEnd};
 
 use crate::clock::now_ns;
+use crate::managed::List;
 use crate::process::{Mappings, Process};
 use crate::sampler::Copy;
 use crate::unwind::{CopiedStacks, Held, Of, Tally, Unwind};
@@ -42,7 +42,7 @@ pub struct Late {
     /// Leaf first.
     pub kernel: Vec<u64>,
     /// Frames of an interpreter.
-    pub list: Vec<Entry>,
+    pub list: List,
     /// What the walk goes on from.
     pub copy: Copy,
     /// Its process, as it was then.
@@ -216,7 +216,7 @@ impl LateWalks {
     fn bytes_of(&self, late: &Late, mappings: usize) -> usize {
         let known = self.by_image.get(&late.process.image).and_then(|share| share.version);
         let mappings = if known == Some(late.process.version) { 0 } else { mappings };
-        let frames = late.user.len() + late.kernel.len() + late.list.len() * 2;
+        let frames = late.user.len() + late.kernel.len() + late.list.entries.len() * 2;
         BESIDE + late.copy.stack.len() + frames * 8 + mappings * OF_MAPPING
     }
 

@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use stackwire_collector_ebpf::cpython::{self, ANY, CodeHead, EVALUATOR, Entry, NOT_FOUND};
+use stackwire_collector_ebpf::managed::{
+    self, ANY, CodeHead, EVALUATOR, Entry, Evaluator, NOT_FOUND, OF_RUBY,
+};
 use stackwire_collector_ebpf::{SampleHeader, UserEnd};
 use stackwire_model::{Address, Code, EndReason, ListEnd, Runtime, Text, code};
 
@@ -17,8 +19,9 @@ const MAX_BYTES: usize = 16 << 20;
 /// What an entry takes beside that.
 const OF_ENTRY: usize = 64;
 
-const _: () = assert!(code::MAX_NAME == cpython::MAX_NAME && code::MAX_PATH == cpython::MAX_PATH);
-const _: () = assert!(code::MAX_LINES == cpython::MAX_LINES);
+const _: () = assert!(code::MAX_NAME == managed::MAX_NAME && code::MAX_PATH == managed::MAX_PATH);
+// The index of a line table has its length in front of it.
+const _: () = assert!(code::MAX_LINES == managed::MAX_LINES + code::INDEX_LENGTH);
 
 /// A process: its id and its start.
 type Of = (u32, u64);
@@ -30,8 +33,8 @@ pub struct Codes {
     /// By number of the function: how many processes have it, and its bytes, which are there once.
     shared: HashMap<u64, (u32, usize)>,
     bytes: usize,
-    /// What could not be read of any.
-    unknown: Rc<Executable>,
+    /// What could not be read of any, of CPython and of Ruby.
+    unknown: [Rc<Executable>; 2],
     /// Some were forgotten that the kernel side takes for known.
     has_forgotten: bool,
 }
@@ -42,6 +45,15 @@ struct OfProcess {
     bytes: usize,
     /// It has been met since the last epoch ended.
     is_new: bool,
+}
+
+/// Frames of an interpreter, as the kernel side hands them over.
+#[derive(Clone, Debug, Default)]
+pub struct List {
+    /// The innermost first.
+    pub entries: Vec<Entry>,
+    /// Where evaluators are known by their code.
+    pub evaluator: Evaluator,
 }
 
 /// A user stack, before its frames are put together.
@@ -65,8 +77,8 @@ impl Codes {
     /// None so far.
     #[must_use]
     pub fn new(executables: &mut Executables) -> Self {
-        let unknown = Code::unknown(Runtime::Cpython(0));
-        let unknown = executables.intern(Kind::Code(Arc::new(unknown)));
+        let mut unknown = |of| executables.intern(Kind::Code(Arc::new(Code::unknown(of))));
+        let unknown = [Runtime::Cpython(0), Runtime::Ruby(0)].map(&mut unknown);
         Self {
             by_process: HashMap::new(),
             shared: HashMap::new(),
@@ -154,7 +166,8 @@ impl Codes {
         let process = self.by_process.get(&of);
         let frame = |entry: &Entry| {
             let known = process.and_then(|it| it.known.get(&(entry.code, entry.cookie())));
-            let executable = Rc::clone(known.unwrap_or(&self.unknown));
+            let executable =
+                Rc::clone(known.unwrap_or(&self.unknown[usize::from(entry.code & OF_RUBY != 0)]));
             // The first instruction has not run yet.
             let position = u64::try_from(entry.position()).unwrap_or(0);
             let address = Address::Code(position);
@@ -167,9 +180,9 @@ impl Codes {
 /// In front of each evaluator's frame come those of the functions it runs. What was found of none
 /// comes last, where the native walk has not found the root.
 fn insert(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) -> Frame) {
-    let missed = |entry: &Entry| entry.code == EVALUATOR | NOT_FOUND && entry.rest == ANY;
-    if entries.iter().any(missed) {
-        // One of several is, and nothing tells which.
+    let is_whole = stack.end == EndReason::Root;
+    // One of several is, and nothing tells which.
+    if entries.iter().any(|entry| entry.rest == ANY && is_lost(entry, entries, is_whole)) {
         return;
     }
     let native = std::mem::take(&mut stack.frames);
@@ -194,22 +207,36 @@ fn insert(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) ->
     }
 }
 
-/// Notes which native frame is the next evaluator's, if this is one: that with this number, between
-/// its stack pointer and its caller's.
-pub fn come_by(entries: &mut [Entry], native: usize, sp: u64, caller: u64) {
-    let is_next = |entry: &&mut Entry| entry.code == EVALUATOR | NOT_FOUND;
-    if let Some(next) = entries.iter_mut().find(is_next)
-        && (sp..caller).contains(&next.rest)
-    {
-        next.code = EVALUATOR | native as u64 & NOT_FOUND;
-    }
+/// A native frame that is walked.
+#[derive(Clone, Copy, Debug)]
+pub struct Native {
+    /// Its number, the leaf's is 0.
+    pub number: usize,
+    /// The address to look up.
+    pub ip: u64,
+    /// Its stack pointer and its caller's.
+    pub stack: (u64, u64),
 }
 
-/// Takes back what a walk that begins again has found: evaluators from this native frame on.
-pub fn forget(entries: &mut [Entry], native: usize) {
-    for entry in entries.iter_mut().filter(|entry| entry.code & EVALUATOR != 0) {
-        if (entry.code & NOT_FOUND) as usize >= native {
-            entry.code = EVALUATOR | NOT_FOUND;
+impl List {
+    /// Notes whether a native frame is the next evaluator's. `after_core`: see
+    /// [`Evaluator::is_at`].
+    pub fn come_by(&mut self, frame: Native, after_core: &mut u64) {
+        let is_at = self.evaluator.is_at(frame.ip, after_core);
+        let is_next = |entry: &&mut Entry| entry.code == EVALUATOR | NOT_FOUND;
+        let Some(next) = self.entries.iter_mut().find(is_next) else { return };
+        let (sp, caller) = frame.stack;
+        if if next.rest == ANY { is_at } else { (sp..caller).contains(&next.rest) } {
+            next.code = EVALUATOR | frame.number as u64 & NOT_FOUND;
+        }
+    }
+
+    /// Takes back what a walk that begins again has found: evaluators from this native frame on.
+    pub fn forget(&mut self, native: usize) {
+        for entry in self.entries.iter_mut().filter(|entry| entry.code & EVALUATOR != 0) {
+            if (entry.code & NOT_FOUND) as usize >= native {
+                entry.code = EVALUATOR | NOT_FOUND;
+            }
         }
     }
 }
@@ -219,36 +246,49 @@ pub fn forget(entries: &mut [Entry], native: usize) {
 pub fn end(header: &SampleHeader, user: UserStack<'_>) -> Option<ListEnd> {
     let entries = user.managed.map_or(&[][..], |(entries, _)| entries);
     let is_whole = header.user_end == UserEnd::Root as u8;
-    let is_lost =
-        |entry: &Entry| entry.code == EVALUATOR | NOT_FOUND && (is_whole || entry.rest == ANY);
-    Some(match cpython::ListEnd::new(header.list_end.checked_sub(1)?)? {
-        cpython::ListEnd::Root if entries.iter().any(is_lost) => ListEnd::NoPlace,
-        cpython::ListEnd::Root => ListEnd::Root,
-        cpython::ListEnd::NoThread => return None,
-        cpython::ListEnd::Unreadable => ListEnd::Unreadable,
-        cpython::ListEnd::DepthLimit => ListEnd::DepthLimit,
-        cpython::ListEnd::ManyThreads => ListEnd::ManyThreads,
-        cpython::ListEnd::Changing => ListEnd::Changing,
-        cpython::ListEnd::RingFull => ListEnd::RingFull,
+    let is_lost = |entry: &Entry| is_lost(entry, entries, is_whole);
+    Some(match managed::ListEnd::new(header.list_end.checked_sub(1)?)? {
+        managed::ListEnd::Root if entries.iter().any(is_lost) => ListEnd::NoPlace,
+        managed::ListEnd::Root => ListEnd::Root,
+        managed::ListEnd::NoThread => return None,
+        managed::ListEnd::Unreadable => ListEnd::Unreadable,
+        managed::ListEnd::DepthLimit => ListEnd::DepthLimit,
+        managed::ListEnd::ManyThreads => ListEnd::ManyThreads,
+        managed::ListEnd::Changing => ListEnd::Changing,
+        managed::ListEnd::RingFull => ListEnd::RingFull,
     })
+}
+
+/// Whether the functions that an evaluator runs have no place, in a stack that is whole or not.
+/// Those known by their code are found one after the other, but CPython's: a part of that may be
+/// elsewhere.
+fn is_lost(entry: &Entry, entries: &[Entry], is_whole: bool) -> bool {
+    let of_ruby = || entries.iter().any(|it| it.code & (EVALUATOR | OF_RUBY) == OF_RUBY);
+    entry.code == EVALUATOR | NOT_FOUND && (is_whole || entry.rest == ANY && !of_ruby())
 }
 
 /// None: it has fewer bytes than its head says.
 fn read(head: &CodeHead, bytes: &[u8]) -> Option<Code> {
     let (name, rest) = bytes.split_at_checked(head.name_bytes as usize)?;
     let (path, rest) = rest.split_at_checked(head.path_bytes as usize)?;
-    let lines = rest.get(..head.lines_bytes as usize)?;
+    let lines = rest.get(..(head.index_bytes as usize).checked_add(head.lines_bytes as usize)?)?;
+    let is_ruby = head.code & OF_RUBY != 0;
+    let (runtime, index) = if is_ruby {
+        (Runtime::Ruby(head.version), &head.index_bytes.to_le_bytes()[..])
+    } else {
+        (Runtime::Cpython(head.version), &[][..])
+    };
     let text = |bytes: &[u8], state: u32, length: u64| {
-        // Bits 2 to 4 of `state` (Include/cpython/unicodeobject.h).
+        // Bits 2 to 4 of `state` (Include/cpython/unicodeobject.h). Ruby's have none: UTF-8.
         let width = (state >> 2 & 7) as u8;
         Text { width, bytes: bytes.to_vec(), is_cut: bytes.len() as u64 != length }
     };
     Some(Code {
-        runtime: Runtime::Cpython(head.version),
+        runtime,
         name: text(name, head.name_state, head.name_length),
         path: text(path, head.path_state, head.path_length),
         first_line: u32::try_from(head.first_line).unwrap_or(0),
-        lines: lines.to_vec(),
+        lines: [index, lines].concat(),
     })
 }
 
@@ -289,13 +329,18 @@ mod tests {
         let missed = Entry { code: EVALUATOR | NOT_FOUND, rest: ANY };
         let entries = [of(1), evaluator(1), of(2), missed];
         assert_eq!(merged(&entries, 2, EndReason::NotCode), [100, 101]);
+        let ruby = |code| of(OF_RUBY | code);
+        let entries = [ruby(1), evaluator(1), ruby(2), missed];
+        let [one, two] = [1, 2].map(|code| OF_RUBY | code);
+        assert_eq!(merged(&entries, 2, EndReason::NoFramePointer), [100, one, 101, two]);
+        assert_eq!(merged(&entries, 2, EndReason::Root), [100, 101]);
     }
 
     #[test]
     fn an_end_says_whether_frames_are_missing() {
         let mut executables = Executables::default();
         let codes = Codes::new(&mut executables);
-        let ended = |end: cpython::ListEnd, user_end: UserEnd, entries: &[Entry]| {
+        let ended = |end: managed::ListEnd, user_end: UserEnd, entries: &[Entry]| {
             let (list_end, user_end) = (1 + end as u8, user_end as u8);
             let header = SampleHeader { list_end, user_end, ..SampleHeader::default() };
             super::end(&header, UserStack { native: &[], managed: Some((entries, &codes)) })
@@ -304,26 +349,41 @@ mod tests {
         let whole = [entry(1, 0), entry(EVALUATOR | 3, 0)];
         let missed = [entry(1, 0), entry(EVALUATOR | NOT_FOUND, 0x1000)];
         let any = [entry(1, 0), entry(EVALUATOR | NOT_FOUND, ANY)];
-        let root = cpython::ListEnd::Root;
+        let root = managed::ListEnd::Root;
         assert_eq!(ended(root, UserEnd::Root, &whole), Some(ListEnd::Root));
         assert_eq!(ended(root, UserEnd::Root, &missed), Some(ListEnd::NoPlace));
         assert_eq!(ended(root, UserEnd::NoTable, &missed), Some(ListEnd::Root));
         assert_eq!(ended(root, UserEnd::NoTable, &any), Some(ListEnd::NoPlace));
-        assert_eq!(ended(cpython::ListEnd::NoThread, UserEnd::Root, &[]), None);
-        assert_eq!(ended(cpython::ListEnd::Changing, UserEnd::Root, &[]), Some(ListEnd::Changing));
+        assert_eq!(ended(managed::ListEnd::NoThread, UserEnd::Root, &[]), None);
+        assert_eq!(ended(managed::ListEnd::Changing, UserEnd::Root, &[]), Some(ListEnd::Changing));
     }
 
     #[test]
     fn evaluators_are_found_one_after_the_other_and_again() {
-        let mut entries = [Entry { code: EVALUATOR | NOT_FOUND, rest: 0x1010 }; 2];
-        entries[1].rest = 0x1030;
-        come_by(&mut entries, 4, 0x1030, 0x1040);
-        assert_eq!(entries[1].code, EVALUATOR | NOT_FOUND, "not the next");
-        come_by(&mut entries, 5, 0x1000, 0x1020);
-        come_by(&mut entries, 6, 0x1020, 0x1040);
-        assert_eq!(entries.map(|entry| entry.code & NOT_FOUND), [5, 6]);
-        forget(&mut entries, 6);
-        assert_eq!(entries.map(|entry| entry.code & NOT_FOUND), [5, NOT_FOUND]);
+        let of = |rest| Entry { code: EVALUATOR | NOT_FOUND, rest };
+        let mut after_core = 0;
+        let mut come_by = |list: &mut List, number, ip, stack| {
+            list.come_by(Native { number, ip, stack }, &mut after_core);
+        };
+        let found = |list: &List| -> Vec<u64> {
+            list.entries.iter().map(|entry| entry.code & NOT_FOUND).collect()
+        };
+        let evaluator = Evaluator::default();
+        let mut list = List { entries: vec![of(0x1010), of(0x1030)], evaluator };
+        come_by(&mut list, 4, 1, (0x1030, 0x1040));
+        assert_eq!(found(&list)[1], NOT_FOUND, "not the next");
+        come_by(&mut list, 5, 1, (0x1000, 0x1020));
+        come_by(&mut list, 6, 1, (0x1020, 0x1040));
+        assert_eq!(found(&list), [5, 6]);
+        list.forget(6);
+        assert_eq!(found(&list), [5, NOT_FOUND]);
+        // By code: a core and its entry are one, and an entry alone is one.
+        let evaluator = Evaluator { core: 100, core_bytes: 10, entry: 200, entry_bytes: 10 };
+        let mut list = List { entries: vec![of(ANY); 3], evaluator };
+        for (number, ip) in [99, 105, 205, 300, 209, 109, 200].into_iter().enumerate() {
+            come_by(&mut list, number, ip, (0, 0));
+        }
+        assert_eq!(found(&list), [1, 4, 5]);
     }
 
     #[test]

@@ -329,7 +329,7 @@ impl Pipeline {
             }
             if late.takes(&header, user, process) {
                 let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
-                let list = self.batch.list(sample).to_vec();
+                let list = self.batch.take_list(sample);
                 let sample = Late { header, user, kernel, list, copy, process };
                 let (epoch, layout, codes) = (&mut self.epoch, &self.layout, &self.codes);
                 late.take(sample, unwind, &mut |sample, user| {

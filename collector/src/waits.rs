@@ -4,7 +4,7 @@
 //! by `off_cpu.rs`, in the order of time.
 
 use rustc_hash::FxHashMap;
-use stackwire_collector_ebpf::cpython::{Entry, ListEnd};
+use stackwire_collector_ebpf::managed::{Entry, ListEnd};
 use stackwire_collector_ebpf::{
     KernelEnd, SampleHeader, TOLD_STACKS, UserEnd, WAIT_WORDS, WaitState as KernelState, Waiting,
     Waker as KernelWaker,

@@ -8,6 +8,8 @@ use std::fmt;
 pub enum Runtime {
     /// CPython, of a version as `PY_VERSION_HEX` has it.
     Cpython(u32),
+    /// Ruby; major, minor and patch version, a byte each.
+    Ruby(u32),
 }
 
 impl Runtime {
@@ -16,6 +18,17 @@ impl Runtime {
     pub fn frame_type(self) -> &'static str {
         match self {
             Self::Cpython(_) => "cpython",
+            Self::Ruby(_) => "ruby",
+        }
+    }
+
+    /// Native functions, one called by the other, that run one of its own: CPython's
+    /// `_PyEval_EvalFrameDefault`, Ruby's `rb_vm_exec` and `vm_exec_core`.
+    #[must_use]
+    pub fn evaluators(self) -> usize {
+        match self {
+            Self::Cpython(_) => 1,
+            Self::Ruby(_) => 2,
         }
     }
 }
@@ -28,6 +41,8 @@ impl fmt::Display for Runtime {
             Self::Cpython(version) => {
                 write!(f, "CPython {}.{}", version >> 24, version >> 16 & 0xff)
             }
+            Self::Ruby(0) => f.write_str("Ruby"),
+            Self::Ruby(version) => write!(f, "Ruby {}.{}", version >> 16, version >> 8 & 0xff),
         }
     }
 }
@@ -37,12 +52,14 @@ pub const MAX_NAME: usize = 512;
 /// See [`MAX_NAME`].
 pub const MAX_PATH: usize = 1024;
 /// See [`MAX_NAME`].
-pub const MAX_LINES: usize = 4096;
+pub const MAX_LINES: usize = 4096 + INDEX_LENGTH;
+/// Bytes in front of Ruby's line table: how many of it are its index, little-endian.
+pub const INDEX_LENGTH: usize = 4;
 
 /// A text in the characters of an interpreter.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Text {
-    /// Bytes of a character, little-endian: 1 (Latin-1), 2 or 4 (Unicode).
+    /// Bytes of a character, little-endian: 1 (Latin-1), 2 or 4 (Unicode); 0: it is UTF-8.
     pub width: u8,
     /// The first of them.
     pub bytes: Vec<u8>,
@@ -54,14 +71,17 @@ impl Text {
     /// As UTF-8; what is no character becomes U+FFFD, what is missing `…`.
     #[must_use]
     pub fn to_utf8(&self) -> String {
-        let characters =
-            |number: u32| char::from_u32(number).unwrap_or(char::REPLACEMENT_CHARACTER);
-        let number = |bytes: &[u8]| {
-            bytes.iter().rev().fold(0u32, |number, &byte| number << 8 | u32::from(byte))
+        let mut text = if self.width == 0 {
+            String::from_utf8_lossy(&self.bytes).into_owned()
+        } else {
+            let characters =
+                |number: u32| char::from_u32(number).unwrap_or(char::REPLACEMENT_CHARACTER);
+            let number = |bytes: &[u8]| {
+                bytes.iter().rev().fold(0u32, |number, &byte| number << 8 | u32::from(byte))
+            };
+            let width = usize::from(self.width.min(4));
+            self.bytes.chunks_exact(width).map(|it| characters(number(it))).collect()
         };
-        let width = usize::from(self.width.clamp(1, 4));
-        let mut text: String =
-            self.bytes.chunks_exact(width).map(|it| characters(number(it))).collect();
         if self.is_cut {
             text.push('…');
         }
@@ -80,7 +100,8 @@ pub struct Code {
     pub path: Text,
     /// Line it begins in; 0: unknown.
     pub first_line: u32,
-    /// Its line table, as the run-time has it; empty: it was not taken.
+    /// Its line table, as the run-time has it; empty: it was not taken. In front of Ruby's is the
+    /// length of its index, see [`INDEX_LENGTH`].
     pub lines: Vec<u8>,
 }
 
@@ -118,7 +139,8 @@ mod tests {
         assert_eq!(text(2, &[0x30, 0x04, 0x31, 0x04]).to_utf8(), "аб");
         assert_eq!(text(4, &[0x40, 0xf6, 1, 0, 0, 0xd8, 0, 0]).to_utf8(), "🙀\u{fffd}");
         assert_eq!(text(2, &[0x30]).to_utf8(), "", "half a character");
-        assert_eq!(text(0, b"a").to_utf8(), "a");
+        assert_eq!(text(0, "caf\u{e9}".as_bytes()).to_utf8(), "café");
+        assert_eq!(text(0, b"a\xc3").to_utf8(), "a\u{fffd}", "half a character");
         let cut = Text { is_cut: true, ..text(1, b"a") };
         assert_eq!(cut.to_utf8(), "a…");
     }
@@ -127,5 +149,7 @@ mod tests {
     fn a_runtime_is_called_by_its_minor_version() {
         assert_eq!(Runtime::Cpython(0x030e_0af0).to_string(), "CPython 3.14");
         assert_eq!(Runtime::Cpython(0).to_string(), "CPython");
+        assert_eq!(Runtime::Ruby(0x0003_040a).to_string(), "Ruby 3.4");
+        assert_eq!(Runtime::Ruby(0).to_string(), "Ruby");
     }
 }

@@ -65,14 +65,17 @@ impl v1::Executable {
 
 impl From<&Code> for v1::Code {
     fn from(code: &Code) -> Self {
-        let Runtime::Cpython(version) = code.runtime;
+        let (runtime, version) = match code.runtime {
+            Runtime::Cpython(version) => (v1::Runtime::Cpython, version),
+            Runtime::Ruby(version) => (v1::Runtime::Ruby, version),
+        };
         let text = |text: &Text| v1::Text {
             characters: text.bytes.clone(),
             width: text.width.into(),
             cut: text.is_cut,
         };
         Self {
-            runtime: v1::Runtime::Cpython.into(),
+            runtime: runtime.into(),
             version,
             name: Some(text(&code.name)),
             path: Some(text(&code.path)),
@@ -94,6 +97,7 @@ impl From<&v1::Code> for Option<Code> {
         };
         let runtime = match wire.runtime() {
             v1::Runtime::Cpython => Runtime::Cpython(wire.version),
+            v1::Runtime::Ruby => Runtime::Ruby(wire.version),
             v1::Runtime::Unspecified => return None,
         };
         let (name, path) = (text(&wire.name), text(&wire.path));

@@ -50,7 +50,10 @@ pub fn jitdump(bytes: &[u8]) {
 /// Finds lines of a function of an interpreter. The first bytes say of which version, and where.
 pub fn code(bytes: &[u8]) {
     let Some((head, bytes)) = bytes.split_at_checked(4) else { return };
-    let runtime = Runtime::Cpython(0x0308_0000 + (u32::from(head[0] % 9) << 16));
+    let runtime = match head[0] % 12 {
+        number @ ..9 => Runtime::Cpython(0x0308_0000 + (u32::from(number) << 16)),
+        number => Runtime::Ruby(0x0003_0000 + (u32::from(number - 9) << 8)),
+    };
     let (name, lines) = bytes.split_at(bytes.len().min(usize::from(head[1])));
     let name = Text { width: head[2], bytes: name.to_vec(), is_cut: head[3] & 1 != 0 };
     let path = name.clone();

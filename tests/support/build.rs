@@ -94,6 +94,23 @@ pub(crate) fn forged_python() -> &'static Path {
     })
 }
 
+/// `forged_ruby`.
+pub(crate) fn forged_ruby() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let (library, out) = (output("libforged_ruby.so"), output("forged_ruby"));
+        let directory = out.parent().unwrap().display().to_string();
+        let mut build = Command::new("gcc");
+        build.args(C).args(["-fPIC", "-shared", "-pthread"]).arg(source("forged_ruby.c"));
+        run(build.arg("-o").arg(&library));
+        // Where another of the same name is put in its place, that is found first.
+        let mut build = Command::new("gcc");
+        build.args(C).arg(source("forged_ruby_main.c")).args(["-lforged_ruby", "-o"]).arg(&out);
+        run(build.args([format!("-L{directory}"), format!("-Wl,-rpath,{directory}")]));
+        out
+    })
+}
+
 /// `faults`.
 pub(crate) fn faults() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();

@@ -1,5 +1,5 @@
-//! Every CPython and Java that is here: the host's, those of an interpreter manager, and another
-//! Debian's.
+//! Every CPython, Ruby and Java that is here: the host's, those of an interpreter manager, and
+//! another Debian's.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,6 +27,24 @@ pub(crate) fn pythons() -> BTreeMap<String, Command> {
         found.insert("python of Debian 13".to_owned(), python);
     }
     found
+}
+
+/// A Ruby of each Debian that has one of its own.
+pub(crate) fn rubies() -> BTreeMap<String, Command> {
+    let of = |suite: &str| {
+        let mut ruby = of_debian(suite, "ruby")?;
+        // What it comes with is not where it looks for it.
+        ruby.arg("--disable-gems");
+        Some((format!("ruby of Debian {suite}"), ruby))
+    };
+    let mut all: BTreeMap<_, _> =
+        ["bookworm", "trixie", "sid"].into_iter().filter_map(of).collect();
+    // Debian's later ones have none.
+    if let Some((name, mut ruby)) = of("bookworm") {
+        ruby.arg("--yjit");
+        all.insert(format!("{name} with its JIT"), ruby);
+    }
+    all
 }
 
 /// The `java` of each JDK.

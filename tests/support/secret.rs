@@ -36,7 +36,6 @@ pub(crate) fn assert_no_secret(file: &Path) {
 
 /// A Python that has them in its environment, its variables and its objects.
 pub(crate) fn python_with_a_secret() -> Running {
-    let secret: Vec<u8> = (1..64u32).map(|at| (at * 73) as u8).collect();
     let program = "import os, sys\n\
         def spends(secret, text):\n    \
             local = {secret: text}\n    \
@@ -46,5 +45,22 @@ pub(crate) fn python_with_a_secret() -> Running {
         print('ready', flush=True)\n\
         spends(secret, secret.decode('latin-1'))\n";
     let mut python = Command::new("/usr/bin/python3");
-    Running::start(python.args(["-c", program]).env("SECRET", OsStr::from_bytes(&secret)))
+    Running::start(python.args(["-c", program]).env("SECRET", OsStr::from_bytes(&secret())))
+}
+
+/// The same, a Ruby.
+pub(crate) fn ruby_with_a_secret(mut ruby: Command) -> Running {
+    let program = "def spends(secret, text)\n  \
+        local = {secret => text}\n  \
+        local[secret] while true\n\
+        end\n\
+        secret = ENV['SECRET']\n\
+        puts 'ready'\n\
+        $stdout.flush\n\
+        spends(secret, secret * 2)\n";
+    Running::start(ruby.args(["-e", program]).env("SECRET", OsStr::from_bytes(&secret())))
+}
+
+fn secret() -> Vec<u8> {
+    (1..64u32).map(|at| (at * 73) as u8).collect()
 }

@@ -17,12 +17,13 @@ use stackwire_model::BuildId;
 
 use crate::arch::expression::{Shape, shape};
 use crate::arch::{go, startup, v8};
-use crate::cpython;
 use crate::elf::Elf;
 use crate::error::CompileError;
+use crate::interpreter::Interpreter;
 use crate::pages::Spans;
 use crate::shared::Shared;
 use crate::table::Table;
+use crate::{cpython, ruby};
 
 pub(crate) type Bytes<'a> = EndianSlice<'a, LittleEndian>;
 
@@ -59,7 +60,9 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
     if kept.is_none() && spans.rules().any(|rule| u32::from(rule.register) == RBX) {
         spans = compile_with(&elf, go.as_ref(), Some(RBX))?;
     }
-    Ok(Table { python: cpython::layout(&elf), ..spans.finish(elf.build_id()) })
+    let ruby = || ruby::layout(&elf).map(Interpreter::Ruby);
+    let interpreter = cpython::layout(&elf).map(Interpreter::Cpython).or_else(ruby);
+    Ok(Table { interpreter, ..spans.finish(elf.build_id()) })
 }
 
 /// The rules, with where one more register is that callees keep, or without.

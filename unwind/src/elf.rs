@@ -149,6 +149,15 @@ impl<'f> Elf<'f> {
         Some(words)
     }
 
+    /// Bytes of the storage that each thread has of this file.
+    #[must_use]
+    pub fn thread_storage(&self) -> u64 {
+        let is_it = |section: &&Section| section.flags & u64::from(elf::SHF_TLS) != 0;
+        let ranges = || self.headers.sections.iter().filter(is_it).map(Section::range);
+        let (start, end) = (ranges().map(|it| it.start).min(), ranges().map(|it| it.end).max());
+        start.zip(end).map_or(0, |(start, end)| end.0 - start.0)
+    }
+
     /// Whether the file has these bytes at an offset.
     #[must_use]
     pub fn has_at(&self, offset: u64, bytes: &[u8]) -> bool {

@@ -9,12 +9,15 @@ mod compile;
 mod cpython;
 mod elf;
 mod error;
+mod interpreter;
 pub mod jitdump;
 mod pages;
+mod ruby;
 mod shared;
 mod table;
 
 pub use compile::{build_id, compile};
 pub use error::CompileError;
+pub use interpreter::Interpreter;
 pub use shared::Shared;
 pub use table::{MACHINE, Table, TableError, VERSION};

@@ -3,19 +3,19 @@
 //! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
 //! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
 //! pages and rows, number of the first page, length of the build-id, machine, length of what
-//! follows it; the build-id, where a CPython keeps its frames, rules of 24 bytes, rows of each
+//! follows it; the build-id, where an interpreter keeps its frames, rules of 24 bytes, rows of each
 //! page, rows.
 
-use stackwire_collector_ebpf::cpython::Layout;
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::{NO_RULE, Rule, cfa, fp, ra};
 use stackwire_model::FileOffset;
 use stackwire_model::{BuildId, Machine};
-use zerocopy::{FromBytes, IntoBytes};
+
+use crate::interpreter::Interpreter;
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
 /// tables are kept on disk.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// Whose registers the rules are about, as ELF files name it.
 pub const MACHINE: Machine = Machine::X86_64;
@@ -36,8 +36,8 @@ pub struct TableError(&'static str);
 pub struct Table {
     /// GNU build-id of the file, if it has one.
     pub build_id: Option<BuildId>,
-    /// Where the CPython that it has keeps its frames.
-    pub python: Option<Layout>,
+    /// Where the interpreter that it has keeps its frames.
+    pub interpreter: Option<Interpreter>,
     /// Number of the first page among the pages of its file.
     pub base: u32,
     /// Number 0 is no rule.
@@ -76,10 +76,10 @@ impl Table {
             bytes.extend(word.to_le_bytes());
         }
         bytes.extend(u32::from(MACHINE.elf()).to_le_bytes());
-        let python = self.python.as_ref().map_or(&[][..], IntoBytes::as_bytes);
-        bytes.extend((python.len() as u32).to_le_bytes());
+        let interpreter = self.interpreter.map(Interpreter::to_bytes).unwrap_or_default();
+        bytes.extend((interpreter.len() as u32).to_le_bytes());
         bytes.extend(build_id);
-        bytes.extend(python);
+        bytes.extend(interpreter);
         for rule in &self.rules {
             bytes.extend([rule.cfa, rule.register, rule.fp, rule.ra]);
             for word in [rule.offset, rule.offset2, rule.fp_offset, rule.ra_offset, rule.kept] {
@@ -111,14 +111,12 @@ impl Table {
             return error("of another machine");
         }
         let [rules, pages, rows, base, id] = [16, 20, 24, 28, 32].map(|at| word(head, at));
-        let python = word(head, 40) as usize;
+        let interpreter = word(head, 40) as usize;
         if pages > MAX_PAGES || base > MAX_PAGES || rules > u32::from(u16::MAX) {
             return error("too large");
         }
         let size = rules as usize * RULE + (pages as usize + rows as usize) * 4;
-        if (python != 0 && python != size_of::<Layout>())
-            || body.len() != id as usize + python + size
-        {
+        if body.len() != id as usize + interpreter + size {
             return error("of a wrong size");
         }
         let (id, body) = body.split_at(id as usize);
@@ -126,10 +124,10 @@ impl Table {
         if build_id.is_none() && !id.is_empty() {
             return error("with an impossible build-id");
         }
-        let (python, body) = body.split_at(python);
-        let python = Layout::read_from_bytes(python).ok();
-        if python.is_some_and(|layout| !layout.is_sound()) {
-            return error("with an impossible layout of a CPython");
+        let (bytes, body) = body.split_at(interpreter);
+        let interpreter = Interpreter::read(bytes);
+        if interpreter.is_none() && !bytes.is_empty() {
+            return error("with an impossible layout of an interpreter");
         }
         let (rules, rest) = body.split_at(rules as usize * RULE);
         let rules: Vec<Rule> = rules.chunks_exact(RULE).map(rule).collect();
@@ -155,7 +153,7 @@ impl Table {
         if !left.is_empty() {
             return error("with rows beyond its pages");
         }
-        Ok(Self { build_id, python, base, rules, pages, rows })
+        Ok(Self { build_id, interpreter, base, rules, pages, rows })
     }
 }
 
@@ -195,14 +193,23 @@ pub(crate) fn none() -> Rule {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use stackwire_collector_ebpf::{cpython, ruby};
 
     use super::*;
+
+    fn python(previous: u16) -> Interpreter {
+        Interpreter::Cpython(cpython::Layout { previous, ..cpython::Layout::default() })
+    }
+
+    fn ruby() -> ruby::Layout {
+        ruby::Layout { frame: 56, lines: 112, line_entry: 12, ..ruby::Layout::default() }
+    }
 
     fn sample() -> Table {
         let known = Rule { cfa: cfa::REGISTER, register: 7, offset: 8, ..Rule::default() };
         Table {
             build_id: BuildId::new(&[7; 20]),
-            python: Some(Layout { previous: 8, ..Layout::default() }),
+            interpreter: Some(python(8)),
             base: 2,
             rules: vec![none(), known],
             pages: vec![2, 0, 1],
@@ -233,9 +240,14 @@ mod tests {
         assert_eq!(refused(&|table| table.pages[0] = 9), "with pages beyond its rows");
         assert_eq!(refused(&|table| table.pages[0] = 1), "with rows beyond its pages");
         assert_eq!(refused(&|table| table.rules[1].ra = 3), "with an impossible rule");
-        let python = Some(Layout { owner: 1000, ..Layout::default() });
-        let said = refused(&|table| table.python = python);
-        assert_eq!(said, "with an impossible layout of a CPython");
+        let impossible = [python(1000), Interpreter::Ruby(ruby::Layout { words: 33, ..ruby() })];
+        for one in impossible {
+            let said = refused(&|table| table.interpreter = Some(one));
+            assert_eq!(said, "with an impossible layout of an interpreter");
+        }
+        let mut known = sample();
+        known.interpreter = Some(Interpreter::Ruby(ruby()));
+        assert_eq!(Table::parse(&known.to_bytes()).unwrap(), known);
     }
 
     proptest! {

@@ -29,7 +29,7 @@ use crate::sources::wakers;
 use crate::targets::wanted;
 use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_kernel, tell_user};
-use crate::walk::{by_frame_list, by_frame_pointers, by_tables, remembered, stacks};
+use crate::walk::{by_frame_pointers, by_tables, lists, remembered, stacks};
 
 /// Process id and thread id of the CPU's thread, in a pid namespace alone.
 #[map]
@@ -87,12 +87,12 @@ pub fn walk_waiting_list(ctx: BtfTracePointContext) -> i32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) else { return 0 };
     // SAFETY: as in `switch`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
-    if !by_frame_list::step(scratch, SWITCHER) {
+    if !lists::step(scratch, SWITCHER) {
         // SAFETY: the map holds programs of this type only. At the kernel's limit of tail calls the
         // list ends here.
         let _ = unsafe { WAIT_STAGES.tail_call(&ctx, WAIT_LIST) };
     }
-    by_frame_list::finish(scratch, SWITCHER);
+    lists::finish(scratch, SWITCHER);
     walk_on(&ctx, |_| {})
 }
 

@@ -20,7 +20,7 @@ use crate::maps::{
 };
 use crate::targets::wanted;
 use crate::task::{Task, current, current_of_host};
-use crate::walk::{by_frame_list, by_frame_pointers, by_tables, copy, stacks};
+use crate::walk::{by_frame_pointers, by_tables, copy, lists, stacks};
 
 /// A program for each event: no helper tells which event a program runs for
 /// (`bpf_get_attach_cookie` would, but before 6.5 no program can be attached with a cookie once
@@ -193,11 +193,11 @@ pub fn walk_frame_list(ctx: PerfEventContext) -> u32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
     // SAFETY: as in `sample`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
-    if !by_frame_list::step(scratch, SAMPLER) {
+    if !lists::step(scratch, SAMPLER) {
         // SAFETY: as in `sample`. At the kernel's limit of tail calls the list ends here.
         let _ = unsafe { STAGES.tail_call(&ctx, LIST) };
     }
-    by_frame_list::finish(scratch, SAMPLER);
+    lists::finish(scratch, SAMPLER);
     go_on(&ctx, scratch)
 }
 
@@ -254,7 +254,7 @@ fn finish(ctx: &PerfEventContext, scratch: &mut Scratch) {
     }
     if scratch.list.was_walked() {
         // Before the sample it is of.
-        by_frame_list::hand_over_list(scratch, SAMPLER);
+        lists::hand_over_list(scratch, SAMPLER);
     }
     let bytes = size_of::<SampleHeader>() + (user_frames + kernel_frames) * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.

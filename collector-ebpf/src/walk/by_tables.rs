@@ -9,7 +9,7 @@ use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
 use stackwire_collector_ebpf::arch::{RSP, saved};
 use stackwire_collector_ebpf::frame::{AGAIN, NOT_CALLED, TableWalk, Tables};
-use stackwire_collector_ebpf::tables::{CHUNK, Mapping, mapping_of};
+use stackwire_collector_ebpf::tables::{CHUNK, Mapping};
 use stackwire_collector_ebpf::unwind::{GO_ON, guessed};
 use stackwire_collector_ebpf::{
     INTERRUPTED, MAX_USER_FRAMES, Memory, Rule, Unwind, UserEnd, masked,
@@ -20,13 +20,13 @@ use crate::maps::{
     list,
 };
 use crate::processes::{find_process, generation};
-use crate::walk::{by_frame_list, tree};
+use crate::walk::{lists, tree};
 
 /// A count of [`Reads`].
 const NOT_REPEATABLE: u64 = MAX_READS as u64 + 1;
 
 /// Frames a program walks. The kernel allows 33 tail calls: one to `sample`, and those of the walk,
-/// which cover MAX_USER_FRAMES. Those of a list (`by_frame_list.rs`), up to five, are taken from
+/// which cover MAX_USER_FRAMES. Those of a list (`lists.rs`), up to five, are taken from
 /// these.
 const STEP: u64 = 32;
 
@@ -119,6 +119,9 @@ pub fn step(scratch: &mut Scratch, slot: u32) {
         scratch.walk.depth = 1;
         scratch.walk.end = UserEnd::TablesReplaced as u64;
     }
+    if over && scratch.walk.end != UserEnd::Root as u64 {
+        lists::meet_again(slot);
+    }
 }
 
 /// Walks one frame up. It is a global function, so that the verifier looks at it once and not once
@@ -143,12 +146,10 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     let elsewhere = |ip| tree::mapping_at(ip, slot);
     let (ip, sp) =
         (scratch.tables.cursor.lookup_ip(), scratch.tables.cursor.registers[RSP as usize]);
-    let mut maps = Maps { python: 0 };
+    let mut maps = Maps { layout: 0 };
     let end = scratch.tables.up(&mut maps, memory, guesses, elsewhere);
-    if maps.python != 0 && scratch.list.stage == list::NOT_MET {
-        let (_, offset) = mapping_of(scratch.tables.mapping.word);
-        let base = scratch.tables.mapping.start.wrapping_sub(offset);
-        by_frame_list::meet(scratch, maps.python as u32, base, ip, sp);
+    if maps.layout != 0 && scratch.list.stage == list::NOT_MET {
+        lists::meet(slot, maps.layout as u32, ip, sp);
     }
     let end = match end {
         AGAIN => return GO_ON,
@@ -170,15 +171,15 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     }
     scratch.walk.depth = depth + 1;
     if scratch.list.evaluator != 0 {
-        by_frame_list::come_by(scratch, slot, depth - 1, ip, sp);
+        lists::come_by(scratch, slot, depth - 1, ip, sp);
     }
     GO_ON
 }
 
 /// The collector's tables.
 struct Maps {
-    /// The layout of the CPython that the executable looked up last has.
-    python: u64,
+    /// Number of the layout of the interpreter that the executable looked up last has.
+    layout: u64,
 }
 
 impl Tables for Maps {
@@ -194,7 +195,7 @@ impl Tables for Maps {
         // it ranks, no more.
         unsafe {
             (*slot).uses += 1;
-            self.python = core::ptr::read_volatile(&raw const (*slot).python);
+            self.layout = core::ptr::read_volatile(&raw const (*slot).layout);
             let pages = core::ptr::read_volatile(&raw const (*slot).pages);
             Some((pages, core::ptr::read_volatile(&raw const (*slot).state)))
         }

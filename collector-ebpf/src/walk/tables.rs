@@ -133,8 +133,8 @@ pub struct Executable {
     /// How often a frame of it was looked up: who is used least is evicted, who is used most
     /// compiled first.
     pub uses: u64,
-    /// Number of the layout of the CPython it has; 0: none.
-    pub python: u64,
+    /// Number of the layout of the interpreter it has, see `managed.rs`; 0: none.
+    pub layout: u64,
 }
 
 /// What is known of an executable.

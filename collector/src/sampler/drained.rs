@@ -2,10 +2,11 @@
 //! `pipeline.rs`.
 
 use stackwire_collector_ebpf::SampleHeader;
-use stackwire_collector_ebpf::cpython::{CodeHead, Entry};
+use stackwire_collector_ebpf::managed::{CodeHead, Entry};
 use stackwire_collector_ebpf::unwind::Cursor;
 use zeroize::{Zeroize, Zeroizing};
 
+use crate::managed::List;
 use crate::sources::side_band;
 
 /// A sample, its frames still in the arena of its [`Batch`].
@@ -59,7 +60,7 @@ pub struct Batch {
     pub codes: Vec<NewCode>,
     pub(super) frames: Vec<u64>,
     copies: Vec<Copy>,
-    lists: Vec<Vec<Entry>>,
+    lists: Vec<List>,
 }
 
 impl Batch {
@@ -70,7 +71,7 @@ impl Batch {
         header: SampleHeader,
         start: usize,
         copy: Option<Copy>,
-        list: Option<Vec<Entry>>,
+        list: Option<List>,
     ) {
         let list = list.map_or(0, |list| {
             self.lists.push(list);
@@ -89,11 +90,18 @@ impl Batch {
         self.copies.get_mut(index).map(std::mem::take)
     }
 
+    /// Takes out frames of an interpreter.
+    pub fn take_list(&mut self, sample: &RawSample) -> List {
+        let index = (sample.list as usize).checked_sub(1);
+        let list = index.and_then(|index| self.lists.get_mut(index));
+        list.map(std::mem::take).unwrap_or_default()
+    }
+
     /// Frames of an interpreter, the innermost first.
     #[must_use]
     pub fn list(&self, sample: &RawSample) -> &[Entry] {
         let index = (sample.list as usize).checked_sub(1);
-        index.and_then(|index| self.lists.get(index)).map_or(&[], Vec::as_slice)
+        index.and_then(|index| self.lists.get(index)).map_or(&[], |list| &list.entries)
     }
 
     /// User frames of a sample, leaf first.
@@ -153,7 +161,8 @@ mod tests {
                 SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
             let cursor = Cursor { ip, ..Cursor::default() };
             let stack = Zeroizing::new(vec![ip as u8; 3]);
-            let list = (ip != 20).then(|| vec![Entry { code: ip, rest: 0 }]);
+            let entries = vec![Entry { code: ip, rest: 0 }];
+            let list = (ip != 20).then(|| List { entries, ..List::default() });
             batch.push(header, start, (ip != 10).then_some(Copy { cursor, stack }), list);
         }
         let first = batch.samples[0];

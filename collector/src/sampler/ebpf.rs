@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use aya::maps::{MapData, MapError, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use stackwire_collector_ebpf::cpython::Entry;
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{Counter, RING_BYTES, RecordKind, WaitState, Waiting};
 use stackwire_model::Event;
@@ -23,6 +22,7 @@ use super::object::{Filter, Object, Waiters};
 use super::sched_stats::{SchedSums, counters};
 use super::{Kind, Sampler, SamplerError, online_cpus, open_error};
 use crate::clock::now_ns;
+use crate::managed::List;
 use crate::process::waiting::ran_ns;
 use crate::sources::pace::Pace;
 use crate::sources::perf_event::{PerfEvent, Sampled};
@@ -61,7 +61,7 @@ pub struct EbpfSampler {
     /// By CPU: a copy whose sample comes next, and when it was taken.
     copies: HashMap<u32, (u64, Copy)>,
     /// By CPU and time: frames of an interpreter whose sample or stack comes next.
-    lists: HashMap<(u32, u64), Vec<Entry>>,
+    lists: HashMap<(u32, u64), List>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
     events: BTreeMap<u32, Vec<PerfEvent>>,
@@ -350,8 +350,9 @@ impl Sampler for EbpfSampler {
                     let list = has_list.then(|| self.lists.remove(&of)).flatten();
                     batch.push(header, start, copy.map(|(_, it)| it), list);
                 }
-                Ok(Record::Managed { of, entries }) => {
-                    self.lists.insert((of.cpu, of.time_ns), entries.to_vec());
+                Ok(Record::Managed { of, entries, evaluator }) => {
+                    let list = List { entries: entries.to_vec(), evaluator };
+                    self.lists.insert((of.cpu, of.time_ns), list);
                 }
                 Ok(Record::Code { of, head, bytes }) => {
                     batch.codes.push(NewCode { of, head, bytes: bytes.to_vec() });

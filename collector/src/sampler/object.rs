@@ -14,7 +14,7 @@ use aya::programs::tp_btf::BtfTracePointLinkId;
 use aya::programs::{BtfTracePoint, Iter, PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
-use stackwire_collector_ebpf::cpython::KNOWN_CODES;
+use stackwire_collector_ebpf::managed::KNOWN_CODES;
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
     COPY, COUNTERS_PER_CPU, Config, Counter, LIST, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK,
@@ -370,7 +370,8 @@ impl Object {
             generation: take("GENERATION")?,
             known_files: take("KNOWN_FILES")?,
             question: take("QUESTION")?,
-            layouts: take("PYTHON_LAYOUTS")?,
+            pythons: take("PYTHON_LAYOUTS")?,
+            rubies: take("RUBY_LAYOUTS")?,
         })
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Called by `sampler/mod.rs` for every record.
 
-use stackwire_collector_ebpf::cpython::{CodeHead, Entry, ListEnd, ManagedHead};
+use stackwire_collector_ebpf::managed::{CodeHead, Entry, Evaluator, ListEnd, ManagedHead};
 use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::{
     CopyHead, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RecordKind, SampleHeader,
@@ -37,6 +37,8 @@ pub enum Record<'a> {
         of: SampleHeader,
         /// The innermost first.
         entries: &'a [Entry],
+        /// Where evaluators are known by their code.
+        evaluator: Evaluator,
     },
     /// What names a function of an interpreter.
     Code {
@@ -71,7 +73,9 @@ pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>,
         // Which frames are whose is not known then.
         let is_changing = head.end == ListEnd::Changing as u32;
         let entries = entries.map(|entries| if is_changing { &[] } else { entries });
-        return entries.map(|entries| Record::Managed { of: header, entries }).ok_or(malformed);
+        let evaluator = head.evaluator;
+        let managed = entries.map(|entries| Record::Managed { of: header, entries, evaluator });
+        return managed.ok_or(malformed);
     }
     if header.kind == RecordKind::Code as u8 {
         let Ok((head, bytes)) = CodeHead::read_from_prefix(tail) else { return Err(malformed) };

@@ -15,11 +15,10 @@ use std::fs::File;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use stackwire_collector_ebpf::cpython::Layout;
 use stackwire_collector_ebpf::tables::{CHUNKS, EXECUTABLES, PAGES, state};
 use stackwire_collector_ebpf::vma::FileKey;
 use stackwire_model::BuildId;
-use stackwire_unwind::Table;
+use stackwire_unwind::{Interpreter, Table};
 
 use self::growing::Growing;
 pub use self::naming::ASKED_AGAIN;
@@ -124,8 +123,10 @@ struct Inner {
     pages: Space,
     chunks: Space,
     rules: Rules,
-    /// Of CPythons, the first with number 1.
-    layouts: Vec<Layout>,
+    /// Layouts of CPythons, the first with number 1.
+    pythons: Vec<Interpreter>,
+    /// Likewise, of Rubies.
+    rubies: Vec<Interpreter>,
     /// Everyone's first.
     numbers: HashMap<Kind, BTreeMap<Owner, u32>>,
     /// By number.
@@ -194,7 +195,8 @@ impl Catalog {
             pages: Space::new(PAGES, 0),
             chunks: Space::new(CHUNKS, 0),
             rules: Rules::default(),
-            layouts: Vec::new(),
+            pythons: Vec::new(),
+            rubies: Vec::new(),
             numbers: HashMap::new(),
             slots: vec![none(), none()],
             resting: BTreeMap::new(),
@@ -357,11 +359,11 @@ impl Catalog {
         })
     }
 
-    /// Why the functions that a CPython runs are not seen.
+    /// Why the functions that an interpreter runs are not seen.
     #[must_use]
     pub fn no_layout(&self, kind: &Kind) -> Option<NoLayout> {
         self.lock().find_map(kind, |state| match state {
-            State::Ready(place) => place.python.err(),
+            State::Ready(place) => place.layout.err(),
             _ => None,
         })
     }

@@ -4,7 +4,6 @@
 use std::io;
 
 use stackwire_collector_ebpf::arch::{RSP, SignalFrame};
-use stackwire_collector_ebpf::cpython::Entry;
 use stackwire_collector_ebpf::frame::{AGAIN, Elsewhere, NOT_CALLED, TableWalk};
 use stackwire_collector_ebpf::tables::{Mapping, state};
 use stackwire_collector_ebpf::unwind::{Cursor, GO_ON, guessed};
@@ -15,7 +14,7 @@ use super::code::Code;
 use super::maps::Descriptors;
 use super::processes::Held;
 use super::reader::Reader;
-use crate::managed;
+use crate::managed::{List, Native};
 use crate::process::Process;
 use crate::sampler::Copy;
 
@@ -99,13 +98,13 @@ impl CopiedStacks {
         copy: &Copy,
         of: Of<'_>,
         (known, by_frame_pointers): (&[u64], &[u64]),
-        list: &mut [Entry],
+        list: &mut List,
         frames: &mut Vec<u64>,
     ) -> UserEnd {
         for _ in 0..TRIES {
             frames.clear();
             frames.extend_from_slice(known);
-            managed::forget(list, known.len().saturating_sub(1));
+            list.forget(known.len().saturating_sub(1));
             let generation = self.tables.generation();
             let (end, cut) = self.walk_once(copy, of, list, frames);
             if self.tables.generation() != generation {
@@ -136,7 +135,7 @@ impl CopiedStacks {
         &mut self,
         copy: &Copy,
         of: Of<'_>,
-        list: &mut [Entry],
+        list: &mut List,
         frames: &mut Vec<u64>,
     ) -> (u64, bool) {
         let cursor = copy.cursor;
@@ -145,13 +144,18 @@ impl CopiedStacks {
         let code = self.code.as_mut();
         let mut memory = Memories { stack, code, process: of.process, code_is_missing: false };
         let mut is_elsewhere = false;
+        // The frame before the one that the walk begins with was found by the kernel side.
+        let mut after_core = 0;
+        if let [.., before, _] = frames[..] {
+            list.evaluator.is_at((before & !INTERRUPTED).wrapping_sub(1), &mut after_core);
+        }
         loop {
             if frames.len() == MAX_USER_FRAMES {
                 return (UserEnd::DepthLimit as u64, false);
             }
             memory.stack.leaves(&walk.cursor);
             memory.stack.cut = false;
-            let sp = walk.cursor.registers[RSP as usize];
+            let (sp, ip) = (walk.cursor.registers[RSP as usize], walk.cursor.lookup_ip());
             let is_guessed = walk.cursor.guessed != guessed::NOT;
             let end = walk.up(&mut self.tables, &mut memory, self.guesses, |_| Elsewhere::Nothing);
             match end {
@@ -166,7 +170,8 @@ impl CopiedStacks {
                     let mark = if walk.cursor.exact != 0 { INTERRUPTED } else { 0 };
                     let caller = walk.cursor.registers[RSP as usize];
                     let above = caller.wrapping_sub(sp);
-                    managed::come_by(list, frames.len().saturating_sub(1), sp, caller);
+                    let number = frames.len().saturating_sub(1);
+                    list.come_by(Native { number, ip, stack: (sp, caller) }, &mut after_core);
                     // The handler has a stack of its own, and the other one may lie behind it.
                     is_elsewhere |= mark != 0 && above > SIGNAL_BYTES;
                     frames.push(walk.cursor.ip | mark);

@@ -6,13 +6,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use stackwire_collector_ebpf::Rule;
-use stackwire_collector_ebpf::cpython::{LAYOUTS, Layout};
+use stackwire_collector_ebpf::managed::LAYOUTS;
 use stackwire_collector_ebpf::tables::{
     CHUNK, CHUNKS, EXECUTABLES, Executable, MAPPINGS, Mapping, PAGES, PROCESS_SLOTS, Process,
     RULES, mapping_word, moment,
 };
 use stackwire_collector_ebpf::vma::{FILES, File, Question};
+use stackwire_collector_ebpf::{Rule, cpython, ruby};
+use stackwire_unwind::Interpreter;
 
 use super::known::{Keys, KnownFiles};
 use crate::sampler::mapped::Mapped;
@@ -39,7 +40,9 @@ pub struct Descriptors {
     /// What the kernel side is asked of a file.
     pub question: OwnedFd,
     /// Layouts of CPythons, by number.
-    pub layouts: OwnedFd,
+    pub pythons: OwnedFd,
+    /// Likewise, of Rubies.
+    pub rubies: OwnedFd,
 }
 
 impl Descriptors {
@@ -63,7 +66,8 @@ impl Descriptors {
             generation: map(8)?,
             known_files: map(FILES as usize * size_of::<File>())?,
             question: map(size_of::<Question>())?,
-            layouts: map(LAYOUTS as usize * size_of::<Layout>())?,
+            pythons: map(LAYOUTS as usize * size_of::<cpython::Layout>())?,
+            rubies: map(LAYOUTS as usize * size_of::<ruby::Layout>())?,
         })
     }
 }
@@ -86,7 +90,8 @@ pub struct TableMaps {
     pages: OwnedFd,
     rows: OwnedFd,
     rules: OwnedFd,
-    layouts: OwnedFd,
+    pythons: OwnedFd,
+    rubies: OwnedFd,
     generation: Mapped,
     /// Which file is which executable.
     pub files: KnownFiles,
@@ -122,7 +127,8 @@ pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps, Keys)> {
         pages: maps.pages,
         rows: maps.rows,
         rules: maps.rules,
-        layouts: maps.layouts,
+        pythons: maps.pythons,
+        rubies: maps.rubies,
         files: KnownFiles::new(&maps.known_files)?,
     };
     Ok((processes, tables, Keys::new(&maps.question)?))
@@ -174,13 +180,13 @@ impl ProcessMaps {
 }
 
 impl TableMaps {
-    /// Publishes an executable's pages and the number of the layout of its CPython, or that there
-    /// are none, as one of `tables::state`.
-    pub fn set_executable(&self, number: u32, pages: u64, python: u32, state: u64) {
+    /// Publishes an executable's pages and the number of the layout of its interpreter, or that
+    /// there are none, as one of `tables::state`.
+    pub fn set_executable(&self, number: u32, pages: u64, layout: u32, state: u64) {
         let at = number as usize * EXECUTABLE;
         // Never pages of one and the state of another: without a state pages are not read.
         self.executables.atomic(at + 8).store(0, Ordering::SeqCst);
-        self.executables.atomic(at + 24).store(python.into(), Ordering::SeqCst);
+        self.executables.atomic(at + 24).store(layout.into(), Ordering::SeqCst);
         self.executables.atomic(at).store(pages, Ordering::SeqCst);
         self.executables.atomic(at + 8).store(state, Ordering::SeqCst);
     }
@@ -220,14 +226,24 @@ impl TableMaps {
         write(&self.rules, u64::from(number) * size_of::<Rule>() as u64, words.to_vec())
     }
 
-    /// Writes the layout of a CPython.
+    /// Writes the layout of an interpreter.
     ///
     /// # Errors
     /// The system call's.
-    pub fn write_layout(&self, number: u32, layout: &Layout) -> io::Result<()> {
+    pub fn write_layout(&self, number: u32, of: &Interpreter) -> io::Result<()> {
         debug_assert!(number < LAYOUTS);
-        let words: &[u64; size_of::<Layout>() / 8] = zerocopy::transmute_ref!(layout);
-        write(&self.layouts, u64::from(number) * size_of::<Layout>() as u64, words.to_vec())
+        let (map, words) = match of {
+            Interpreter::Cpython(layout) => {
+                let words: &[u64; size_of::<cpython::Layout>() / 8] =
+                    zerocopy::transmute_ref!(layout);
+                (&self.pythons, words.to_vec())
+            }
+            Interpreter::Ruby(layout) => {
+                let words: &[u64; size_of::<ruby::Layout>() / 8] = zerocopy::transmute_ref!(layout);
+                (&self.rubies, words.to_vec())
+            }
+        };
+        write(map, u64::from(number) * 8 * words.len() as u64, words)
     }
 
     /// As of [`ProcessMaps`].

@@ -46,7 +46,8 @@ pub enum Executable {
 }
 
 impl Executable {
-    /// The name outputs show: a path, or `[kernel]`, `[module]`, `[vdso]`, `[jit]`, `[cpython]`.
+    /// The name outputs show: a path, or `[kernel]`, `[module]`, `[vdso]`, `[jit]`,
+    /// `[cpython]`, `[ruby]`.
     #[must_use]
     pub fn name(&self) -> String {
         match self {

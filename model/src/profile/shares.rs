@@ -1,7 +1,9 @@
 //! How many frames of a profile have names, and how many of its stacks are whole. A frame counts
 //! once for each sample it is in, so hot code weighs most.
 
-use super::{EndReason, ExecutableId, Missing, Named, Resolution, Sample, StackId, ThreadId};
+use super::{
+    EndReason, ExecutableId, LocationId, Missing, Named, Resolution, Sample, StackId, ThreadId,
+};
 
 /// Parts of a whole, in samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,7 +106,7 @@ impl<'a> Named<'a> {
         self.profile.samples.iter().filter_map(move |sample| {
             let stack = sample.key.user?;
             let end = self.end(stack);
-            let last = self.stack(stack).last();
+            let last = self.native(stack).last();
             let executable = last.map(|at| self.locations[at.index()].executable);
             let thread = sample.key.thread;
             let is_cut = !matches!(end, EndReason::Root | EndReason::NotSaid);
@@ -112,10 +114,20 @@ impl<'a> Named<'a> {
         })
     }
 
+    /// Frames of a user stack but those of functions that an interpreter runs: how a stack ends is
+    /// said of the others.
+    fn native(self, stack: StackId) -> impl Iterator<Item = LocationId> + use<'a> {
+        let profile = self.profile;
+        let executable = |at: LocationId| profile.locations[at.index()].executable;
+        let is_native =
+            move |at: &LocationId| !profile.executables[executable(*at).index()].is_code();
+        profile.stack(stack).filter(is_native)
+    }
+
     /// Why a user stack ends.
     #[must_use]
     pub fn end(self, stack: StackId) -> EndReason {
-        let mut frames = self.stack(stack).enumerate();
+        let mut frames = self.native(stack).enumerate();
         let begun = frames.by_ref().last().is_some_and(|(callers, at)| {
             let Some(Resolution::Found { lines, .. }) = self.names.resolutions.get(at.index())
             else {

@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use super::{FrameId, LocationId, Names, Profile, Sample, SeriesId};
+use super::{Executable, ExecutableId, FrameId, LocationId, Names, Profile, Sample, SeriesId};
+use crate::Runtime;
 
 impl Profile {
     /// Keeps the samples of a stretch of time, seconds from the start of the profile. Needs the
@@ -94,11 +95,16 @@ impl Profile {
     /// that of the function.
     pub fn hide_evaluators(&mut self) {
         for index in 0..self.tree.len() {
-            if let Some(caller) = self.tree[index].caller
-                && self.is_code(index)
-                && !self.is_code(caller.index())
-            {
-                self.tree[index].caller = self.tree[caller.index()].caller;
+            let Some(runtime) = self.runtime(index) else { continue };
+            let Some(first) = self.tree[index].caller.map(FrameId::index) else { continue };
+            for _ in 0..runtime.evaluators() {
+                let Some(caller) = self.tree[index].caller else { break };
+                let caller = caller.index();
+                let is_of_it = self.executable(caller) == self.executable(first);
+                if self.runtime(caller).is_some() || !is_of_it {
+                    break;
+                }
+                self.tree[index].caller = self.tree[caller].caller;
             }
         }
     }
@@ -116,14 +122,21 @@ impl Profile {
 
     fn native(&self, frame: Option<FrameId>) -> Option<FrameId> {
         match frame {
-            Some(at) if self.is_code(at.index()) => self.tree[at.index()].caller,
+            Some(at) if self.runtime(at.index()).is_some() => self.tree[at.index()].caller,
             frame => frame,
         }
     }
 
-    fn is_code(&self, frame: usize) -> bool {
-        let location = self.locations[self.tree[frame].location.index()];
-        self.executables[location.executable.index()].is_code()
+    /// Of a function of an interpreter.
+    fn runtime(&self, frame: usize) -> Option<Runtime> {
+        match &self.executables[self.executable(frame).index()] {
+            Executable::Code(code) => Some(code.runtime),
+            _ => None,
+        }
+    }
+
+    fn executable(&self, frame: usize) -> ExecutableId {
+        self.locations[self.tree[frame].location.index()].executable
     }
 
     fn retain(&mut self, mut keep: impl FnMut(usize, &Sample) -> bool) {
@@ -157,16 +170,18 @@ mod tests {
     use crate::{Address, Code, FileOffset, Runtime, Text};
 
     /// A function that is called by another, which an evaluator runs: leaf first `c`, `g`, `f`,
-    /// `eval`, `main`.
-    fn profile() -> Profile {
+    /// `eval`, and its native callers in files of these names, the last first.
+    fn profile(runtime: Runtime, callers: &[&str]) -> Profile {
         let mut into = Builder::new();
-        let file = Executable::File { path: "python".into(), key: None };
-        let file = into.executable(file).unwrap();
         let mut caller = None;
-        for (number, name) in [(1, None), (2, None), (3, Some("f")), (4, Some("g")), (5, None)] {
+        let natives = callers.iter().map(|&file| (file, None));
+        let rest = [("lib", None), ("", Some("f")), ("", Some("g")), ("lib", None)];
+        for ((file, name), number) in natives.chain(rest).zip(1..) {
+            let file = Executable::File { path: file.into(), key: None };
+            let file = into.executable(file).unwrap();
             let function = |name: &str| {
                 let name = Text { width: 1, bytes: name.into(), is_cut: false };
-                let code = Code { name, ..Code::unknown(Runtime::Cpython(0x030d_0000)) };
+                let code = Code { name, ..Code::unknown(runtime) };
                 Executable::Code(Arc::new(code))
             };
             let executable = name.map_or(file, |name| into.executable(function(name)).unwrap());
@@ -189,14 +204,22 @@ mod tests {
 
     #[test]
     fn a_function_stands_for_the_evaluator_that_runs_it() {
-        let mut profile = profile();
-        profile.hide_evaluators();
-        assert_eq!(numbers(&profile), [5, 4, 3, 1]);
+        let hidden = |runtime, callers: &[&str]| {
+            let mut profile = profile(runtime, callers);
+            profile.hide_evaluators();
+            numbers(&profile)
+        };
+        let (python, ruby) = (Runtime::Cpython(0x030d_0000), Runtime::Ruby(0x0003_0300));
+        assert_eq!(hidden(python, &["lib"]), [5, 4, 3, 1]);
+        // Ruby's has two functions, of the same file.
+        assert_eq!(hidden(ruby, &["lib", "lib"]), [6, 5, 4, 1]);
+        assert_eq!(hidden(ruby, &["other"]), [5, 4, 3, 1]);
+        assert_eq!(hidden(ruby, &[]), [4, 3, 2]);
     }
 
     #[test]
     fn native_frames_alone_have_the_evaluator() {
-        let mut profile = profile();
+        let mut profile = profile(Runtime::Cpython(0x030d_0000), &["lib"]);
         profile.keep_native();
         assert_eq!(numbers(&profile), [5, 2, 1]);
     }

@@ -81,7 +81,8 @@ pub enum Sort {
 #[derive(Clone, Debug, Default, ClapArgs)]
 pub struct Slice {
     /// Divide samples by a label: comm, thread, tid, pid, cpu, container_id, pod_uid, cgroup_path,
-    /// any a profile has, or kind: what the innermost function is, native, kernel, jit or cpython.
+    /// any a profile has, or kind: what the innermost function is, native, kernel, jit, cpython or
+    /// ruby.
     /// The report shows their shares; flame graphs and folded stacks begin with it.
     #[arg(long, value_name = "LABEL")]
     pub by: Option<String>,

@@ -2,6 +2,7 @@
 //! stranger.
 
 mod cpython;
+mod ruby;
 
 use bytestring::ByteString;
 use stackwire_model::profile::Line;
@@ -12,7 +13,7 @@ use stackwire_model::{Code, Runtime};
 pub struct Function {
     name: ByteString,
     path: ByteString,
-    /// Where each stretch of its instructions ends, in bytes from the first, and its line.
+    /// Where each stretch of its instructions ends, in units from the first, and its line.
     lines: Vec<(u64, Option<u32>)>,
 }
 
@@ -25,6 +26,7 @@ impl Function {
         }
         let lines = match code.runtime {
             Runtime::Cpython(version) => cpython::lines(code, version),
+            Runtime::Ruby(version) => ruby::lines(code, version),
         };
         let (name, path) = (code.name.to_utf8().into(), code.path.to_utf8().into());
         Some(Self { name, path, lines })

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use stackwire_collector_ebpf::Rule;
-use stackwire_collector_ebpf::cpython::{LAYOUTS, Layout};
+use stackwire_collector_ebpf::managed::{LAYOUTS, RUBY};
 use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES, page_word, pages_word, row, state};
-use stackwire_unwind::Table;
+use stackwire_unwind::{Interpreter, Table};
 
 use super::{Inner, State};
 use crate::unwind::no_layout::NoLayout;
@@ -26,8 +26,8 @@ pub(super) struct Place {
     pub owner: Owner,
     /// Its executable's word: [`pages_word`].
     pub word: u64,
-    /// The number of the layout of its CPython; 0: it is none. Or why there is no layout.
-    pub python: Result<u32, NoLayout>,
+    /// The number of the layout of its interpreter; 0: it is none. Or why there is no layout.
+    pub layout: Result<u32, NoLayout>,
     page: u32,
     chunk: u32,
     amount: Amount,
@@ -36,9 +36,9 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The number that the kernel side finds the layout of its CPython by; 0: there is none.
+    /// The number that the kernel side finds the layout of its interpreter by; 0: there is none.
     pub fn layout(&self) -> u32 {
-        self.python.unwrap_or(0)
+        self.layout.unwrap_or(0)
     }
 
     /// Whether a table of the same build-id is the one that is here: one of a file with other
@@ -81,8 +81,8 @@ impl Inner {
             rows.map(|&of| row((of >> 16) as u16, rules[(of & 0xffff) as usize])).collect();
         let owner = self.slots[number as usize].owner.payer();
         let word = pages_word(page, amount.pages, table.base);
-        let python = self.layout(table.python, owner == Owner::Everyone);
-        let place = Place { owner, word, python, page, chunk, amount, rules };
+        let layout = self.layout(table.interpreter, owner == Owner::Everyone);
+        let place = Place { owner, word, layout, page, chunk, amount, rules };
         let written =
             self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
         match written {
@@ -94,20 +94,24 @@ impl Inner {
         }
     }
 
-    /// The number of the layout of a CPython. Users have half of them for files of their own.
-    fn layout(&mut self, layout: Option<Layout>, everyones: bool) -> Result<u32, NoLayout> {
-        let Some(layout) = layout else { return Ok(0) };
-        NoLayout::of(&layout)?;
-        if let Some(known) = self.layouts.iter().position(|known| *known == layout) {
-            return Ok(known as u32 + 1);
+    /// The number of the layout of an interpreter. Users have half of them for files of their own.
+    fn layout(&mut self, of: Option<Interpreter>, everyones: bool) -> Result<u32, NoLayout> {
+        let Some(of) = of else { return Ok(0) };
+        NoLayout::of(&of)?;
+        let (layouts, mark) = match of {
+            Interpreter::Cpython(_) => (&mut self.pythons, 0),
+            Interpreter::Ruby(_) => (&mut self.rubies, RUBY),
+        };
+        if let Some(known) = layouts.iter().position(|known| *known == of) {
+            return Ok(mark | (known as u32 + 1));
         }
-        let number = self.layouts.len() as u32 + 1;
+        let number = layouts.len() as u32 + 1;
         let room = if everyones { LAYOUTS } else { LAYOUTS / 2 };
-        if number >= room || self.maps.write_layout(number, &layout).is_err() {
+        if number >= room || self.maps.write_layout(number, &of).is_err() {
             return Err(NoLayout::NoRoom);
         }
-        self.layouts.push(layout);
-        Ok(number)
+        layouts.push(of);
+        Ok(mark | number)
     }
 
     /// Puts a table in the place of the one a number has, for all numbers that have it; where there
