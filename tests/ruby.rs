@@ -226,6 +226,28 @@ fn the_report_says_how_frames_ended_and_shows_methods_with_files() {
     }
 }
 
+/// Of each method and each block in it there are two entries, and one that ends them.
+#[test]
+fn of_many_blocks_the_innermost_are_shown_wherever_the_list_is_cut() {
+    if !privileged() {
+        return;
+    }
+    let (name, ruby) = rubies().pop_first().unwrap();
+    for more in 0..3 {
+        let program = format!(
+            "def spin(left)\n  spin(left - 1) if left > 0\n  puts 'ready'\n  $stdout.flush\n  \
+             nil while true\nend\n\
+             def nest(left)\n  spin({more}) if left == 0\n  [1].each {{ nest(left - 1) }}\nend\n\
+             nest(300)"
+        );
+        let running = Running::start(like(&ruby).args(["-e", &program]));
+        let profile = record(running.pid(), 1, &[]);
+        let nested = |it: &Sample| profile.functions(it).iter().filter(|it| **it == "nest").count();
+        let least = profile.samples.iter().map(nested).min().unwrap();
+        assert!((150..300).contains(&least), "{name}, {more} more: {least}");
+    }
+}
+
 #[test]
 fn what_a_program_computes_with_is_in_no_capture() {
     if !privileged() {

@@ -9,8 +9,7 @@ use aya_ebpf::macros::map;
 use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::frame::TableWalk;
 use stackwire_collector_ebpf::managed::{
-    CodeHead, Entry, Evaluator, KNOWN_CODES, LAYOUTS, MAX_ENTRIES, MAX_EVALUATORS, MAX_NEW,
-    ManagedHead,
+    CodeHead, Entry, KNOWN_CODES, LAYOUTS, MAX_ENTRIES, MAX_EVALUATORS, MAX_NEW, ManagedHead,
 };
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
@@ -54,8 +53,7 @@ pub struct OfList {
     pub native: u64,
     /// An address in the stack frame of the next evaluator, or `managed::ANY`; 0: there is none.
     pub evaluator: u64,
-    /// Code of the evaluator, with `managed::ANY`, and whether its core was met just now.
-    pub code: Evaluator,
+    /// With `managed::ANY`: whether the core of an evaluator was met just now.
     pub after_core: u64,
 }
 
@@ -141,7 +139,7 @@ pub struct Code {
     pub bytes: [u8; CODE_ROOM],
 }
 /// More than there are: the verifier knows less of lengths.
-pub const CODE_ROOM: usize = 2048 + 8192;
+pub const CODE_ROOM: usize = 4096 + 8192;
 
 #[map]
 pub static CODES: PerCpuArray<Code> = PerCpuArray::with_max_entries(2, 0);

@@ -80,23 +80,24 @@ pub const DUMMY: u64 = 0x7999_0001;
 /// it for the innermost.
 pub const NOWHERE: u32 = i32::MAX as u32;
 /// Control frames that a sample looks at, those of C functions included.
-pub const MAX_FRAMES: u64 = 640;
+/// One less than the steps of five programs (`walk/lists.rs`).
+pub const MAX_FRAMES: u64 = 639;
 
-/// Bytes of the index of a line table, for so many instruction words: 54 ranks of 7 bits, and a
-/// block for 512 words each (`succ_index_table` of iseq.c).
+/// Bytes of the index of a line table, for so many instruction words: nine ranks in each word of
+/// its head, of 54 at most, and a block for 512 others each (`succ_index_table_create` of iseq.c).
 #[inline(always)]
 #[must_use]
 pub fn index_bytes(words: u32) -> u32 {
-    let behind = words.saturating_sub(IMMEDIATE);
-    INDEX_HEAD + (behind.saturating_add(511) / 512).saturating_mul(INDEX_BLOCK)
+    if words < IMMEDIATE {
+        return (words + 8) / 9 * 8;
+    }
+    let blocks = (words - IMMEDIATE).saturating_add(511) / 512;
+    blocks.saturating_mul(INDEX_BLOCK).saturating_add(INDEX_HEAD)
 }
 
-/// Instruction words whose ranks are in the head of the index.
-pub const IMMEDIATE: u32 = 54;
-/// Bytes of the head of the index.
-pub const INDEX_HEAD: u32 = 48;
-/// Bytes of a block of the index.
-pub const INDEX_BLOCK: u32 = 80;
+const IMMEDIATE: u32 = 54;
+const INDEX_HEAD: u32 = 48;
+const INDEX_BLOCK: u32 = 80;
 
 #[cfg(not(target_arch = "bpf"))]
 impl Layout {
@@ -120,5 +121,17 @@ impl Layout {
     #[must_use]
     pub fn is_unknown(&self) -> bool {
         self.frame == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::index_bytes;
+
+    #[test]
+    fn an_index_has_no_more_than_its_sequence_needs() {
+        let bytes = [0, 1, 9, 10, 53, 54, 55, 566, 567].map(index_bytes);
+        assert_eq!(bytes, [0, 8, 8, 16, 48, 48, 128, 128, 208]);
+        assert_eq!(index_bytes(u32::MAX), 671_088_688);
     }
 }

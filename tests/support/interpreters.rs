@@ -39,6 +39,7 @@ pub(crate) fn rubies() -> BTreeMap<String, Command> {
     };
     let mut all: BTreeMap<_, _> =
         ["bookworm", "trixie", "sid"].into_iter().filter_map(of).collect();
+    assert!(!all.is_empty(), "no Ruby of a Debian; tests/setup.sh gets them");
     // Debian's later ones have none.
     if let Some((name, mut ruby)) = of("bookworm") {
         ruby.arg("--yjit");

@@ -22,6 +22,8 @@ const CORE_JUMPS: u64 = 64;
 /// Most bytes of it for each of those.
 const BYTES_A_JUMP: u64 = 512;
 const CALL: u8 = 0xe8;
+/// Most bytes of code that are looked at; a libruby with a JIT has 6 MB.
+const MAX_CODE: u64 = 128 << 20;
 
 /// The layout; none where the file is no Ruby.
 pub(crate) fn layout(elf: &Elf<'_>) -> Option<Layout> {
@@ -85,19 +87,24 @@ type Function = (u64, u64);
 
 /// `vm_exec_core` and what calls it, `rb_vm_exec`.
 fn evaluator(elf: &Elf<'_>) -> Option<(Function, Function)> {
-    let functions: Vec<(Function, Vec<u8>)> = functions(elf)
-        .into_iter()
-        .filter(|&(start, _)| !elf.is_linkage_table(start))
-        .filter_map(|(start, end)| Some(((start, end), elf.code(start, end - start)?)))
-        .collect();
-    let jumps = functions.iter().filter_map(|((start, end), code)| {
-        let (bytes, jumps) = (end - start, jumps(code));
-        let is_it = bytes >= CORE_BYTES && jumps >= CORE_JUMPS && bytes / jumps <= BYTES_A_JUMP;
-        is_it.then_some((jumps, (*start, *end)))
+    let mut functions = functions(elf);
+    functions.retain(|&(start, _)| !elf.is_linkage_table(start));
+    let bytes = functions.iter().try_fold(0u64, |all, (start, end)| all.checked_add(end - start));
+    // Functions that lie in each other, of a file that was made to be slow.
+    if bytes.is_none_or(|bytes| bytes > MAX_CODE) {
+        return None;
+    }
+    let large = functions.iter().filter(|(start, end)| end - start >= CORE_BYTES);
+    let found = large.filter_map(|&(start, end)| {
+        let (bytes, jumps) = (end - start, jumps(&elf.code(start, end - start)?));
+        let is_it = jumps >= CORE_JUMPS && bytes / jumps <= BYTES_A_JUMP;
+        is_it.then_some((jumps, (start, end)))
     });
-    let (_, core) = jumps.max()?;
-    let mut callers = functions.iter().filter(|((start, _), code)| calls(code, *start, core.0));
-    let (entry, _) = callers.next()?;
+    let (_, core) = found.max()?;
+    let mut callers = functions.iter().filter(|&&(start, end)| {
+        elf.code(start, end - start).is_some_and(|code| calls(&code, start, core.0))
+    });
+    let entry = callers.next()?;
     callers.next().is_none().then_some((core, *entry))
 }
 

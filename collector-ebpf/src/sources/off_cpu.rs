@@ -81,7 +81,7 @@ pub fn walk_waiting_tables(ctx: BtfTracePointContext) -> i32 {
     walk_on(&ctx, |scratch| by_tables::step(scratch, SWITCHER))
 }
 
-/// Walks CPython's own list of frames; then the native walk goes on.
+/// Walks an interpreter's own list of frames; then the native walk goes on.
 #[btf_tracepoint(function = "sched_switch")]
 pub fn walk_waiting_list(ctx: BtfTracePointContext) -> i32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) else { return 0 };

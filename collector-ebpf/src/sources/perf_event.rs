@@ -187,7 +187,7 @@ fn walk_on(ctx: &PerfEventContext, step: impl FnOnce(&mut Scratch)) -> u32 {
     go_on(ctx, scratch)
 }
 
-/// Walks CPython's own list of frames; then the native walk goes on.
+/// Walks an interpreter's own list of frames; then the native walk goes on.
 #[perf_event]
 pub fn walk_frame_list(ctx: PerfEventContext) -> u32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };

@@ -10,7 +10,7 @@ use stackwire_collector_ebpf::ruby::{
     FINISH, FRAME_BYTES, FRAME_EP, FRAME_ISEQ, KIND, Layout, MAX_FRAMES, MAX_WORDS, NOWHERE,
 };
 
-use super::entries::{GO_ON, note_new, push, push_evaluator};
+use super::entries::{GO_ON, is_open, note_new, push, push_evaluator};
 use super::objects::{read, word, word_in};
 use crate::maps::{LISTS, List, RUBY_LAYOUTS};
 
@@ -91,10 +91,12 @@ fn frame(all: &mut List, layout: &Layout, slot: u32) -> Option<u64> {
         return Some(ListEnd::Root as u64);
     }
     all.looked_at += 1;
-    // A frame may take two, and fewer than all are handed over.
-    if all.looked_at >= MAX_FRAMES || all.count >= MAX_ENTRIES as u64 - 2 {
-        // What was found runs in the evaluator that comes next.
-        push_evaluator(all, ANY);
+    // A frame may take two, the end one, and fewer than all are handed over.
+    if all.looked_at >= MAX_FRAMES || all.count >= MAX_ENTRIES as u64 - 3 {
+        // What was found since the last evaluator runs in the one that comes next.
+        if is_open(all) {
+            push_evaluator(all, ANY);
+        }
         return Some(ListEnd::DepthLimit as u64);
     }
     read(all, all.frame, FRAME_BYTES)?;

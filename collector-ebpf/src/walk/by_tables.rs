@@ -9,7 +9,7 @@ use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
 use stackwire_collector_ebpf::arch::{RSP, saved};
 use stackwire_collector_ebpf::frame::{AGAIN, NOT_CALLED, TableWalk, Tables};
-use stackwire_collector_ebpf::tables::{CHUNK, Mapping};
+use stackwire_collector_ebpf::tables::{CHUNK, Mapping, mapping_of};
 use stackwire_collector_ebpf::unwind::{GO_ON, guessed};
 use stackwire_collector_ebpf::{
     INTERRUPTED, MAX_USER_FRAMES, Memory, Rule, Unwind, UserEnd, masked,
@@ -149,7 +149,9 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     let mut maps = Maps { layout: 0 };
     let end = scratch.tables.up(&mut maps, memory, guesses, elsewhere);
     if maps.layout != 0 && scratch.list.stage == list::NOT_MET {
-        lists::meet(slot, maps.layout as u32, ip, sp);
+        let (_, offset) = mapping_of(scratch.tables.mapping.word);
+        let base = scratch.tables.mapping.start.wrapping_sub(offset);
+        lists::meet(slot, maps.layout as u32, base, ip, sp);
     }
     let end = match end {
         AGAIN => return GO_ON,

@@ -38,6 +38,14 @@ pub fn push_evaluator(all: &mut List, address: u64) -> u64 {
     GO_ON
 }
 
+/// Whether the last entry is a function.
+#[inline(always)]
+pub fn is_open(all: &List) -> bool {
+    let last = masked::<{ MAX_ENTRIES as u64 - 1 }>(all.count.wrapping_sub(1));
+    // SAFETY: masked to less than the length.
+    all.count > 0 && unsafe { (*all.entries.as_ptr().add(last)).code } & EVALUATOR == 0
+}
+
 /// Notes a function that was not handed over yet.
 #[inline(always)]
 pub fn note_new(all: &List, slot: u32, entry: Entry) {

@@ -9,11 +9,11 @@
 //! In steps of [`STEP`], each a program that calls the next, as in `by_tables.rs`. In a slot of
 //! `LISTS`, as a native walk is in one of `SCRATCH`. Called by `sources/`.
 
+use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::managed::{
     ANY, EVALUATOR, Entry, ListEnd, MAX_ENTRIES, MAX_EVALUATORS, ManagedHead, NOT_FOUND, RUBY,
 };
-use stackwire_collector_ebpf::tables::mapping_of;
 use stackwire_collector_ebpf::{RecordKind, SampleHeader, masked};
 
 use super::by_control_frames::walk_control_frame;
@@ -22,6 +22,7 @@ use super::entries::GO_ON;
 use super::names;
 use crate::hash::mixed;
 use crate::maps::{LISTS, List, MET, SCRATCH, Scratch, THREAD_SLOTS, WALKING, hand_over, list};
+use crate::task::Task;
 
 /// Threads that a program looks at, and frames that it walks.
 const STEP: u64 = 128;
@@ -30,13 +31,10 @@ const STEP: u64 = 128;
 /// with this address and stack pointer. A global function, as `walk_frame`, whose stack it spares.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn meet(slot: u32, layout: u32, ip: u64, sp: u64) -> u64 {
+pub extern "C" fn meet(slot: u32, layout: u32, base: u64, ip: u64, sp: u64) -> u64 {
     let Some(scratch) = SCRATCH.get_ptr_mut(slot) else { return 0 };
     // SAFETY: as in `found`.
     let scratch = unsafe { &mut *scratch };
-    let mapping = &scratch.tables.mapping;
-    let (_, offset) = mapping_of(mapping.word);
-    let base = mapping.start.wrapping_sub(offset);
     let list = &mut scratch.list;
     list.layout = u64::from(layout);
     list.base = base;
@@ -72,9 +70,13 @@ pub extern "C" fn meet_again(slot: u32) -> u64 {
     1
 }
 
+/// What tells the process from others, and from what it was before it became another program.
 #[inline(always)]
 fn process(scratch: &Scratch) -> u64 {
-    mixed(scratch.header.start_boottime_ns, u64::from(scratch.header.pid))
+    // SAFETY: a helper without arguments.
+    let task = Task(unsafe { bpf_get_current_task_btf() } as u64);
+    let of = mixed(scratch.header.start_boottime_ns, u64::from(scratch.header.pid));
+    mixed(of, u64::from(task.exec_id()))
 }
 
 /// A hash of the list and this one. A global function, as `walk_frame`.
@@ -121,10 +123,12 @@ pub fn come_by(scratch: &mut Scratch, slot: u32, native: u64, ip: u64, sp: u64) 
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn is_evaluator(slot: u32, ip: u64) -> u64 {
-    let Some(scratch) = SCRATCH.get_ptr_mut(slot) else { return 0 };
+    let (Some(scratch), Some(all)) = (SCRATCH.get_ptr_mut(slot), LISTS.get_ptr(slot)) else {
+        return 0;
+    };
     // SAFETY: as in `found`.
-    let list = unsafe { &mut (*scratch).list };
-    list.code.is_at(ip, &mut list.after_core).into()
+    let (list, all) = unsafe { (&mut (*scratch).list, &*all) };
+    all.head.evaluator.is_at(ip, &mut list.after_core).into()
 }
 
 /// Notes that the next evaluator's frame was found; gives an address in the one behind it. A global
@@ -200,11 +204,8 @@ pub fn finish(scratch: &mut Scratch, slot: u32) {
         scratch.list.stage = list::NOT_THERE;
     }
     scratch.list.evaluator = address(all);
-    scratch.list.code.core = all.head.evaluator.core;
-    scratch.list.code.core_bytes = all.head.evaluator.core_bytes;
-    scratch.list.code.entry = all.head.evaluator.entry;
-    scratch.list.code.entry_bytes = all.head.evaluator.entry_bytes;
-    scratch.list.after_core = 0;
+    // SAFETY: a plain word of this structure; `is_evaluator` reads it in a reference of its own.
+    unsafe { core::ptr::write_volatile(&raw mut scratch.list.after_core, 0) };
     if scratch.walk.end == WALKING {
         come_by(scratch, slot, scratch.list.native, scratch.list.ip, scratch.list.sp);
     }
@@ -235,7 +236,7 @@ fn begin(all: &mut List, scratch: &Scratch) {
     all.head.evaluator.entry_bytes = 0;
 }
 
-/// Hands over the list, if the thread runs Python, and notes how it ended; false: there was no room
+/// Hands over the list, if the thread has one, and notes how it ended; false: there was no room
 /// for it.
 #[inline(always)]
 pub fn hand_over_list(scratch: &mut Scratch, slot: u32) -> bool {

@@ -51,9 +51,9 @@ pub fn copy<const MOST: u64, const MASK: u64>(
     length: u64,
 ) -> u64 {
     let length = if length < MOST { length } else { MOST };
-    let place = masked::<2047>(before);
+    let place = masked::<4095>(before);
     let bytes = masked::<MASK>(length) as u32;
-    // SAFETY: the place is less than 2048, the length at most MASK, and the array has more than
+    // SAFETY: the place is less than 4096, the length at most MASK, and the array has more than
     // both together. The helper checks the address and fails rather than fault.
     let failed =
         unsafe { bpf_probe_read_user(to.as_mut_ptr().add(place).cast(), bytes, from as *const _) };

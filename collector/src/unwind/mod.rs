@@ -153,7 +153,7 @@ impl Unwind {
         self.catalog.missing(kind)
     }
 
-    /// Why the functions that a CPython runs are not seen.
+    /// Why the functions that an interpreter runs are not seen.
     #[must_use]
     pub fn no_layout(&self, kind: &Kind) -> Option<NoLayout> {
         self.catalog.no_layout(kind)

@@ -37,8 +37,9 @@ fn by_index(code: &Code, version: u32, into: &mut Vec<(u64, Option<u32>)>) -> Op
         into.push((u64::from(u32::MAX), line(1)));
         return Some(());
     }
-    let (head, blocks) = index.split_at_checked(HEAD)?;
-    let ranks = (0..IMMEDIATE)
+    // Of a short sequence it is shorter.
+    let (head, blocks) = index.split_at(index.len().min(HEAD));
+    let ranks = (0..IMMEDIATE.min(head.len() / 8 * RANKS))
         .map(|word| (word_at(head, word / RANKS) >> (word % RANKS * 7) & 0x7f) as usize);
     let behind = blocks
         .chunks_exact(BLOCK)
@@ -84,7 +85,7 @@ mod tests {
     fn table(begins: &[usize], words: usize) -> Vec<u8> {
         let rank = |word: usize| begins.iter().filter(|&&begin| begin <= word).count() as u64;
         let mut index = Vec::new();
-        for word in 0..6 {
+        for word in 0..if words < 54 { words.div_ceil(9) } else { 6 } {
             let ranks = (0..9).map(|at| rank(word * 9 + at) << (at * 7));
             index.extend(ranks.fold(0, |all, one| all | one).to_le_bytes());
         }
@@ -118,15 +119,20 @@ mod tests {
             assert_eq!(line(&code, word as u64), wanted, "{word}");
         }
         assert_eq!(line(&code, 5000), 0, "behind its end");
+        let short = self::code(table(&[0, 3, 8], 10));
+        assert_eq!(
+            [0, 2, 3, 7, 8, 9].map(|word| line(&short, word)),
+            [100, 100, 101, 101, 102, 102]
+        );
     }
 
     #[test]
     fn what_is_cut_has_no_lines() {
-        let whole = table(&[0, 3], 10);
+        let whole = table(&[0, 3], 60);
         for length in 0..whole.len() {
-            let _ = line(&code(whole[..length].to_vec()), 1);
+            let found = line(&code(whole[..length].to_vec()), 1);
+            assert!(found == 0 || length >= 132 + 12, "{length}");
         }
-        assert_eq!(line(&code(whole[..40].to_vec()), 1), 0);
         assert_eq!(line(&code(Vec::new()), 1), 0);
         let alone = [[0; 4], 7u32.to_le_bytes(), [0; 4], [0; 4]].concat();
         assert_eq!(line(&code(alone), 9), 7);
