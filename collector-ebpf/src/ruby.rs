@@ -89,7 +89,7 @@ pub const MAX_FRAMES: u64 = 639;
 #[must_use]
 pub fn index_bytes(words: u32) -> u32 {
     if words < IMMEDIATE {
-        return (words + 8) / 9 * 8;
+        return words.div_ceil(9) * 8;
     }
     let blocks = (words - IMMEDIATE).saturating_add(511) / 512;
     blocks.saturating_mul(INDEX_BLOCK).saturating_add(INDEX_HEAD)
