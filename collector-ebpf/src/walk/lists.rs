@@ -191,7 +191,7 @@ pub fn step(scratch: &mut Scratch, slot: u32) -> bool {
     end != GO_ON
 }
 
-/// Hands over what names new code objects; then the native walk goes on.
+/// Hands over what names new functions; then the native walk goes on.
 #[inline(always)]
 pub fn finish(scratch: &mut Scratch, slot: u32) {
     scratch.list.stage = list::WALKED;
