@@ -84,6 +84,8 @@ mod together {
 mod beside;
 /// Processes chosen by name, container and pod.
 mod chosen;
+/// CPU time that programs used, beside their samples.
+mod cpu_time;
 /// Functions of CPython among native ones, with their lines.
 mod cpython;
 /// Manifests, units, images and alerts of `deploy/`.

@@ -420,6 +420,8 @@ static CONFIG: Config = Config {
     namespace_inode: 0,
     stack_copies: 0,
     managed: 0,
+    task_signal: 0,
+    signal_runtime: 0,
 };
 
 /// The configuration the collector wrote before load.

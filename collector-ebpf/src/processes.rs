@@ -1,5 +1,6 @@
 //! Finds the mappings of a process for the walk by tables. Keeps them right between two messages of
-//! the collector: a fork passes them on, an exec ends them.
+//! the collector: a fork passes them on, an exec ends them. Tells how much CPU time a process used
+//! that has ended.
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::bpf_probe_read_kernel;
@@ -11,8 +12,9 @@ use stackwire_collector_ebpf::tables::{
     PROCESS_PROBES, PROCESS_SLOTS, Process, exec_word, first_slot, is_outdated, moment, process_of,
     process_word,
 };
+use stackwire_collector_ebpf::{RecordKind, SampleHeader};
 
-use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config, wake_collector};
+use crate::maps::{EXECS, GENERATION, INHERITED, PROCESSES, config, hand_over, wake_collector};
 use crate::task::{Task, current};
 use crate::walk::tree;
 
@@ -123,5 +125,43 @@ pub fn note_exec(_ctx: RawTracePointContext) -> i32 {
         unsafe { core::ptr::write_volatile(slot, exec_word(pid, bpf_ktime_get_ns())) };
         wake_collector();
     }
+    0
+}
+
+/// `sched_process_free(task)`: some milliseconds after the task was reaped, when it has long left
+/// its CPU.
+///
+/// Not `sched_process_exit`, where what it ran since the last tick is not counted yet: up to 4 ms.
+#[raw_tracepoint(tracepoint = "sched_process_free")]
+pub fn note_end(ctx: RawTracePointContext) -> i32 {
+    let task = Task(ctx.arg::<u64>(0));
+    let host_pid = task.host_pid();
+    if host_pid == 0 || task.host_tid() != host_pid {
+        return 0; // a thread, whose time is in that of its process
+    }
+    let mut record = SampleHeader {
+        // SAFETY: a helper without arguments.
+        time_ns: unsafe { bpf_ktime_get_ns() },
+        start_boottime_ns: task.start(),
+        cgroup_id: 0,
+        period: task.gone_runtime(),
+        pid: 0,
+        tid: 0,
+        cpu: 0,
+        host_pid,
+        user_frames: 0,
+        kernel_frames: 0,
+        user_end: 0,
+        kernel_end: 0,
+        event: 0,
+        kind: RecordKind::Ended as u8,
+        state: 0,
+        list_end: 0,
+        reserved: [0; 6],
+        comm: [0; 16],
+    };
+    // One that there is no room for is asked no more: its last time is missing.
+    // SAFETY: the record has as many bytes.
+    unsafe { hand_over((&raw mut record).cast(), size_of::<SampleHeader>()) };
     0
 }

@@ -101,6 +101,9 @@ pub enum RecordKind {
     /// What names a function of an interpreter: a [`CodeHead`](crate::managed::CodeHead) in place
     /// of frames, and the bytes. Samples behind it may refer to it.
     Code = 5,
+    /// A process that has ended, and its parent knows. `period` is the CPU time of all its threads,
+    /// nanoseconds. Of the numbers of the process there is `host_pid` alone.
+    Ended = 6,
 }
 
 /// Why a user stack ended where it did.
@@ -302,6 +305,10 @@ pub struct Config {
     pub stack_copies: u32,
     /// Non-zero: frames of interpreters are recorded.
     pub managed: u32,
+    /// Offset of `signal`.
+    pub task_signal: u32,
+    /// Offset of `sum_sched_runtime` in `struct signal_struct`: CPU time of threads that are gone.
+    pub signal_runtime: u32,
 }
 
 /// How user stacks are walked.
@@ -329,5 +336,5 @@ mod layout {
     //! What the two compilations must agree on.
     use super::{Config, SampleHeader};
     const _: () = assert!(size_of::<SampleHeader>() == 80 && align_of::<SampleHeader>() == 8);
-    const _: () = assert!(size_of::<Config>() == 136);
+    const _: () = assert!(size_of::<Config>() == 144);
 }

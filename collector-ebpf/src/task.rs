@@ -63,7 +63,7 @@ impl Task {
     #[inline(always)]
     pub fn tid(self) -> u32 {
         match config().pid_namespace {
-            0 => self.read(config().task_pid).unwrap_or(0),
+            0 => self.host_tid(),
             _ => self.number().unwrap_or(0),
         }
     }
@@ -85,6 +85,12 @@ impl Task {
     #[inline(always)]
     pub fn host_pid(self) -> u32 {
         self.read(config().task_tgid).unwrap_or(0)
+    }
+
+    /// In the initial pid namespace.
+    #[inline(always)]
+    pub fn host_tid(self) -> u32 {
+        self.read(config().task_pid).unwrap_or(0)
     }
 
     /// The number it has in the collector's pid namespace. Of a task that has just ended there is
@@ -134,6 +140,18 @@ impl Task {
         }
         let now = self.read::<u64>(config.task_runtime)?;
         Some(now.wrapping_sub(self.read(config.task_runtime_before)?))
+    }
+
+    /// CPU time of the threads of its process that are gone, or its own where that is more,
+    /// nanoseconds; 0 if unreadable. Of a process's last thread, once that is gone: of the process.
+    ///
+    /// A thread that somebody reaps before it has left its CPU is missing what it ran since the
+    /// last tick: in the sum, not in its own.
+    pub fn gone_runtime(self) -> u64 {
+        let own: u64 = self.read(config().task_runtime).unwrap_or(0);
+        let signal = self.read::<u64>(config().task_signal);
+        let all = signal.and_then(|signal| read(signal + u64::from(config().signal_runtime)));
+        own.max(all.unwrap_or(0))
     }
 
     /// Its `struct mm_struct`; none before it has memory of its own, and as it ends.

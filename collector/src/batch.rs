@@ -47,6 +47,8 @@ pub struct Epoch {
     pub sched: Vec<SchedDef>,
     /// How frames of interpreters ended, and in how many samples.
     pub list_ends: FxHashMap<ListEnd, u64>,
+    /// CPU time of processes without samples, nanoseconds. `None`: nobody asks for CPU times.
+    pub unsampled_cpu_ns: Option<u64>,
 
     oldest_late_ns: Option<u64>,
     executable_index: FxHashMap<u64, u32>,
@@ -377,6 +379,14 @@ impl Epoch {
         }
     }
 
+    /// Adds CPU time that a process used.
+    pub fn add_cpu_time(&mut self, process: &Process, used_ns: u64) {
+        if used_ns > 0 {
+            let index = self.process(process);
+            self.processes[index as usize].cpu_ns += used_ns;
+        }
+    }
+
     fn process(&mut self, process: &Process) -> u32 {
         if let Some(&index) = self.process_index.get(&process.image) {
             return index;
@@ -394,6 +404,7 @@ impl Epoch {
             since_ns: if process.witnessed { process.since_ns } else { 0 },
             end_ns: process.end_ns,
             runs_anonymous: false,
+            cpu_ns: 0,
         };
         intern(&mut self.process_index, &mut self.processes, process.image, definition)
     }

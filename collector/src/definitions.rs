@@ -34,6 +34,8 @@ pub struct ProcessDef {
     pub end_ns: u64,
     /// Frames lie in anonymous memory: a perf-map may name them.
     pub runs_anonymous: bool,
+    /// CPU time it used in this epoch, or since the one in which that was asked last, nanoseconds.
+    pub cpu_ns: u64,
 }
 
 /// A mapping some frame lies in.

@@ -25,6 +25,7 @@ mod batch;
 mod clock;
 mod config;
 mod count;
+mod cpu_time;
 mod definitions;
 
 mod handover;

@@ -13,6 +13,7 @@ use stackwire_model::LostReason;
 use crate::artifact::Hash;
 use crate::batch::Epoch;
 use crate::clock::now_ns;
+use crate::cpu_time::CpuTimes;
 use crate::handover::Handover;
 use crate::host::Identity;
 use crate::host::jit::Snapshots;
@@ -39,6 +40,9 @@ use crate::wire::{self, Beside, References, Span};
 const EPOCH_BYTES: usize = 24 << 20;
 /// How long a sample waits for events that happened before it and are not in their ring yet.
 const SETTLE: Duration = Duration::from_millis(5);
+/// How long the kernel side may take to tell of processes that have ended: it does so when all CPUs
+/// have done something else since.
+const UNTIL_TOLD: Duration = Duration::from_millis(200);
 /// Mappings asked about in a turn: a process may map a file without end, and all others wait.
 const MAX_ASKED: usize = 32;
 
@@ -65,6 +69,8 @@ pub struct Pipeline {
     outbox: Arc<Outbox>,
     /// `None`: nobody asked where threads wait.
     off_cpu: Option<OffCpu>,
+    /// `None`: the kernel side does not tell of processes that end.
+    cpu_times: Option<CpuTimes>,
     scheduling: Scheduling,
     /// `None`: nobody asked for names of Python functions.
     pythons: Option<Pythons>,
@@ -114,6 +120,8 @@ pub struct Parts {
     pub outgoing: Outgoing,
     /// `None`: nobody asked where threads wait.
     pub off_cpu: Option<OffCpu>,
+    /// `None`: the kernel side does not tell of processes that end.
+    pub cpu_times: Option<CpuTimes>,
     /// How threads were scheduled up to the last look.
     pub sched: Totals,
     /// `None`: nobody asked for names of Python functions.
@@ -146,7 +154,7 @@ impl Pipeline {
         let Parts { sampler, mut processes, unwind, layout, names, identity, references, .. } =
             parts;
         let Outgoing { jit, whose, handover, outbox } = parts.outgoing;
-        let Parts { perf, late, off_cpu, sched, pythons, .. } = parts;
+        let Parts { perf, late, off_cpu, cpu_times, sched, pythons, .. } = parts;
         let Parts { started, epoch_start, epoch_length, .. } = parts;
         let codes = Codes::new(processes.executables());
         Self {
@@ -166,6 +174,7 @@ impl Pipeline {
             handover,
             outbox,
             off_cpu,
+            cpu_times,
             scheduling: Scheduling::new(sched),
             pythons,
             batch: Batch::default(),
@@ -239,9 +248,19 @@ impl Pipeline {
         // What goes on now is told up to here. To stop takes seconds on a busy machine.
         let end_ns = now_ns();
         self.sampler.stop();
+        if let Some(cpu_times) = &mut self.cpu_times {
+            cpu_times.end(&self.processes);
+        }
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
+        let patience = Instant::now() + UNTIL_TOLD;
+        let awaits =
+            |it: &Self| it.cpu_times.as_ref().is_some_and(|of| of.awaits_any(&it.processes));
+        while awaits(&self) && Instant::now() < patience {
+            std::thread::sleep(SETTLE);
+            self.take(Duration::ZERO, false);
+        }
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         if let Some(off_cpu) = &mut self.off_cpu {
             off_cpu.add_going_on(
@@ -276,6 +295,9 @@ impl Pipeline {
         };
         self.sampler.drain(&mut self.batch);
         self.define();
+        if let Some(cpu_times) = &mut self.cpu_times {
+            cpu_times.take(&mut self.batch.ended);
+        }
         self.identify();
         let mut events = 0;
         let mut samples = 0;
@@ -448,6 +470,9 @@ impl Pipeline {
         lost.extend(self.outbox.take_dropped_losses());
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
+        if let Some(cpu_times) = &mut self.cpu_times {
+            cpu_times.add_up(processes, &mut self.epoch);
+        }
         self.epoch.put_in_order();
         let samples = self.epoch.samples();
         let tables = self.unwind.as_ref().map(Unwind::stats).unwrap_or_default();

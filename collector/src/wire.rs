@@ -207,6 +207,7 @@ pub fn epoch(
                 host_pid: if process.host_pid == process.pid { 0 } else { process.host_pid },
                 perf_map_growth: growth(&jit.perf_map_growth),
                 jitdump_growth: growth(&jit.jitdump_growth),
+                cpu_ns: process.cpu_ns,
             }
         })
         .collect();
@@ -254,6 +255,7 @@ pub fn epoch(
         wakers,
         kernel_symbols: span.kernel_symbols.iter().map(|hash| hash.0.to_vec()).collect(),
         list_ends: list_ends(epoch),
+        cpu_times: epoch.unsampled_cpu_ns.map(|unsampled_ns| v1::CpuTimes { unsampled_ns }),
     })
 }
 

@@ -82,6 +82,8 @@ pub struct Process {
     pub(super) touched: bool,
     /// Events were lost since its mappings were read: they are read again at the next sample.
     pub(super) stale: bool,
+    /// If it has ended: it did so in this epoch.
+    pub may_be_told_of: bool,
     /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them.
     /// Events from before are in them already.
     pub(super) read_ns: u64,
@@ -108,13 +110,15 @@ impl Process {
             replaced: Vec::new(),
             touched: false,
             stale: false,
+            may_be_told_of: true,
             read_ns: 0,
         }
     }
 
     /// Its main thread ended; others may go on, so it is forgotten only when no sample comes any
     /// more.
-    pub(super) fn exited(&self) -> bool {
+    #[must_use]
+    pub fn exited(&self) -> bool {
         self.end_ns != 0
     }
 

@@ -164,6 +164,11 @@ impl Processes {
         self.by_pid.get(&pid)
     }
 
+    /// All of them.
+    pub fn all(&self) -> impl Iterator<Item = &Process> {
+        self.by_pid.values()
+    }
+
     /// Whether the process with this number that began then still runs, as far as is known.
     #[must_use]
     pub fn runs(&self, pid: u32, start_ns: u64) -> bool {
@@ -230,7 +235,10 @@ impl Processes {
     /// Called between epochs: forgets who ended, who was sampled, and executables nothing refers
     /// to.
     pub fn end_epoch(&mut self) {
-        self.by_pid.retain(|_, process| process.touched || !process.exited());
+        // The kernel side tells of the CPU time of one that ended some milliseconds later.
+        self.by_pid.retain(|_, process| {
+            process.touched || !process.exited() || std::mem::take(&mut process.may_be_told_of)
+        });
         for process in self.by_pid.values_mut() {
             process.touched = false;
         }

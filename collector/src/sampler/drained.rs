@@ -7,6 +7,7 @@ use stackwire_collector_ebpf::unwind::Cursor;
 use zeroize::{Zeroize, Zeroizing};
 
 use crate::managed::List;
+use crate::sources::record::Ended;
 use crate::sources::side_band;
 
 /// A sample, its frames still in the arena of its [`Batch`].
@@ -58,6 +59,8 @@ pub struct Batch {
     pub malformed: u64,
     /// Functions of interpreters that these samples are the first to have.
     pub codes: Vec<NewCode>,
+    /// Processes that have ended.
+    pub ended: Vec<Ended>,
     pub(super) frames: Vec<u64>,
     copies: Vec<Copy>,
     lists: Vec<List>,

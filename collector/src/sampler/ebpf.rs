@@ -361,6 +361,7 @@ impl Sampler for EbpfSampler {
                     let stack = Zeroizing::new(stack.to_vec());
                     self.copies.insert(of.cpu, (of.time_ns, Copy { cursor, stack }));
                 }
+                Ok(Record::Ended(ended)) => batch.ended.push(ended),
                 Err(_) => batch.malformed += 1,
             }
             if left == 0 {

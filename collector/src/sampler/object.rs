@@ -83,7 +83,7 @@ struct Watching {
 }
 
 impl Object {
-    /// Loads maps and programs; attaches the fork tracepoint when children are followed.
+    /// Loads maps and programs; attaches those that watch processes begin and end.
     ///
     /// # Errors
     /// See [`LoadError`].
@@ -132,7 +132,7 @@ impl Object {
         };
         let sampling: Vec<String> = (0..filter.events).map(sampling_name).collect();
         let mut others: Vec<&str> = sampling.iter().map(String::as_str).collect();
-        others.push("sample");
+        others.extend(["sample", "note_end"]);
         if config.counted != 0 {
             others.push("pick");
         }
@@ -200,6 +200,7 @@ impl Object {
             attach(&mut ebpf, "note_exec", "task_rename")?;
             attach(&mut ebpf, "note_fork", "sched_process_fork")?;
         }
+        attach(&mut ebpf, "note_end", "sched_process_free")?;
         if filter.follow {
             attach(&mut ebpf, "follow_fork", "sched_process_fork")?;
         }

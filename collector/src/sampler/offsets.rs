@@ -22,12 +22,13 @@ pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfErr
         ["flags", "pid", "tgid", "group_leader", "start_boottime", arch::THREAD_POINTER, "mm"];
     let [flags, pid, tgid, group_leader, start_boottime, thread_pointer, mm] =
         btf.offsets("task_struct", members)?;
-    let [policy, runtime, runtime_before] = if asks_why {
-        let runs = ["policy", "se.sum_exec_runtime", "se.prev_sum_exec_runtime"];
-        btf.offsets("task_struct", runs)?
+    let [policy, runtime_before] = if asks_why {
+        btf.offsets("task_struct", ["policy", "se.prev_sum_exec_runtime"])?
     } else {
-        [0; 3]
+        [0; 2]
     };
+    let [runtime, signal] = btf.offsets("task_struct", ["se.sum_exec_runtime", "signal"])?;
+    let [signal_runtime] = btf.offsets("signal_struct", ["sum_sched_runtime"])?;
     let config = match pid_namespace() {
         None => config,
         Some(inode) => in_namespace(config, btf, inode)?,
@@ -38,6 +39,8 @@ pub fn offsets(config: Config, btf: &Btf<'_>) -> Result<(Config, Layout), BtfErr
         task_policy: policy,
         task_runtime: runtime,
         task_runtime_before: runtime_before,
+        task_signal: signal,
+        signal_runtime,
         task_flags: flags,
         task_pid: pid,
         task_tgid: tgid,

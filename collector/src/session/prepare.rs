@@ -18,6 +18,7 @@ use super::{SessionError, as_user};
 use crate::artifact::{Artifact, Hash, Kind};
 use crate::clock::{now_ns, realtime_ns};
 use crate::config::{Config, ConfigError, Scope};
+use crate::cpu_time::CpuTimes;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::host::kernel_names::KernelNames;
@@ -54,6 +55,10 @@ pub(super) fn prepare(
     let raised = Raised::for_now();
     let mut side = Side::start(config, &filter)?;
     let mut clocks = (now_ns(), realtime_ns());
+    // Of processes without samples it is not known whether they are among those that were chosen.
+    let counts_unsampled =
+        !matches!(config.scope, Scope::Cgroup(_)) && config.choice.is_everything();
+    let mut cpu_times = CpuTimes::begin(waiting::processes(), counts_unsampled);
     let family = |of: &[u32]| if filter.follow { family(of) } else { each_once(of) };
     let wanted = asked.as_deref().map(family);
     match &mut side {
@@ -114,6 +119,7 @@ pub(super) fn prepare(
     // All of what single processes do is sampled from now on; of others it was from the start on.
     if matches!(config.scope, Scope::Processes { .. }) {
         clocks = (now_ns(), realtime_ns());
+        cpu_times = CpuTimes::begin(admitted.iter().copied(), counts_unsampled);
     }
     if let (Some(off_cpu), Side::Ebpf(sampler)) = (&config.off_cpu, &mut side) {
         let pids = match &config.scope {
@@ -132,10 +138,12 @@ pub(super) fn prepare(
             sampler.note_running(*tid, clocks.0);
         }
     }
+    let mut cpu_times = Some(cpu_times);
     let mut perf = None;
     if let Side::Perf(sampler, _) = &side {
         sampling.kernel_excluded = sampler.contents().kernel == Kernel::Excluded;
         perf = Some(PerfSamples::default());
+        cpu_times = None;
     }
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
@@ -190,6 +198,7 @@ pub(super) fn prepare(
         sched: Totals::new(config.sched, counters, matches!(config.scope, Scope::Cgroup(_))),
         pythons,
         off_cpu: config.off_cpu.as_ref().map(|_| OffCpu::new(config.events.len() as u8)),
+        cpu_times,
         started,
         epoch_start: clocks.0,
         epoch_length: config.epoch,

@@ -49,6 +49,19 @@ pub enum Record<'a> {
         /// The parts.
         bytes: &'a [u8],
     },
+    /// A process that has ended.
+    Ended(Ended),
+}
+
+/// What the kernel side tells of a process that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Process id in the initial pid namespace.
+    pub host_pid: u32,
+    /// Its start, `CLOCK_BOOTTIME` nanoseconds.
+    pub start_boottime_ns: u64,
+    /// CPU time that all its threads used, nanoseconds.
+    pub cpu_ns: u64,
 }
 
 /// Decodes a record; appends its user frames, then its kernel frames to `frames`.
@@ -80,6 +93,10 @@ pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>,
     if header.kind == RecordKind::Code as u8 {
         let Ok((head, bytes)) = CodeHead::read_from_prefix(tail) else { return Err(malformed) };
         return Ok(Record::Code { of: header, head, bytes });
+    }
+    if header.kind == RecordKind::Ended as u8 {
+        let SampleHeader { host_pid, start_boottime_ns, period: cpu_ns, .. } = header;
+        return Ok(Record::Ended(Ended { host_pid, start_boottime_ns, cpu_ns }));
     }
     let (user, kernel) = (usize::from(header.user_frames), usize::from(header.kernel_frames));
     if user > MAX_USER_FRAMES || kernel > MAX_KERNEL_FRAMES || tail.len() < (user + kernel) * 8 {

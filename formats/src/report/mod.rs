@@ -2,6 +2,7 @@
 
 mod amounts;
 mod beside;
+mod cpu_time;
 mod functions;
 mod groups;
 mod lines;

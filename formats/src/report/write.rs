@@ -13,7 +13,7 @@ use super::functions::{Counts, functions};
 use super::groups::{self, Groups};
 use super::options::{Options, Sort, Window};
 use super::short::short;
-use super::{beside, lines, problems, unwinding};
+use super::{beside, cpu_time, lines, problems, unwinding};
 use crate::percent::share;
 use crate::plain;
 
@@ -60,6 +60,7 @@ pub fn write(profile: Named<'_>, options: &Options<'_>, mut out: impl Write) -> 
         None => {
             coverage(profile, &mut out)?;
             unwinding::write(profile, &mut out)?;
+            cpu_time::write(profile, &mut out)?;
             losses(&profile, &mut out)?;
         }
     }

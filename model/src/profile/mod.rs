@@ -6,6 +6,7 @@
 //! profiles.
 
 mod builder;
+mod cpu_time;
 mod executable;
 mod jit_file;
 pub mod labels;
@@ -33,6 +34,7 @@ pub use crate::{
 };
 
 pub use self::builder::{Builder, Full, Only, Taken, ValueError};
+pub use self::cpu_time::CpuTime;
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::jit_file::{JitFile, Mark, Snapshot};
 pub use self::location::{FrameKind, Location, lookup_address};
@@ -121,6 +123,8 @@ pub struct Process {
     pub jitdump: JitFile,
     /// Why there is neither, though it ran anonymous code.
     pub jit_missing: Option<String>,
+    /// CPU time that it used, where [`Profile::unsampled_cpu_ns`] is known, nanoseconds.
+    pub cpu_ns: u64,
 }
 
 /// A thread.
@@ -308,6 +312,9 @@ pub struct Profile {
     pub lost: BTreeMap<LostReason, (u64, bool)>,
     /// How frames of interpreters ended, and in how many samples of what was taken.
     pub list_ends: BTreeMap<ListEnd, u64>,
+    /// CPU time of processes that have no samples, nanoseconds. `None`: nobody asked how much CPU
+    /// time processes used, or not for this part of the profile.
+    pub unsampled_cpu_ns: Option<u64>,
     /// What became of unwind tables.
     pub unwind_tables: UnwindTables,
     /// Python processes whose perf trampolines were to be switched on, by what became of it.

@@ -27,6 +27,7 @@ impl Profile {
         let end = self.start_ns.saturating_add(self.duration_ns).min(range.end);
         self.start_ns = self.start_ns.max(range.start);
         self.duration_ns = end.saturating_sub(self.start_ns);
+        self.unsampled_cpu_ns = None;
     }
 
     /// Keeps the samples of one event, which is the profile's only one then; whether it has it.
@@ -60,6 +61,7 @@ impl Profile {
         let before = self.sample_count();
         self.retain(|index, _| keep[index]);
         self.left_out += before - self.sample_count();
+        self.narrow_cpu_times(wanted.iter().map(|(label, _)| label.as_str()));
     }
 
     /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore`
@@ -89,6 +91,9 @@ impl Profile {
         let before = self.sample_count();
         self.retain(|index, _| keep[index]);
         self.left_out += before - self.sample_count();
+        if focused.is_some() || ignored.is_some() {
+            self.unsampled_cpu_ns = None;
+        }
     }
 
     /// Takes out the evaluators that run functions of an interpreter: of both there is one frame,

@@ -256,6 +256,10 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         sched.push(into.takes(who).then_some(who));
     }
     // Nothing can be wrong from here on: an epoch counts whole or not at all.
+    into.unsampled_cpu(epoch.cpu_times.map(|times| times.unsampled_ns));
+    for (&process, wire) in processes.iter().zip(&epoch.processes) {
+        into.cpu_time(process, wire.cpu_ns);
+    }
     let mut keys = keys.into_iter();
     for samples in &epoch.samples {
         let mut time_ns = epoch.start_ns;

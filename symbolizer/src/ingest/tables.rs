@@ -110,6 +110,7 @@ impl Reader<'_> {
             perf_map: self.jit_file(&wire.perf_map, &wire.perf_map_growth)?,
             jitdump: self.jit_file(&wire.jitdump, &wire.jitdump_growth)?,
             jit_missing,
+            cpu_ns: 0,
         })
     }
 

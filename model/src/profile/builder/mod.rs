@@ -42,6 +42,10 @@ pub struct Builder {
     /// Each sample has its CPU as a label.
     by_cpu: bool,
     only: Only,
+    /// The capture that samples are added of tells how much CPU time processes used.
+    knows_cpu_times: bool,
+    /// There are samples of which that is not known.
+    lacks_cpu_times: bool,
     /// Bytes of names in its tables.
     name_bytes: u64,
     /// Stretches of time that captures are of: the start of each, and its end.
@@ -88,7 +92,9 @@ impl Builder {
     /// The profile.
     #[must_use]
     pub fn build(self) -> Profile {
-        self.profile
+        let mut profile = self.profile;
+        profile.unsampled_cpu_ns = profile.unsampled_cpu_ns.filter(|_| !self.lacks_cpu_times);
+        profile
     }
 
     /// The id of an executable.

@@ -82,6 +82,7 @@ impl Builder {
     }
 
     fn add(&mut self, key: SampleKey, count: u64, value: u64) -> Result<u32, Full> {
+        self.lacks_cpu_times |= !self.knows_cpu_times;
         let table = &mut self.profile.samples;
         let new = |key| Sample { key, count: 0, value: 0 };
         let id = self.samples.intern(table, key, |sample| &sample.key, new, "samples")?;

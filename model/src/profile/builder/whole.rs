@@ -2,7 +2,8 @@
 
 use super::{Builder, Full, MAX_SERIES};
 use crate::profile::{
-    ArtifactHash, ExecutableId, ListEnd, LostReason, Origin, Series, SeriesId, UnwindTables,
+    ArtifactHash, ExecutableId, ListEnd, LostReason, Origin, ProcessId, Series, SeriesId,
+    UnwindTables, Who,
 };
 use crate::{Event, PythonOutcome};
 
@@ -13,6 +14,7 @@ impl Builder {
         self.capture = capture;
         self.timeline_start = self.profile.timeline.len();
         self.mapping_start = self.profile.mappings.len();
+        self.knows_cpu_times = false;
         let first = &mut self.profile.origin;
         if *first == Origin::default() {
             *first = origin;
@@ -125,6 +127,28 @@ impl Builder {
     pub fn list_ends(&mut self, end: ListEnd, samples: u64) {
         let all = self.profile.list_ends.entry(end).or_default();
         *all = all.saturating_add(samples);
+    }
+
+    /// Adds CPU time that processes without samples used, before the samples of the same time.
+    /// `None`: nobody asked how much processes used.
+    pub fn unsampled_cpu(&mut self, used_ns: Option<u64>) {
+        self.knows_cpu_times = used_ns.is_some();
+        // Of a part of the time, or of one thread, nobody knows it.
+        let is_whole = self.only.time_ns.is_none();
+        let labels = self.only.labels.iter();
+        let of_processes = |(label, _): &(String, String)| self.profile.is_of_processes(label);
+        self.lacks_cpu_times |= used_ns.is_none() || !is_whole || !labels.clone().all(of_processes);
+        let used_ns = used_ns.filter(|_| self.only.labels.is_empty()).unwrap_or(0);
+        let all = self.profile.unsampled_cpu_ns.get_or_insert(0);
+        *all = all.saturating_add(used_ns);
+    }
+
+    /// Adds CPU time that a process used.
+    pub fn cpu_time(&mut self, process: ProcessId, used_ns: u64) {
+        if self.takes(Who::Process(process)) {
+            let all = &mut self.profile.processes[process.index()].cpu_ns;
+            *all = all.saturating_add(used_ns);
+        }
     }
 
     /// Adds to what became of unwind tables.
