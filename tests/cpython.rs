@@ -4,95 +4,203 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use crate::support::build::{self, source};
 use crate::support::forged::assert_cost_themselves_alone;
+use crate::support::functions::{Shares, Waits, assert_frames, frames_it_knows, in_file};
 use crate::support::interpreters::pythons;
 use crate::support::pprof::Sample;
 use crate::support::python::{copied_from_debian, like, place_of};
 use crate::support::secret::{assert_no_secret, python_with_a_secret};
-use crate::support::shares::is_about;
 use crate::support::whole::ended;
 use crate::support::{
-    Pprof, Ran, Running, binary, of_debian, privileged, record, report, run, stackwire,
+    Pprof, Ran, Running, binary, can, of_debian, privileged, record, report, run, stackwire,
+    test_cache,
 };
 
 /// CPythons whose frames are known: from 3.8 on.
 fn known() -> BTreeMap<String, Command> {
     let mut all = pythons();
     all.retain(|name, _| ["3.6", "3.7"].iter().all(|old| !name.contains(&format!(" {old}."))));
-    if let Some(python) = of_debian("sid", "python3.14") {
-        all.insert("python of Debian sid".to_owned(), python);
+    for version in ["3.14", "3.15"] {
+        if let Some(python) = of_debian("sid", &format!("python{version}")) {
+            all.insert(format!("python {version} of Debian sid"), python);
+        }
+    }
+    let without_lock = test_cache().join("python3.13t/bin/python3.13t");
+    if can("a CPython without its lock, which tests/setup.sh builds", without_lock.exists()) {
+        all.insert("python 3.13 without its lock".to_owned(), Command::new(without_lock));
     }
     assert!(all.len() >= 4, "{all:?}");
     all
 }
 
-/// Frames in a file, leaf first: function and line.
-fn in_file<'a>(profile: &'a Pprof, sample: &Sample, file: &str) -> Vec<(&'a str, u64)> {
-    let lines = sample.locations.iter().flat_map(|id| &profile.locations[id].lines);
-    let lines = lines.filter(|(_, path, _)| path == file);
-    lines.map(|(function, _, line)| (function.as_str(), *line)).collect()
-}
-
-/// What `shares.py` has on its stack while it burns time, without the last two, and its part of the
-/// time, in thousandths.
+/// What `shares.py` has on its stack while it burns time, and its part of that.
 const SHARES: [(&[&str], f64); 6] = [
-    (&["burn", "twice"], 6.0 / 21.0),
-    (&["burn", "recursive", "recursive", "recursive", "recursive", "recursive"], 3.0 / 21.0),
-    (&["burn", "generator"], 3.0 / 21.0),
-    (&["burn", "key", "called_back"], 3.0 / 21.0),
-    (&["burn", "Class.method"], 3.0 / 21.0),
-    (&["burn", "coroutine", "awaits"], 3.0 / 21.0),
+    (&["burn", "twice", "main"], 6.0 / 21.0),
+    (
+        &["burn", "recursive", "recursive", "recursive", "recursive", "recursive", "main"],
+        3.0 / 21.0,
+    ),
+    (&["burn", "generator", "main"], 3.0 / 21.0),
+    (&["burn", "key", "called_back", "main"], 3.0 / 21.0),
+    (&["burn", "Class.method", "main"], 3.0 / 21.0),
+    (&["burn", "coroutine", "awaits", "main"], 3.0 / 21.0),
 ];
+/// Lines of `twice`, there and in `mixed.py`.
+const LINES: [&str; 2] = ["burn(0.004)", "burn(0.002)"];
 
 #[test]
 fn functions_and_lines_have_their_shares_and_no_false_caller() {
     if !privileged() {
         return;
     }
-    let program = source("shares.py");
-    let text = std::fs::read_to_string(&program).unwrap();
-    let line_of = |wanted: &str| 1 + text.lines().position(|line| line.trim() == wanted).unwrap();
-    let [first, second] = ["burn(0.004)", "burn(0.002)"].map(|it| line_of(it) as u64);
+    let program = &source("shares.py");
+    let shares = Shares { program, known: &SHARES, lines: LINES, leaf: "", root: "<module>" };
     for (name, python) in known() {
-        let running = Running::start(like(&python).arg(&program));
+        let running = Running::start(like(&python).arg(program));
         let profile = record(running.pid(), 4, &[]);
-        let file = program.to_str().unwrap();
-        let mut counts = BTreeMap::new();
-        let (mut lines, mut without, mut total) = (BTreeMap::new(), 0, 0);
-        for sample in &profile.samples {
-            let frames = in_file(&profile, sample, file);
-            let functions: Vec<&str> = frames.iter().map(|(function, _)| *function).collect();
-            total += sample.count;
-            let Some(called) = functions.strip_suffix(&["main", "<module>"]) else {
-                without += sample.count;
-                continue;
-            };
-            // Names were not qualified before 3.11.
-            let called: Vec<&str> =
-                called.iter().map(|it| if *it == "method" { "Class.method" } else { it }).collect();
-            let called = &called[..];
-            // On its way there or back.
-            let is_known = called.is_empty() || SHARES.iter().any(|(all, _)| all.ends_with(called));
-            assert!(is_known, "{name}: {functions:?}");
-            if called == SHARES[0].0 {
-                *lines.entry(frames[1].1).or_insert(0) += sample.count;
-            }
-            *counts.entry(called.to_vec()).or_insert(0) += sample.count;
-        }
-        eprintln!(
-            "{name}: {total} samples, {without} without its functions, {counts:?}, {lines:?}"
-        );
-        assert!(total > 300 && without * 100 <= total * 2, "{name}: {without} of {total}");
-        for (functions, share) in SHARES {
-            is_about(&name, functions, counts[functions], total, share);
-        }
-        let of_lines = [first, second].map(|line| lines[&line]);
-        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
-        is_about(&name, &["line"], of_lines[0], of_lines[0] + of_lines[1], 2.0 / 3.0);
+        shares.assert_are_in(&name, &profile, &profile.samples);
     }
+}
+
+/// Both are on the stack then: what the perf-map names is a frame of its own.
+#[test]
+fn functions_are_those_of_the_perf_map_where_there_is_one() {
+    if !privileged() {
+        return;
+    }
+    let program = source("shares.py");
+    let mut compared = 0;
+    for (name, python) in known() {
+        let asks = "import sys; sys.exit(not hasattr(sys, 'activate_stack_trampoline'))";
+        if !like(&python).args(["-c", asks]).status().unwrap().success() {
+            continue; // before 3.12
+        }
+        let running = Running::start(like(&python).args(["-X", "perf"]).arg(&program));
+        let profile = record(running.pid(), 2, &[]);
+        let _ = std::fs::remove_file(format!("/tmp/perf-{}.map", running.pid()));
+        let file = program.to_str().unwrap();
+        let (mut equal, mut others) = (0, 0);
+        for sample in &profile.samples {
+            // Both name the file; its mapping tells whose word it is.
+            let of = |by_map: bool| -> Vec<&str> {
+                let at = sample.locations.iter().map(|id| &profile.locations[id]);
+                let is_jit = |id| profile.mappings.get(id).is_some_and(|it| it.file == "[jit]");
+                let at = at.filter(|it| is_jit(&it.mapping) == by_map);
+                let lines = at.flat_map(|it| &it.lines).filter(|(_, path, _)| path == file);
+                lines.map(|(function, ..)| function.as_str()).collect()
+            };
+            let (own, mapped) = (of(false), of(true));
+            if own == mapped {
+                equal += sample.count;
+            } else {
+                // A function is on one of the lists before it is on the other.
+                let apart = own.len().abs_diff(mapped.len());
+                assert!(apart <= 1, "{name}: {own:?} and {mapped:?}");
+                others += sample.count;
+            }
+        }
+        eprintln!("{name}: {equal} stacks are as the perf-map has them, {others} are not");
+        assert!(equal > 100 && others * 50 <= equal, "{name}: {others} of {equal}");
+        compared += 1;
+    }
+    assert!(compared >= 3, "{compared}");
+}
+
+/// py-spy stops the process and reads the same from outside.
+#[test]
+fn functions_have_the_shares_that_py_spy_finds() {
+    let py_spy = test_cache().join("validators/bin/py-spy");
+    if !privileged() || !can("py-spy, which tests/setup.sh installs", py_spy.exists()) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let folded = directory.path().join("py-spy.folded");
+    let program = source("shares.py");
+    let running = Running::start(Command::new("/usr/bin/python3").arg(&program));
+    let pid = running.pid().to_string();
+    let mut theirs = Command::new(py_spy);
+    theirs.args(["record", "--duration=8", "--rate=200", "--format=raw", "--pid", &pid]);
+    run(theirs.arg("--output").arg(&folded));
+    let profile = record(running.pid(), 4, &[]);
+    let file = program.to_str().unwrap();
+    // Stacks of functions, the innermost first, each with its samples.
+    let own: Vec<(Vec<String>, u64)> = profile
+        .samples
+        .iter()
+        .map(|sample| {
+            let functions =
+                in_file(&profile, sample, file).into_iter().map(|(name, _)| name.to_owned());
+            (functions.collect(), sample.count)
+        })
+        .collect();
+    let text = std::fs::read_to_string(&folded).unwrap();
+    let of_line = |line: &str| {
+        // `<module> (shares.py:60);main (shares.py:50) 3`
+        let (stack, count) = line.rsplit_once(' ').unwrap();
+        let functions = stack.rsplit(';').map(|frame| frame.split(" (").next().unwrap().to_owned());
+        (functions.collect(), count.parse().unwrap())
+    };
+    let others: Vec<(Vec<String>, u64)> = text.lines().map(of_line).collect();
+    let share = |all: &[(Vec<String>, u64)], wanted: &[&str]| {
+        // It does not qualify names.
+        let name = |name: &str| name.rsplit('.').next().unwrap().to_owned();
+        let is = |stack: &[String]| {
+            stack.len() > wanted.len()
+                && stack.iter().zip(wanted).all(|(one, other)| name(one) == name(other))
+        };
+        let part: u64 = all.iter().filter(|(stack, _)| is(stack)).map(|(_, count)| count).sum();
+        part as f64 / all.iter().map(|(_, count)| count).sum::<u64>() as f64
+    };
+    for (functions, known) in SHARES {
+        let (one, other) = (share(&own, functions), share(&others, functions));
+        eprintln!("{functions:?}: {one:.3}, {other:.3} by py-spy, {known:.3} by design");
+        assert!((one - known).abs() < 0.02, "{functions:?}: {one}");
+        assert!((one - other).abs() < 0.05, "{functions:?}: {one}, {other} by py-spy");
+    }
+}
+
+/// What `mixed.py` has on its stack while it burns time, and its part of that.
+const MIXED: [(&[&str], f64); 6] = [
+    (&["burn", "twice", "main"], 6.0 / 24.0),
+    (&["burn", "of_sqlite", "queries", "main"], 3.0 / 24.0),
+    (&["burn", "compare", "sorts", "main"], 3.0 / 24.0),
+    (&["burn", "lock", "main"], 3.0 / 24.0),
+    (&["checks", "main"], 6.0 / 24.0),
+    (&["burn", "of_expat", "parses", "main"], 3.0 / 24.0),
+];
+
+/// C that calls Python: SQLite, libc by ctypes, expat. Three threads and a child do the same.
+#[test]
+fn functions_called_from_c_have_their_shares_in_each_thread_and_in_a_child() {
+    if !privileged() {
+        return;
+    }
+    let program = &source("mixed.py");
+    let shares = Shares { program, known: &MIXED, lines: LINES, leaf: "", root: "<module>" };
+    let mut run = 0;
+    for (name, python) in known() {
+        let asks = ["-c", "import ctypes, pyexpat, sqlite3, zlib"];
+        if !like(&python).args(asks).stderr(Stdio::null()).status().unwrap().success() {
+            eprintln!("{name} was built without one of these modules");
+            continue;
+        }
+        let running = Running::start(like(&python).arg(program));
+        let profile = record(running.pid(), 6, &["--follow"]);
+        let mut threads: BTreeMap<(&str, &str), Vec<&Sample>> = BTreeMap::new();
+        for sample in &profile.samples {
+            let [pid, tid] = ["pid", "tid"].map(|label| sample.labels[label].as_str());
+            threads.entry((pid, tid)).or_default().push(sample);
+        }
+        assert_eq!(threads.len(), 4, "{name}: {:?}", threads.keys());
+        for ((pid, tid), samples) in threads {
+            shares.assert_are_in(&format!("{name}, {pid}/{tid}"), &profile, samples);
+        }
+        run += 1;
+    }
+    assert!(run >= 4, "{run}");
 }
 
 #[test]
@@ -108,35 +216,11 @@ fn frames_are_those_that_python_knows() {
         let profile = record(running.pid(), 2, &[]);
         drop(running);
         let text = std::fs::read_to_string(&said).unwrap();
-        let mut threads: BTreeMap<&str, Vec<(&str, &str, u64)>> = BTreeMap::new();
-        let mut thread = "";
-        for line in text.lines() {
-            match line.split('\t').collect::<Vec<_>>()[..] {
-                [function, file, line] => {
-                    let frame = (function, file, line.parse().unwrap());
-                    threads.entry(thread).or_default().push(frame);
-                }
-                _ => thread = line,
-            }
-        }
-        assert_eq!(threads.len(), 3, "{text}");
-        let mut equal = 0;
-        for sample in &profile.samples {
-            let Some(known) = threads.get(sample.labels["tid"].as_str()) else { continue };
-            let lines = sample.locations.iter().flat_map(|id| &profile.locations[id].lines);
-            let lines = lines.filter(|(_, path, _)| path.ends_with(".py"));
-            let found: Vec<_> =
-                lines.map(|(function, file, line)| (&**function, &**file, *line)).collect();
-            assert_eq!(found.len(), known.len(), "{name}: {found:?}");
-            // The innermost is on either line of its loop.
-            let of = |frames: &[(&str, &str, u64)]| -> Vec<(String, String)> {
-                frames.iter().map(|&(one, two, _)| (one.to_owned(), two.to_owned())).collect()
-            };
-            assert_eq!((of(&found), &found[1..]), (of(known), &known[1..]), "{name}");
-            equal += sample.count;
-        }
-        eprintln!("{name}: {equal} stacks are those of sys._current_frames()");
-        assert!(equal > 100, "{name}: {equal}");
+        let known = frames_it_knows(&text);
+        assert_eq!(known.len(), 3, "{text}");
+        let equal = assert_frames(&name, &profile, &known, ".py", true);
+        eprintln!("{name}: {equal:?} stacks are those of sys._current_frames()");
+        assert!(equal.values().sum::<u64>() > 100, "{name}: {equal:?}");
     }
 }
 
@@ -155,54 +239,12 @@ fn waits_are_in_the_functions_and_lines_that_wait() {
     if !privileged() {
         return;
     }
-    let directory = tempfile::tempdir().unwrap();
-    let output = directory.path().join("off.pb.gz");
-    let program = source("blocked.py");
-    let file = program.to_str().unwrap();
-    let text = std::fs::read_to_string(&program).unwrap();
-    let line_of = |wanted: &str| 1 + text.lines().position(|line| line.trim() == wanted).unwrap();
-    let [first, second] = ["nap(0.02)", "nap(0.01)"].map(|it| line_of(it) as u64);
+    let program = &source("blocked.py");
+    let lines = ["nap(0.02)", "nap(0.01)"];
+    let waits = Waits { program, known: &WAITS, lines, root: None, main: "<module>" };
     for (name, python) in known() {
-        let running = Running::start(like(&python).arg(&program));
-        let mut collector = Command::new(binary("stackwire"));
-        collector.current_dir(directory.path());
-        collector.args(["record", "--offcpu", "--no-capture", "--duration=3s"]);
-        collector.arg(format!("--pid={}", running.pid()));
-        collector.arg(format!("--offcpu-output={}", output.display()));
-        Ran::of(&mut collector).succeeded();
-        let profile = Pprof::read(&output);
-        let off_cpu = profile.kinds.iter().position(|kind| kind == "off_cpu/nanoseconds").unwrap();
-        let mut found = BTreeMap::<&str, f64>::new();
-        let mut lines = BTreeMap::<u64, f64>::new();
-        for sample in &profile.samples {
-            let seconds = sample.values[off_cpu] as f64 / 1e9;
-            let frames = in_file(&profile, sample, file);
-            let functions: Vec<&str> = frames.iter().map(|(function, _)| *function).collect();
-            // The main thread waits from before to after.
-            if frames.is_empty() || functions == ["<module>"] {
-                continue;
-            }
-            let thread = functions.last().unwrap();
-            let Some((thread, known)) = WAITS.iter().find(|(of, _)| of == thread) else {
-                panic!("{name}: {functions:?}");
-            };
-            // On its way from one wait to the next it may wait for the interpreter's lock.
-            assert!(known.ends_with(&functions), "{name}: {functions:?}");
-            if functions == *known {
-                *found.entry(thread).or_default() += seconds;
-            }
-            if functions == WAITS[0].1 {
-                *lines.entry(frames[1].1).or_default() += seconds;
-            }
-        }
-        eprintln!("{name}: {found:?}, {lines:?}");
-        for (thread, _) in &WAITS[..4] {
-            let seconds = found[thread];
-            assert!((2.7..3.1).contains(&seconds), "{name}: {thread}: {seconds} s");
-        }
-        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
-        let share = lines[&first] / (lines[&first] + lines[&second]);
-        assert!((share - 2.0 / 3.0).abs() < 0.02, "{name}: {share} of the time on the first line");
+        let running = Running::start(like(&python).arg(program));
+        waits.assert_are_of(&name, running.pid());
     }
 }
 
@@ -312,12 +354,14 @@ fn how_frames_of_an_interpreter_ended_is_counted() {
         for _ in range(200): threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n\
         print('ready', flush=True)\n\
         while True: pass";
-    for (program, end) in [
-        ("print('ready', flush=True)\nwhile True: pass", "reached the thread's first function"),
-        (deep, "deeper than is recorded"),
-        (threads, "not shown: too many threads in its process"),
-    ] {
-        let running = Running::start(Command::new("/usr/bin/python3").args(["-c", program]));
+    let flat = "print('ready', flush=True)\nwhile True: pass";
+    let mut all: Vec<_> =
+        known().into_values().map(|it| (it, flat, "reached the thread's first function")).collect();
+    let debians = || Command::new("/usr/bin/python3");
+    all.push((debians(), deep, "deeper than is recorded"));
+    all.push((debians(), threads, "not shown: too many threads in its process"));
+    for (mut python, program, end) in all {
+        let running = Running::start(python.args(["-c", program]));
         let directory = tempfile::tempdir().unwrap();
         let capture = directory.path().join("x.stackwire");
         let mut collector = Command::new(binary("stackwire-collector"));
@@ -360,16 +404,19 @@ fn a_python_that_is_not_known_has_native_frames_and_a_sentence() {
         assert!(text.contains(&sentence) && !text.contains(" spin ["), "{sentence}: {text}");
     };
     let directory = tempfile::tempdir().unwrap();
-    for (symbol, offset, value, sentence) in [
-        ("Py_Version", 0, 0x0310_00f0_u32, "CPython 3.16: not known to this version"),
+    let without_lock =
+        "CPython 3.14 without the global interpreter lock: not known to this version";
+    for (of, symbol, offset, value, sentence) in [
         (
-            "_PyRuntime",
-            16,
-            1,
-            "CPython 3.13 without the global interpreter lock: not known to this version",
+            ["trixie", "3.13"],
+            "Py_Version",
+            0,
+            0x0310_00f0_u32,
+            "CPython 3.16: not known to this version",
         ),
+        (["sid", "3.14"], "_PyRuntime", 16, 1, without_lock),
     ] {
-        let Some((own, mut python)) = copied_from_debian(directory.path()) else { return };
+        let Some((own, mut python)) = copied_from_debian(of, directory.path()) else { return };
         let mut bytes = std::fs::read(&own).unwrap();
         let at = place_of(&bytes, symbol) + offset;
         bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());

@@ -3,6 +3,7 @@
 use std::process::{Command, Stdio};
 
 use crate::support::build::{inlined_cc, inlined_rs};
+use crate::support::go::releases;
 use crate::support::interpreters::pythons;
 use crate::support::{Pprof, Running, privileged, record, stackwire};
 
@@ -150,4 +151,48 @@ fn git_with_the_processes_it_starts() {
     let pids: std::collections::HashSet<_> =
         profile.samples.iter().map(|sample| &sample.labels["pid"]).collect();
     assert!(pids.len() > 1, "children were not followed");
+}
+
+/// `both` has C that it calls, and that calls it.
+#[test]
+fn code_of_go_is_told_from_the_c_in_its_program() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    for release in releases() {
+        let running = release.run("both");
+        let (pid, capture) = (format!("--pid={}", running.pid()), format!("--capture={}", at("x")));
+        let output = format!("--profile-output={}", at("x.pb.gz"));
+        let fixed = ["record", "--profile", "--duration=2s", "--sample-rate=499"];
+        stackwire(fixed.iter().copied().chain([&*pid, &*capture, &*output])).succeeded();
+        // Innermost functions of a kind, each with its samples.
+        let innermost = |kind: &str| -> Vec<(String, u64)> {
+            let (only, folded) = (format!("--where=kind={kind}"), at("x.folded"));
+            stackwire(["resolve", &at("x"), &only, "--folded", &folded]).succeeded();
+            let text = std::fs::read_to_string(&folded).unwrap();
+            let split = |line: &str| {
+                let (stack, count) = line.rsplit_once(' ').unwrap();
+                (stack.rsplit(';').next().unwrap().to_owned(), count.parse().unwrap())
+            };
+            text.lines().map(split).collect()
+        };
+        let (go, native) = (innermost("go"), innermost("native"));
+        let sum = |all: &[(String, u64)], of: &dyn Fn(&str) -> bool| -> u64 {
+            all.iter().filter(|(name, _)| of(name)).map(|(_, count)| count).sum()
+        };
+        // A package before each but a few of the assembler's.
+        let is_of_go = |name: &str| name.starts_with("main.") || name.starts_with("runtime.");
+        let (of_go, all) = (sum(&go, &|name| name.contains('.')), sum(&go, &|_| true));
+        let wrong =
+            sum(&native, &is_of_go) + sum(&go, &|name| name == "forever" || name == "plain");
+        let forever = sum(&native, &|name| name == "forever");
+        eprintln!(
+            "{}: {of_go} of {all} with a package, {forever} in C, {wrong} wrong",
+            release.name
+        );
+        assert!(of_go > 50 && of_go * 10 >= all * 9, "{}: {go:?}", release.name);
+        assert!(forever > 0 && wrong == 0, "{}: {native:?}", release.name);
+    }
 }

@@ -1,47 +1,30 @@
 //! Methods of Ruby, with no flag and no agent: in their places among the native frames, with their
 //! lines; those of a process that lies cost its own frames alone.
 
-use std::collections::BTreeMap;
 use std::process::Command;
 
 use crate::support::build::{self, source};
 use crate::support::forged::assert_cost_themselves_alone;
+use crate::support::functions::{Shares, Waits, assert_frames, frames_it_knows};
 use crate::support::interpreters::rubies;
 use crate::support::pprof::Sample;
 use crate::support::python::{like, place_of};
 use crate::support::secret::{assert_no_secret, ruby_with_a_secret};
-use crate::support::shares::is_about;
 use crate::support::whole::ended;
-use crate::support::{Pprof, Ran, Running, binary, privileged, record, report};
+use crate::support::{Ran, Running, binary, privileged, record, report};
 
-/// Frames in a file, leaf first: method and line.
-fn in_file<'a>(profile: &'a Pprof, sample: &Sample, file: &str) -> Vec<(&'a str, u64)> {
-    let lines = sample.locations.iter().flat_map(|id| &profile.locations[id].lines);
-    let lines = lines.filter(|(_, path, _)| path == file);
-    lines.map(|(method, _, line)| (method.as_str(), *line)).collect()
-}
-
-/// What `shares.rb` has on its stack while it burns time, and its part of the time. A fiber has a
+/// What `shares.rb` has on its stack while it burns time, and its part of that. A fiber has a
 /// stack of its own.
 const SHARES: [(&[&str], f64); 7] = [
-    (&["burn", "twice", "main", "<main>"], 6.0 / 24.0),
+    (&["burn", "twice", "main"], 6.0 / 24.0),
     (
-        &[
-            "burn",
-            "recursive",
-            "recursive",
-            "recursive",
-            "recursive",
-            "recursive",
-            "main",
-            "<main>",
-        ],
+        &["burn", "recursive", "recursive", "recursive", "recursive", "recursive", "main"],
         3.0 / 24.0,
     ),
-    (&["burn", "block in by_block", "by_block", "main", "<main>"], 3.0 / 24.0),
-    (&["burn", "block in called_back", "called_back", "main", "<main>"], 3.0 / 24.0),
-    (&["burn", "rescue in rescues", "rescues", "main", "<main>"], 3.0 / 24.0),
-    (&["burn", "block in <class:Thing>", "main", "<main>"], 3.0 / 24.0),
+    (&["burn", "block in by_block", "by_block", "main"], 3.0 / 24.0),
+    (&["burn", "block in called_back", "called_back", "main"], 3.0 / 24.0),
+    (&["burn", "rescue in rescues", "rescues", "main"], 3.0 / 24.0),
+    (&["burn", "block in <class:Thing>", "main"], 3.0 / 24.0),
     (&["burn", "block in main"], 3.0 / 24.0),
 ];
 
@@ -50,42 +33,14 @@ fn methods_and_lines_have_their_shares_and_no_false_caller() {
     if !privileged() {
         return;
     }
-    let program = source("shares.rb");
-    let text = std::fs::read_to_string(&program).unwrap();
-    let line_of = |wanted: &str| 1 + text.lines().position(|line| line.trim() == wanted).unwrap();
-    let [first, second] = ["burn(0.004)", "burn(0.002)"].map(|it| line_of(it) as u64);
+    let program = &source("shares.rb");
+    let lines = ["burn(0.004)", "burn(0.002)"];
+    // What burns time asks for the time.
+    let shares = Shares { program, known: &SHARES, lines, leaf: "used", root: "<main>" };
     for (name, ruby) in rubies() {
-        let running = Running::start(like(&ruby).arg(&program));
+        let running = Running::start(like(&ruby).arg(program));
         let profile = record(running.pid(), 4, &[]);
-        let file = program.to_str().unwrap();
-        let mut counts = BTreeMap::new();
-        let (mut lines, mut without, mut total) = (BTreeMap::new(), 0, 0);
-        for sample in &profile.samples {
-            let frames = in_file(&profile, sample, file);
-            let methods: Vec<&str> = frames.iter().map(|(method, _)| *method).collect();
-            total += sample.count;
-            if methods.is_empty() {
-                without += sample.count;
-                continue;
-            }
-            // What burns time asks for the time.
-            let called = methods.strip_prefix(&["used"]).unwrap_or(&methods);
-            // On its way there or back.
-            let is_known = SHARES.iter().any(|(all, _)| all.ends_with(called));
-            assert!(is_known, "{name}: {methods:?}");
-            if called == SHARES[0].0 {
-                *lines.entry(frames[frames.len() - 3].1).or_insert(0) += sample.count;
-            }
-            *counts.entry(called.to_vec()).or_insert(0) += sample.count;
-        }
-        eprintln!("{name}: {total} samples, {without} without its methods, {counts:?}, {lines:?}");
-        assert!(total > 300 && without * 100 <= total * 2, "{name}: {without} of {total}");
-        for (methods, share) in SHARES {
-            is_about(&name, methods, counts[methods], total, share);
-        }
-        let of_lines = [first, second].map(|line| lines[&line]);
-        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
-        is_about(&name, &["line"], of_lines[0], of_lines[0] + of_lines[1], 2.0 / 3.0);
+        shares.assert_are_in(&name, &profile, &profile.samples);
     }
 }
 
@@ -102,29 +57,9 @@ fn frames_are_those_that_ruby_knows() {
         let profile = record(running.pid(), 2, &[]);
         drop(running);
         let text = std::fs::read_to_string(&said).unwrap();
-        let mut threads: BTreeMap<&str, Vec<(&str, &str, u64)>> = BTreeMap::new();
-        let mut thread = "";
-        for line in text.lines() {
-            match line.split('\t').collect::<Vec<_>>()[..] {
-                [method, file, line] => {
-                    let frame = (method, file, line.parse().unwrap());
-                    threads.entry(thread).or_default().push(frame);
-                }
-                _ => thread = line,
-            }
-        }
-        assert_eq!(threads.len(), 3, "{text}");
-        let mut equal = BTreeMap::new();
-        for sample in &profile.samples {
-            let thread = sample.labels["tid"].as_str();
-            let Some(known) = threads.get(thread) else { continue };
-            let lines = sample.locations.iter().flat_map(|id| &profile.locations[id].lines);
-            let lines = lines.filter(|(_, path, _)| path.ends_with(".rb"));
-            let found: Vec<_> =
-                lines.map(|(method, file, line)| (&**method, &**file, *line)).collect();
-            assert_eq!(&found, known, "{name}");
-            *equal.entry(thread).or_insert(0) += sample.count;
-        }
+        let known = frames_it_knows(&text);
+        assert_eq!(known.len(), 3, "{text}");
+        let equal = assert_frames(&name, &profile, &known, ".rb", false);
         eprintln!("{name}: {equal:?} stacks are those of Thread#backtrace_locations");
         assert!(equal.len() == 3 && equal.values().all(|&count| count > 30), "{name}: {equal:?}");
     }
@@ -143,52 +78,12 @@ fn waits_are_in_the_methods_and_lines_that_wait() {
     if !privileged() {
         return;
     }
-    let directory = tempfile::tempdir().unwrap();
-    let output = directory.path().join("off.pb.gz");
-    let program = source("blocked.rb");
-    let file = program.to_str().unwrap();
-    let text = std::fs::read_to_string(&program).unwrap();
-    let line_of = |wanted: &str| 1 + text.lines().position(|line| line.trim() == wanted).unwrap();
-    let [first, second] = ["nap(0.02)", "nap(0.01)"].map(|it| line_of(it) as u64);
+    let program = &source("blocked.rb");
+    let (lines, root) = (["nap(0.02)", "nap(0.01)"], Some("block in <main>"));
+    let waits = Waits { program, known: &WAITS, lines, root, main: "<main>" };
     for (name, ruby) in rubies() {
-        let running = Running::start(like(&ruby).arg(&program));
-        let mut collector = Command::new(binary("stackwire"));
-        collector.current_dir(directory.path());
-        collector.args(["record", "--offcpu", "--no-capture", "--duration=3s"]);
-        collector.arg(format!("--pid={}", running.pid()));
-        collector.arg(format!("--offcpu-output={}", output.display()));
-        Ran::of(&mut collector).succeeded();
-        let profile = Pprof::read(&output);
-        let off_cpu = profile.kinds.iter().position(|kind| kind == "off_cpu/nanoseconds").unwrap();
-        let mut found = BTreeMap::<&str, f64>::new();
-        let mut lines = BTreeMap::<u64, f64>::new();
-        for sample in &profile.samples {
-            let seconds = sample.values[off_cpu] as f64 / 1e9;
-            let frames = in_file(&profile, sample, file);
-            let methods: Vec<&str> = frames.iter().map(|(method, _)| *method).collect();
-            // The main thread waits from before to after.
-            let Some(methods) = methods.strip_suffix(&["block in <main>"]) else { continue };
-            let thread = methods.last().unwrap_or(&"");
-            let Some((thread, known)) = WAITS.iter().find(|(of, _)| of == thread) else {
-                panic!("{name}: {methods:?}");
-            };
-            // On its way from one wait to the next it may wait for the interpreter's lock.
-            assert!(known.ends_with(methods), "{name}: {methods:?}");
-            if methods == *known {
-                *found.entry(thread).or_default() += seconds;
-            }
-            if methods == WAITS[0].1 {
-                *lines.entry(frames[1].1).or_default() += seconds;
-            }
-        }
-        eprintln!("{name}: {found:?}, {lines:?}");
-        for (thread, _) in &WAITS[..3] {
-            let seconds = found[thread];
-            assert!((2.7..3.1).contains(&seconds), "{name}: {thread}: {seconds} s");
-        }
-        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
-        let share = lines[&first] / (lines[&first] + lines[&second]);
-        assert!((share - 2.0 / 3.0).abs() < 0.02, "{name}: {share} of the time on the first line");
+        let running = Running::start(like(&ruby).arg(program));
+        waits.assert_are_of(&name, running.pid());
     }
 }
 

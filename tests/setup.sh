@@ -41,11 +41,12 @@ if [ "${1:-}" != ebpf ]; then
   { tests/debian.sh bullseye "$cache/bullseye" linux-perf-5.10 \
       && tests/debian.sh trixie "$cache/trixie" python3.13-minimal libpython3.13-stdlib linux-perf golang-1.24-go ruby \
       && tests/debian.sh bookworm "$cache/bookworm" nginx-light ruby php-cli \
-      && tests/debian.sh sid "$cache/sid" samply golang-go linux-perf python3.14 ruby; } \
+      && tests/debian.sh sid "$cache/sid" samply golang-go linux-perf python3.14 python3.15 ruby; } \
     || echo "tests/setup.sh: could not get packages of other Debians; tests that need them fail" >&2
   { tests/clean.sh bookworm "$cache/clean-bookworm.tar" && tests/clean.sh trixie "$cache/clean-trixie.tar"; } \
     || echo "tests/setup.sh: could not make clean Debians; the test of packages fails" >&2
   tests/deploy.sh "$cache" || echo "tests/setup.sh: could not get what checks deploy/; its tests fail" >&2
+  tests/free_threaded.sh "$cache" || echo "tests/setup.sh: could not build a CPython without its lock; tests of it fail" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
   tests/pyroscope.sh "$cache" || echo "tests/setup.sh: could not build a receiver of Pyroscope; tests of what is pushed fail" >&2
 fi

@@ -67,12 +67,22 @@ pub struct Layout {
     pub first_line: u16,
     /// `co_code_adaptive`: its instructions.
     pub instructions: u16,
+    /// `ob_type` of an object.
+    pub object_type: u16,
+    /// `length` of a string.
+    pub text_length: u16,
+    /// `state` of a string.
+    pub text_state: u16,
     /// Where the characters of a string begin that has ASCII alone.
     pub ascii: u16,
     /// Likewise, of another string.
     pub characters: u16,
+    /// `ob_size` of `bytes`.
+    pub bytes_length: u16,
+    /// `ob_sval` of `bytes`.
+    pub bytes: u16,
     /// Zero; keeps the size a multiple of 8.
-    pub reserved: [u16; 3],
+    pub reserved: [u16; 2],
 }
 
 /// What tells where the frames of an evaluator end, which is called anew where C calls Python.
@@ -94,7 +104,11 @@ pub mod evaluators {
 /// Bytes that are read of a frame.
 pub const FRAME_BYTES: usize = 112;
 /// Bytes that are read of a code object.
-pub const CODE_BYTES: usize = 152;
+pub const CODE_BYTES: usize = 160;
+/// Bytes that are read of a string or of `bytes`.
+pub const TEXT_BYTES: usize = 40;
+/// Likewise, in a build without the global interpreter lock, where heads of objects are larger.
+pub const LARGE_TEXT_BYTES: usize = 56;
 
 #[cfg(not(target_arch = "bpf"))]
 impl Layout {
@@ -116,10 +130,22 @@ impl Layout {
         let of_frame = [self.previous, self.code, self.instruction, self.owner];
         let of_code = [self.path, self.name, self.lines, self.first_line];
         let inside = |offset: u16, bytes: usize| usize::from(offset) + 8 <= bytes;
+        let of_text = [self.text_length, self.text_state, self.bytes_length];
         of_frame.into_iter().all(|offset| inside(offset, FRAME_BYTES))
             && of_code.into_iter().all(|offset| inside(offset, CODE_BYTES))
+            && of_text.into_iter().all(|offset| inside(offset, self.text_bytes()))
+            && inside(self.object_type, self.text_bytes())
             && self.unit <= 2
             && self.evaluators <= evaluators::IN_RANGE
+    }
+}
+
+impl Layout {
+    /// Bytes to read of a string or of `bytes`: no more than each has.
+    #[inline(always)]
+    #[must_use]
+    pub fn text_bytes(&self) -> usize {
+        if self.object_type > 8 { LARGE_TEXT_BYTES } else { TEXT_BYTES }
     }
 }
 

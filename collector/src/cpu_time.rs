@@ -83,23 +83,27 @@ impl CpuTimes {
                 self.add(process, used_ns, epoch);
             }
         }
-        if let Some(at_end) = self.at_end.take() {
-            for process in processes.all() {
-                if let Some(&cpu_ns) = at_end.get(&process.pid) {
-                    let used_ns = self.used_since(process, process.start_ns, cpu_ns);
-                    self.add(process, used_ns, epoch);
+        match self.at_end.take() {
+            Some(at_end) => {
+                for process in processes.all() {
+                    if let Some(&cpu_ns) = at_end.get(&process.pid) {
+                        let used_ns = self.used_since(process, process.start_ns, cpu_ns);
+                        self.add(process, used_ns, epoch);
+                    }
                 }
             }
-            return;
-        }
-        // The last program that a process has become comes last: all is added to it.
-        for index in (0..epoch.processes.len()).rev() {
-            let pid = epoch.processes[index].pid;
-            if let (Some(process), Some(cpu_ns)) = (processes.get(pid), cpu_time_ns(pid)) {
-                let used_ns = self.used_since(process, process.start_ns, cpu_ns);
-                epoch.processes[index].cpu_ns += used_ns;
+            // The last program that a process has become comes last, and is asked first.
+            None => {
+                for index in (0..epoch.processes.len()).rev() {
+                    let pid = epoch.processes[index].pid;
+                    if let (Some(process), Some(cpu_ns)) = (processes.get(pid), cpu_time_ns(pid)) {
+                        let used_ns = self.used_since(process, process.start_ns, cpu_ns);
+                        epoch.processes[index].cpu_ns += used_ns;
+                    }
+                }
             }
         }
+        divide(epoch);
     }
 
     fn of<'a>(&self, ended: &Ended, processes: &'a Processes) -> Option<&'a Process> {
@@ -147,10 +151,43 @@ impl CpuTimes {
     }
 }
 
+/// Divides what a process used among the programs that it has been in this epoch, by their samples:
+/// the kernel counts it for the process alone.
+fn divide(epoch: &mut Epoch) {
+    let mut programs: HashMap<(u32, u64), Vec<usize>> = HashMap::new();
+    for (index, process) in epoch.processes.iter().enumerate() {
+        programs.entry((process.pid, process.start_ns)).or_default().push(index);
+    }
+    programs.retain(|_, programs| programs.len() > 1);
+    if programs.is_empty() {
+        return;
+    }
+    let mut samples = vec![0; epoch.processes.len()];
+    for sample in epoch.series.iter().flatten() {
+        samples[epoch.threads[sample.thread as usize].process as usize] += u128::from(sample.count);
+    }
+    for programs in programs.values() {
+        let of_all: u128 = programs.iter().map(|&index| samples[index]).sum();
+        if of_all == 0 {
+            continue;
+        }
+        let used_ns: u64 = programs.iter().map(|&index| epoch.processes[index].cpu_ns).sum();
+        for &index in programs {
+            let part = u128::from(used_ns) * samples[index] / of_all;
+            epoch.processes[index].cpu_ns = u64::try_from(part).unwrap_or(used_ns);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use stackwire_collector_ebpf::SampleHeader;
+
     use super::*;
+    use crate::host::kallsyms::KernelLayout;
+    use crate::managed::UserStack;
     use crate::sources::side_band::{Change, Event};
+    use crate::waits::Taken;
 
     const BEFORE: u32 = 4_000_001; // above any pid_max, so that /proc has no such process
     const BORN: u32 = 4_000_002;
@@ -184,6 +221,28 @@ mod tests {
         let mut epoch = Epoch::default();
         times.add_up(&processes, &mut epoch);
         assert_eq!((epoch.processes.len(), epoch.unsampled_cpu_ns), (0, Some(0)));
+    }
+
+    #[test]
+    fn programs_of_one_process_have_their_parts() {
+        let mut processes = Processes::new(None, false);
+        let mut times = CpuTimes::begin([], true);
+        let start_ns = times.begun_ns + 1;
+        let mut epoch = Epoch::default();
+        for (comm, samples) in [("shell", 1), ("program", 3)] {
+            let exec = Change::Comm { tid: BORN, comm: comm.into(), exec: true };
+            processes.apply(&Event { time_ns: 1, pid: BORN, change: exec });
+            let header =
+                SampleHeader { pid: BORN, start_boottime_ns: start_ns, ..SampleHeader::default() };
+            for _ in 0..samples {
+                let (stack, layout) = (UserStack::native(&[]), KernelLayout::default());
+                epoch.add(&header, stack, &[], Taken::ONE, &mut processes, &layout);
+            }
+        }
+        times.take(&mut vec![ended(BORN, start_ns, 400)]);
+        times.add_up(&processes, &mut epoch);
+        let found: Vec<_> = epoch.processes.iter().map(|it| (&*it.comm, it.cpu_ns)).collect();
+        assert_eq!(found, [("shell", 100), ("program", 300)]);
     }
 
     #[test]

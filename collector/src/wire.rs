@@ -178,6 +178,8 @@ pub fn epoch(
             wire.unwind_missing = missing.map_or(0, |why| strings.index(&why.to_string()));
             let no_layout = span.unwind.and_then(|unwind| unwind.no_layout(&found.kind));
             wire.functions_missing = no_layout.map_or(0, |why| strings.index(&why.to_string()));
+            let go = span.unwind.map(|unwind| unwind.go_code(&found.kind)).unwrap_or_default();
+            (wire.go_start, wire.go_length) = (go.start, go.end.saturating_sub(go.start));
             wire
         })
         .collect();

@@ -60,7 +60,8 @@ impl Release {
         WHOLE.iter().map(|&name| (name, self.run(name)))
     }
 
-    fn run(&self, name: &str) -> Running {
+    /// Starts one of them.
+    pub(crate) fn run(&self, name: &str) -> Running {
         // They want all CPUs. What compiles their tables and reads their capture comes first.
         let mut command = Command::new("nice");
         command.args(["-n", "19"]).arg(self.directory.join(name));

@@ -9,6 +9,7 @@ pub(crate) mod client;
 pub(crate) mod debug_files;
 pub(crate) mod disk;
 pub(crate) mod forged;
+pub(crate) mod functions;
 pub(crate) mod gimli_walk;
 pub(crate) mod go;
 pub(crate) mod interpreters;

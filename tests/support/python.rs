@@ -180,12 +180,16 @@ pub(crate) fn children(of: u32, name: &str) -> Vec<u32> {
     text.lines().map(|line| line.parse().unwrap()).collect()
 }
 
-/// A copy of Debian's python3.13, which is in one file, and what runs it.
-pub(crate) fn copied_from_debian(directory: &Path) -> Option<(PathBuf, Command)> {
-    let found = of_debian("trixie", "python3.13")?;
+/// A copy of the Python of a Debian and a version, which is in one file, and what runs it.
+pub(crate) fn copied_from_debian(
+    [suite, version]: [&str; 2],
+    directory: &Path,
+) -> Option<(PathBuf, Command)> {
+    let name = format!("python{version}");
+    let found = of_debian(suite, &name)?;
     let root = Path::new(found.get_program()).parent().unwrap();
-    let own = directory.join("python3.13");
-    std::fs::copy(root.join("usr/bin/python3.13"), &own).unwrap();
+    let own = directory.join(&name);
+    std::fs::copy(root.join("usr/bin").join(&name), &own).unwrap();
     let libraries = root.join("usr/lib/x86_64-linux-gnu");
     let mut python = Command::new(libraries.join("ld-linux-x86-64.so.2"));
     python.arg("--library-path").arg(&libraries).arg(&own).env("PYTHONHOME", root.join("usr"));

@@ -62,7 +62,8 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
     }
     let ruby = || ruby::layout(&elf).map(Interpreter::Ruby);
     let interpreter = cpython::layout(&elf).map(Interpreter::Cpython).or_else(ruby);
-    Ok(Table { interpreter, ..spans.finish(elf.build_id()) })
+    let code = go.as_ref().and_then(|table| table.code(&elf)).unwrap_or_default();
+    Ok(Table { interpreter, go: code, ..spans.finish(elf.build_id()) })
 }
 
 /// The rules, with where one more register is that callees keep, or without.

@@ -2,8 +2,8 @@
 //! of offsets, initialised in the file (`_Py_DebugOffsets` of pycore_debug_offsets.h). Before, they
 //! are those of the version, by its headers; DWARF of Debian's and PyPI's builds has the same.
 //!
-//! Of a version that is not known, or of a build without the global interpreter lock, the layout
-//! says that alone: a wrong one would give wrong frames.
+//! Of a version that is not known, or of a build without the global interpreter lock of 3.14 and
+//! later, the layout says that alone: a wrong one would give wrong frames.
 
 use stackwire_collector_ebpf::cpython::{Layout, NO_FIELD, evaluators};
 use stackwire_elf::Exports;
@@ -13,7 +13,7 @@ use crate::elf::Elf;
 /// `_Py_Debug_Cookie`.
 const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
 /// Words of the table that are read: cookie, version, whether it is free-threaded, groups.
-const WORDS: usize = 64;
+const WORDS: usize = 72;
 /// The function that runs Python code.
 const EVALUATOR: &str = "_PyEval_EvalFrameDefault";
 
@@ -113,6 +113,18 @@ fn of_3_8() -> Layout {
         instructions: 0,
         ascii: 48,
         characters: 72,
+        ..objects()
+    }
+}
+
+/// Include/object.h, Include/cpython/unicodeobject.h and bytesobject.h of 3.8 and all later ones.
+fn objects() -> Layout {
+    Layout {
+        object_type: 8,
+        text_length: 16,
+        text_state: 32,
+        bytes_length: 16,
+        bytes: 32,
         ..Layout::default()
     }
 }
@@ -152,7 +164,7 @@ fn of_3_11() -> Layout {
         instructions: 184,
         ascii: 48,
         characters: 72,
-        ..Layout::default()
+        ..objects()
     }
 }
 
@@ -189,12 +201,34 @@ fn of_table(version: u32, table: &[u64]) -> Option<Layout> {
         (offset != NO_FIELD).then_some(offset)
     };
     let thread_id = if version >> 16 == 0x030f { 8 } else { 5 };
-    if table.first() != Some(&COOKIE)
-        || table.get(1) != Some(&u64::from(version))
-        || table.get(2) != Some(&0)
-    {
+    if table.first() != Some(&COOKIE) || table.get(1) != Some(&u64::from(version)) {
         return None;
     }
+    // What comes behind the code object is where it is in 3.13. Later ones have copies of their
+    // instructions for each thread where there is no global lock: their lines are not known.
+    let objects = match (table.get(2)?, version >> 16) {
+        (0, _) => of_3_12(),
+        (1, 0x030d) => {
+            // Words of code object, object, type, tuple, list, dict, float, int, bytes.
+            let behind = |words: usize| {
+                let offset = table.get(3 + groups.iter().sum::<usize>() + 10 + words)?;
+                u16::try_from(*offset).ok()
+            };
+            let ascii = behind(26)?;
+            Layout {
+                object_type: behind(1)?,
+                bytes_length: behind(21)?,
+                bytes: behind(22)?,
+                text_state: behind(24)?,
+                text_length: behind(25)?,
+                ascii,
+                // `utf8_length` and `utf8` are between them.
+                characters: ascii.checked_add(16)?,
+                ..of_3_12()
+            }
+        }
+        _ => return None,
+    };
     Some(Layout {
         interpreters: at(0, 2)?,
         next_interpreter: at(1, 2)?,
@@ -212,7 +246,7 @@ fn of_table(version: u32, table: &[u64]) -> Option<Layout> {
         first_line: at(5, 5)?,
         instructions: at(5, 9)?,
         c_frame: NO_FIELD,
-        ..of_3_12()
+        ..objects
     })
 }
 
@@ -274,6 +308,92 @@ mod tests {
         0,
     ];
 
+    /// Likewise, of 3.13.5 with `--disable-gil`: `_PyRuntime` of `python` as tests/python.sh builds
+    /// it.
+    const WITHOUT_LOCK: [u64; 71] = [
+        COOKIE,
+        0x030d_05f0,
+        1,
+        328_320,
+        608,
+        632,
+        215_616,
+        7272,
+        7264,
+        7344,
+        7400,
+        7664,
+        7648,
+        7656,
+        16,
+        7760,
+        0,
+        7784,
+        7776,
+        304,
+        0,
+        8,
+        16,
+        72,
+        152,
+        160,
+        232,
+        32,
+        80,
+        8,
+        0,
+        56,
+        72,
+        70,
+        224,
+        128,
+        136,
+        144,
+        152,
+        84,
+        68,
+        112,
+        120,
+        216,
+        32,
+        24,
+        432,
+        40,
+        104,
+        184,
+        48,
+        40,
+        32,
+        56,
+        40,
+        32,
+        64,
+        48,
+        56,
+        40,
+        32,
+        48,
+        32,
+        40,
+        56,
+        32,
+        48,
+        80,
+        48,
+        32,
+        56,
+    ];
+
+    #[test]
+    fn a_build_without_the_lock_has_larger_objects() {
+        let layout = of_table(0x030d_05f0, &WITHOUT_LOCK).unwrap();
+        assert_eq!((layout.object_type, layout.name, layout.instructions), (24, 144, 216));
+        assert_eq!((layout.text_length, layout.text_state, layout.ascii), (32, 48, 56));
+        assert_eq!((layout.bytes_length, layout.bytes, layout.characters), (32, 48, 72));
+        assert!(layout.is_sound());
+        assert_eq!(of_table(0x030d_05f0, &WITHOUT_LOCK[..60]), None);
+    }
+
     #[test]
     fn the_table_says_where_frames_are() {
         let layout = of_table(0x030e_0af0, &OF_3_14).unwrap();
@@ -287,7 +407,7 @@ mod tests {
         assert_eq!(of_table(0x030e_0bf0, &OF_3_14), None, "not that of the version");
         let mut free_threaded = OF_3_14;
         free_threaded[2] = 1;
-        assert_eq!(of_table(0x030e_0af0, &free_threaded), None);
+        assert_eq!(of_table(0x030e_0af0, &free_threaded), None, "without the lock");
         assert_eq!(of_table(0x030e_0af0, &OF_3_14[..40]), None);
         assert_eq!(offsets(0x030e_00a1, &OF_3_14), None, "an alpha");
         assert_eq!(offsets(0x0310_00f0, &OF_3_14), None, "3.16");

@@ -105,7 +105,7 @@ impl Spans {
         }
         pages.row(end, NO_RULE);
         let (base, rules, counts) = (pages.base, self.rules, pages.counts);
-        Table { build_id, interpreter: None, base, rules, pages: counts, rows: pages.rows }
+        Table { build_id, base, rules, pages: counts, rows: pages.rows, ..Table::default() }
     }
 }
 

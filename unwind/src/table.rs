@@ -3,8 +3,10 @@
 //! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
 //! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
 //! pages and rows, number of the first page, length of the build-id, machine, length of what
-//! follows it; the build-id, where an interpreter keeps its frames, rules of 24 bytes, rows of each
-//! page, rows.
+//! follows it, where Go's code begins and ends; the build-id, where an interpreter keeps its frames,
+//! rules of 24 bytes, rows of each page, rows.
+
+use std::ops::Range;
 
 use stackwire_collector_ebpf::tables::row;
 use stackwire_collector_ebpf::{NO_RULE, Rule, cfa, fp, ra};
@@ -15,13 +17,13 @@ use crate::interpreter::Interpreter;
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
 /// tables are kept on disk.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Whose registers the rules are about, as ELF files name it.
 pub const MACHINE: Machine = Machine::X86_64;
 
 const MAGIC: &[u8; 8] = b"SWUNWIND";
-const HEADER: usize = 44;
+const HEADER: usize = 60;
 const RULE: usize = 24;
 /// More than any file of 8 GiB needs.
 pub(crate) const MAX_PAGES: u32 = 1 << 17;
@@ -38,6 +40,8 @@ pub struct Table {
     pub build_id: Option<BuildId>,
     /// Where the interpreter that it has keeps its frames.
     pub interpreter: Option<Interpreter>,
+    /// Offsets in the file of the code that Go compiled; empty: it has none.
+    pub go: Range<u64>,
     /// Number of the first page among the pages of its file.
     pub base: u32,
     /// Number 0 is no rule.
@@ -78,6 +82,8 @@ impl Table {
         bytes.extend(u32::from(MACHINE.elf()).to_le_bytes());
         let interpreter = self.interpreter.map(Interpreter::to_bytes).unwrap_or_default();
         bytes.extend((interpreter.len() as u32).to_le_bytes());
+        bytes.extend(self.go.start.to_le_bytes());
+        bytes.extend(self.go.end.to_le_bytes());
         bytes.extend(build_id);
         bytes.extend(interpreter);
         for rule in &self.rules {
@@ -112,6 +118,8 @@ impl Table {
         }
         let [rules, pages, rows, base, id] = [16, 20, 24, 28, 32].map(|at| word(head, at));
         let interpreter = word(head, 40) as usize;
+        let long = |at| u64::from(word(head, at + 4)) << 32 | u64::from(word(head, at));
+        let go = long(44)..long(52);
         if pages > MAX_PAGES || base > MAX_PAGES || rules > u32::from(u16::MAX) {
             return error("too large");
         }
@@ -153,7 +161,7 @@ impl Table {
         if !left.is_empty() {
             return error("with rows beyond its pages");
         }
-        Ok(Self { build_id, interpreter, base, rules, pages, rows })
+        Ok(Self { build_id, interpreter, go, base, rules, pages, rows })
     }
 }
 
@@ -210,6 +218,7 @@ mod tests {
         Table {
             build_id: BuildId::new(&[7; 20]),
             interpreter: Some(python(8)),
+            go: 0x2_0010..0x4_0005,
             base: 2,
             rules: vec![none(), known],
             pages: vec![2, 0, 1],

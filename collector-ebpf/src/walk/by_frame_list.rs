@@ -12,6 +12,9 @@ use crate::maps::{LISTS, List, PYTHON_LAYOUTS, THREAD_SLOTS, THREADS};
 
 /// Threads of a process that are looked at, of all its interpreters.
 const MAX_THREADS: u64 = 128;
+/// More than a thread's state has. From 3.15 on the outermost frame of its list is a part of it
+/// (`base_frame` of `_PyThreadStateImpl`), and of no evaluator.
+const THREAD_STATE: u64 = 0x4000;
 
 /// One step: looks at a thread, or walks one frame. [`GO_ON`], or a [`ListEnd`] as a number. A
 /// global function, as `walk_frame`.
@@ -42,6 +45,7 @@ fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
             && word(known[1], layout.thread_id) == Some(all.thread_pointer)
             && enter(all, layout, known[1]).is_some()
         {
+            all.thread = known[1];
             return Some(GO_ON);
         }
         let runtime = all.base.wrapping_add(layout.runtime);
@@ -115,10 +119,13 @@ fn frame(all: &mut List, layout: &Layout, slot: u32) -> Option<u64> {
     let code = word_in(&all.bytes, layout.code) & !7;
     let owner = word_in(&all.bytes, layout.owner) as u8;
     if layout.evaluators == evaluators::SHIMS && owner >= OWNED_BY_EVALUATOR {
+        if address.wrapping_sub(all.thread) < THREAD_STATE {
+            return Some(GO_ON);
+        }
         return Some(push_evaluator(all, address));
     }
     read(all, code, CODE_BYTES)?;
-    if is_a(all, layout.code_type) {
+    if is_a(all, layout, layout.code_type) {
         let [name, path, lines] =
             [layout.name, layout.path, layout.lines].map(|offset| word_in(&all.bytes, offset));
         let first_line = word_in(&all.bytes, layout.first_line) as u32;

@@ -3,12 +3,10 @@
 
 use aya_ebpf::helpers::bpf_probe_read_user as read_user;
 use aya_ebpf::helpers::generated::bpf_probe_read_user;
+use stackwire_collector_ebpf::cpython::Layout;
 use stackwire_collector_ebpf::masked;
 
 use crate::maps::{CODE_ROOM, List};
-
-/// `ob_type` of an object of CPython.
-const TYPE: u16 = 8;
 
 /// A word of the process.
 #[inline(always)]
@@ -38,8 +36,8 @@ pub fn read(all: &mut List, address: u64, bytes: usize) -> Option<()> {
 
 /// Whether the object of CPython whose head was read is of this type.
 #[inline(always)]
-pub fn is_a(all: &List, of: u64) -> bool {
-    word_in(&all.bytes, TYPE) == all.base.wrapping_add(of)
+pub fn is_a(all: &List, layout: &Layout, of: u64) -> bool {
+    word_in(&all.bytes, layout.object_type) == all.base.wrapping_add(of)
 }
 
 /// Copies the first `length` bytes, at most `MOST`, behind `before` others; returns how many.

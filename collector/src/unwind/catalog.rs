@@ -12,6 +12,7 @@ mod room;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -366,6 +367,17 @@ impl Catalog {
             State::Ready(place) => place.layout.err(),
             _ => None,
         })
+    }
+
+    /// Offsets in an executable of the code that Go compiled; empty: it has none, or that is not
+    /// known now.
+    #[must_use]
+    pub fn go_code(&self, kind: &Kind) -> Range<u64> {
+        let found = self.lock().find_map(kind, |state| match state {
+            State::Ready(place) => Some(place.go.clone()),
+            _ => None,
+        });
+        found.unwrap_or_default()
     }
 
     /// What became of tables since the start.

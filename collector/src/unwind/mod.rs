@@ -25,6 +25,7 @@ mod space;
 
 use std::collections::HashSet;
 use std::io;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -151,6 +152,13 @@ impl Unwind {
     #[must_use]
     pub fn missing(&self, kind: &Kind) -> Option<Arc<NoTable>> {
         self.catalog.missing(kind)
+    }
+
+    /// Offsets in an executable of the code that Go compiled; empty: it has none, or that is not
+    /// known now.
+    #[must_use]
+    pub fn go_code(&self, kind: &Kind) -> Range<u64> {
+        self.catalog.go_code(kind)
     }
 
     /// Why the functions that an interpreter runs are not seen.

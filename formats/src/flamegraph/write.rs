@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use inferno::flamegraph::color::{Color, MultiPalette, Palette, PaletteMap};
 use inferno::flamegraph::{Direction, Options, TextTruncateDirection, from_lines};
 use stackwire_model::Profile;
-use stackwire_model::profile::{LocationId, Named, SeriesId};
+use stackwire_model::profile::{FrameType, Line, LocationId, Named, SeriesId};
 
 use super::tooltip::Tooltips;
 use crate::plain;
@@ -27,7 +27,7 @@ pub struct Flames<'a> {
 
 /// Writes the flame graph. What a frame is has a colour: kernel orange, inlined blue-green, made at
 /// run time green, C++ and Rust yellow, other native code red; functions of an interpreter are
-/// violet, and what a thread waits in is blue.
+/// violet, functions of Go teal, and what a thread waits in is blue.
 ///
 /// Of several series it draws the first that has samples. A clock and waits are drawn together:
 /// their sum is the time that passed for all threads. [`amount`] says how much that is.
@@ -65,8 +65,8 @@ pub fn write(profile: Named<'_>, flames: &Flames<'_>, mut out: impl Write) -> io
     for frame in frames.filter(|frame| frame.ends_with(folded::WAIT_MARK)) {
         colours.insert(frame, BLUE);
     }
-    for frame in functions_of_interpreters(profile) {
-        colours.insert(&frame, VIOLET);
+    for (frame, colour) in coloured(profile) {
+        colours.insert(&frame, colour);
     }
     if colours.iter().next().is_some() {
         options.palette_map = Some(&mut colours);
@@ -96,20 +96,24 @@ fn drawn_series(profile: &Profile) -> Vec<SeriesId> {
     drawn
 }
 
-/// The frames of functions that interpreters run.
-fn functions_of_interpreters(profile: Named<'_>) -> impl Iterator<Item = String> {
-    let facts = profile.profile;
-    let locations = facts
-        .locations
-        .iter()
-        .enumerate()
-        .filter(|(_, location)| facts.executables[location.executable.index()].is_code());
-    let lines = locations.flat_map(move |(at, _)| profile.lines(LocationId(at as u32)));
-    lines.map(|line| format!("{}_[j]", folded::clean(&line.function)))
+/// Frames whose kind the palette does not know.
+fn coloured(profile: Named<'_>) -> impl Iterator<Item = (String, Color)> {
+    let locations = (0..profile.locations.len() as u32).map(LocationId);
+    locations.flat_map(move |at| {
+        let (mark, colour) = match profile.frame_type(at) {
+            FrameType::Code(_) => ("_[j]", VIOLET),
+            FrameType::Go => ("", TEAL),
+            FrameType::Native | FrameType::Kernel | FrameType::Jit => return Vec::new(),
+        };
+        let frame = |line: Line| (format!("{}{mark}", folded::clean(&line.function)), colour);
+        profile.lines(at).into_iter().map(frame).collect::<Vec<_>>()
+    })
 }
 
 /// Of functions of interpreters.
 const VIOLET: Color = Color { r: 176, g: 128, b: 224 };
+/// Of functions of Go.
+const TEAL: Color = Color { r: 96, g: 192, b: 184 };
 /// Of what threads wait in.
 const BLUE: Color = Color { r: 96, g: 144, b: 224 };
 

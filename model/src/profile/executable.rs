@@ -74,18 +74,6 @@ impl Executable {
         }
     }
 
-    /// The kind of its frames, in OpenTelemetry's words (`profile.frame.type`), and `jit`: code
-    /// made at run time.
-    #[must_use]
-    pub fn frame_type(&self) -> &'static str {
-        match self {
-            Self::Code(code) => code.runtime.frame_type(),
-            Self::Anonymous => "jit",
-            other if other.is_kernel() => "kernel",
-            _ => "native",
-        }
-    }
-
     /// Whether it is a function of an interpreter.
     #[must_use]
     pub fn is_code(&self) -> bool {

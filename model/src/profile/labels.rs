@@ -36,7 +36,7 @@ pub enum LabelValue {
 }
 
 /// As a label: the kind of the innermost frame, see
-/// [`Executable::frame_type`](super::Executable::frame_type). It is in the stack, unless another
+/// [`Profile::frame_type`]. It is in the stack, unless another
 /// profiler has given a label of this name.
 pub const KIND: &str = "kind";
 
@@ -177,9 +177,7 @@ impl Profile {
     pub fn label(&self, sample: SampleKey, wanted: &str) -> Option<Cow<'_, str>> {
         let found = self.labels(sample).find(|(key, _)| *key == wanted).map(|(_, value)| value);
         if wanted == KIND && found.is_none() {
-            let location = &self.locations[self.frames(sample).next()?.index()];
-            let executable = &self.executables[location.executable.index()];
-            return Some(executable.frame_type().into());
+            return Some(self.frame_type(self.frames(sample).next()?).text().into());
         }
         found
     }

@@ -22,6 +22,7 @@ mod unite;
 mod unwind_tables;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
@@ -37,7 +38,7 @@ pub use self::builder::{Builder, Full, Only, Taken, ValueError};
 pub use self::cpu_time::CpuTime;
 pub use self::executable::{ArtifactHash, Executable, hex};
 pub use self::jit_file::{JitFile, Mark, Snapshot};
-pub use self::location::{FrameKind, Location, lookup_address};
+pub use self::location::{FrameKind, FrameType, Location, lookup_address};
 pub use self::missing::{Missing, MissingReason};
 pub use self::names::{Line, Named, Names, Resolution, Source, is_place, place};
 pub use self::quality::Quality;
@@ -328,6 +329,8 @@ pub struct Profile {
     pub unwind_missing: BTreeMap<ExecutableId, String>,
     /// By executable, why functions of the interpreter in it are not among the frames.
     pub functions_missing: BTreeMap<ExecutableId, String>,
+    /// By executable, where the code is that Go compiled.
+    pub go_code: BTreeMap<ExecutableId, Range<FileOffset>>,
     /// Samples that are not in this part of the profile.
     pub left_out: u64,
     /// Samples the kernel took; unknown when the capture was cut.

@@ -125,6 +125,9 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         if let Some(why) = reader.reason(wire.functions_missing)? {
             into.functions_missing(id, why);
         }
+        if wire.go_length > 0 {
+            into.go_code(id, wire.go_start, wire.go_length);
+        }
         if matches!(into.executable_of(id), Executable::File { key: None, .. }) {
             into.ambiguous(id);
         }

@@ -4,6 +4,7 @@
 //! theirs first, and take none from others.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use stackwire_collector_ebpf::Rule;
@@ -28,6 +29,8 @@ pub(super) struct Place {
     pub word: u64,
     /// The number of the layout of its interpreter; 0: it is none. Or why there is no layout.
     pub layout: Result<u32, NoLayout>,
+    /// Offsets in the file of the code that Go compiled.
+    pub go: Range<u64>,
     page: u32,
     chunk: u32,
     amount: Amount,
@@ -82,7 +85,7 @@ impl Inner {
         let owner = self.slots[number as usize].owner.payer();
         let word = pages_word(page, amount.pages, table.base);
         let layout = self.layout(table.interpreter, owner == Owner::Everyone);
-        let place = Place { owner, word, layout, page, chunk, amount, rules };
+        let place = Place { owner, word, layout, go: table.go.clone(), page, chunk, amount, rules };
         let written =
             self.maps.write_pages(page, words).and_then(|()| self.maps.write_rows(chunk, &rows));
         match written {

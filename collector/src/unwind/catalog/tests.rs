@@ -23,7 +23,7 @@ pub(super) fn table(rows: u32, rules: i32, seed: i32) -> Table {
     let rules = std::iter::once(Rule::default()).chain((1..=rules).map(rule)).collect();
     let pages = vec![1000; (rows / 1000) as usize];
     let rows = (0..rows / 1000 * 1000).map(|at| row((at % 1000) as u16, 1)).collect();
-    Table { build_id: None, interpreter: None, base: 0, rules, pages, rows }
+    Table { rules, pages, rows, ..Table::default() }
 }
 
 fn wanted() -> Option<Wanted> {

@@ -2,8 +2,8 @@
 
 use super::{Builder, Full, MAX_SERIES};
 use crate::profile::{
-    ArtifactHash, ExecutableId, ListEnd, LostReason, Origin, ProcessId, Series, SeriesId,
-    UnwindTables, Who,
+    ArtifactHash, ExecutableId, FileOffset, ListEnd, LostReason, Origin, ProcessId, Series,
+    SeriesId, UnwindTables, Who,
 };
 use crate::{Event, PythonOutcome};
 
@@ -182,6 +182,12 @@ impl Builder {
     /// Says why functions of the interpreter in an executable are not among the frames.
     pub fn functions_missing(&mut self, executable: ExecutableId, why: String) {
         self.profile.functions_missing.insert(executable, why);
+    }
+
+    /// Says where in an executable the code is that Go compiled: offset and bytes.
+    pub fn go_code(&mut self, executable: ExecutableId, start: u64, length: u64) {
+        let range = FileOffset(start)..FileOffset(start.saturating_add(length));
+        self.profile.go_code.insert(executable, range);
     }
 
     /// A file that its collector could not tell from others at its path.

@@ -6,6 +6,8 @@
 //! instruction by instruction (`code/`); what the runtime does where it changes stacks is
 //! `go_stacks.rs`.
 
+use std::ops::Range;
+
 use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::{Rule, cfa, fp, ra};
 use stackwire_elf::{GoFamily, GoFormat, GoFunction, GoTable, gopclntab_format};
@@ -142,6 +144,14 @@ impl Table {
     /// in r12.
     pub fn detects_races(&self) -> bool {
         self.functions().any(|function| function.name == b"racecall")
+    }
+
+    /// Offsets in the file from the first function that Go compiled to behind the last.
+    pub fn code(&self, elf: &Elf<'_>) -> Option<Range<u64>> {
+        let of_go = self.functions().filter(|function| !function.moves.is_empty());
+        let ends = of_go.map(|function| (function.entry, function.end));
+        let (start, end) = ends.reduce(|all, one| (all.0.min(one.0), all.1.max(one.1)))?;
+        Some(elf.offset(start)?..elf.offset(end.checked_sub(1)?)? + 1)
     }
 
     fn functions(&self) -> impl Iterator<Item = Function<'_>> {
