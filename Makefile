@@ -57,6 +57,7 @@ bench: build
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-serve -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-unwind -- $(OUT)
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-workloads -- $(OUT)
+	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-whole -- $(OUT)
 	tests/corpus.sh $(STACKWIRE_TEST_CACHE)/corpus
 	$(CARGO) run --release --locked -q -p stackwire-e2e --features bench --bin bench-symbols -- $(OUT)
 	$(CARGO) bench --locked -q -p stackwire --bench lookup

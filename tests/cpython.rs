@@ -203,6 +203,34 @@ fn functions_called_from_c_have_their_shares_in_each_thread_and_in_a_child() {
     assert!(run >= 4, "{run}");
 }
 
+/// What `numbers.py` has on its stack while it burns time, and its part of that.
+const NUMBERS: [(&[&str], f64); 3] = [
+    (&["burn", "twice", "main"], 6.0 / 15.0),
+    (&["burn", "of_numpy", "applies", "main"], 3.0 / 15.0),
+    (&["sorts", "main"], 6.0 / 15.0),
+];
+
+#[test]
+fn functions_around_numpy_have_their_shares() {
+    let python = test_cache().join("validators/bin/python3");
+    if !privileged() || !can("numpy, which tests/setup.sh installs", python.exists()) {
+        return;
+    }
+    let program = &source("numbers.py");
+    let shares = Shares { program, known: &NUMBERS, lines: LINES, leaf: "", root: "<module>" };
+    let running = Running::start(Command::new(python).arg(program));
+    let profile = record(running.pid(), 4, &[]);
+    shares.assert_are_in("numpy", &profile, &profile.samples);
+    // Where the time goes is in its own code.
+    let in_numpy = |sample: &&Sample| {
+        let leaf = &profile.locations[&sample.locations[0]];
+        let path = profile.mappings.get(&leaf.mapping).map_or("", |it| &it.file);
+        profile.functions(sample).contains(&"sorts") && path.contains("_multiarray_umath")
+    };
+    let count: u64 = profile.samples.iter().filter(in_numpy).map(|it| it.count).sum();
+    assert!(count * 100 > profile.count() * 30, "{count} of {}", profile.count());
+}
+
 #[test]
 fn frames_are_those_that_python_knows() {
     if !privileged() {
