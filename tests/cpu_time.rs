@@ -24,12 +24,10 @@ fn report(directory: &Path, more: &[&str]) -> String {
     stackwire(arguments.iter().chain(more)).succeeded().stdout
 }
 
-/// Sixty processes of 50 ms, one after the other: the report, and the seconds that their shell was
-/// told they used.
+/// Records what bash does: the report, and the seconds that it was told its children used.
 #[track_caller]
-fn of_brief_processes(directory: &Path, rate: &str) -> (String, f64) {
-    let brief = build::briefs()[0].display();
-    let script = format!("for i in $(seq 60); do {brief} 50; done; times");
+fn of_children(directory: &Path, rate: &str, script: &str) -> (String, f64) {
+    let script = format!("{script}; times");
     let what = ["--profile", rate, "--capture=x.stackwire", "--", "bash", "-c", &script];
     let printed = recorded(directory, &what).succeeded().stdout;
     // Of itself, and of the children it has waited for: `0m2.912s 0m0.103s`.
@@ -47,7 +45,8 @@ fn what_brief_processes_used_is_what_their_parent_was_told() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let (report, told) = of_brief_processes(directory.path(), "--sample-rate=997");
+    let script = format!("for i in $(seq 60); do {} 50; done", build::briefs()[0].display());
+    let (report, told) = of_children(directory.path(), "--sample-rate=997", &script);
     let [used, sampled, whole] = row(&report, "brief_small");
     assert!((used / told - 1.0).abs() < 0.02, "their parent was told {told} s\n{report}");
     assert!((97.0..103.0).contains(&sampled) && whole > 97.0, "{report}");
@@ -60,17 +59,78 @@ fn what_brief_processes_used_is_what_their_parent_was_told() {
     }
 }
 
+/// Of 3 ms each, of which a timer of 10 ms sees every third.
 #[test]
 fn what_nobody_sampled_counts() {
     if !privileged() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let (report, told) = of_brief_processes(directory.path(), "--sample-rate=2");
-    let [used, ..] = row(&report, "all programs");
-    let [unsampled, sampled, _] = row(&report, "processes without samples");
+    let script = format!("for i in $(seq 600); do {} 3; done", build::briefs()[0].display());
+    let (report, told) = of_children(directory.path(), "--sample-rate=99", &script);
+    let [used, sampled, _] = row(&report, "brief_small");
     assert!((used / told - 1.0).abs() < 0.05, "their parent was told {told} s\n{report}");
-    assert!(unsampled > used * 0.7 && sampled == 0.0, "{report}");
+    assert!((70.0..130.0).contains(&sampled), "{report}");
+    let chosen = self::report(directory.path(), &["--where=comm=brief_small"]);
+    assert_eq!(row(&chosen, "all programs")[0], used);
+}
+
+/// They are waited for when the epochs they ended in are long over.
+#[test]
+fn children_that_are_reaped_late_count() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let script = format!(
+        "import os, time\n\
+         children = [os.spawnl(os.P_NOWAIT, {0:?}, {0:?}, '20') for _ in range(40)]\n\
+         time.sleep(4)\n\
+         for child in children: os.waitpid(child, 0)",
+        build::briefs()[0].display().to_string()
+    );
+    std::fs::write(directory.path().join("late.py"), script).unwrap();
+    let (report, told) = of_children(directory.path(), "--sample-rate=20", "python3 -S late.py");
+    let [used, ..] = row(&report, "all programs");
+    assert!((used / told - 1.0).abs() < 0.05, "bash was told {told} s\n{report}");
+}
+
+/// The last program of the process has no samples, and is gone when the capture ends.
+#[test]
+fn what_a_process_was_before_it_became_another_program_counts() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let script = "(for ((i = 0; i < 200000; i++)); do :; done; exec true)";
+    let (report, told) = of_children(directory.path(), "--sample-rate=997", script);
+    let [used, sampled, _] = row(&report, "bash");
+    assert!((used / told - 1.0).abs() < 0.05, "bash was told {told} s\n{report}");
+    assert!((95.0..105.0).contains(&sampled), "{report}");
+}
+
+/// Some child runs when the capture ends, and ends soon.
+#[test]
+fn at_the_end_nothing_counts_twice() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let brief = build::briefs()[0].display();
+    let script = format!("while :; do {brief} 200; done");
+    let shell = Command::new("bash").args(["-c", &script]).spawn();
+    let shell = Running(shell.unwrap());
+    let pid = format!("--pid={}", shell.pid());
+    for duration in ["--duration=2s", "--duration=2100ms", "--duration=2300ms"] {
+        let what = ["--profile", "--capture=x.stackwire", "--sample-rate=997", "--follow"];
+        let what = [&what[..], &[duration, &pid]].concat();
+        let began = std::time::Instant::now();
+        recorded(directory.path(), &what).succeeded();
+        eprintln!("{duration}: {:?}", began.elapsed());
+        let report = report(directory.path(), &[]);
+        let [_, sampled, _] = row(&report, "brief_small");
+        assert!((97.0..103.0).contains(&sampled), "{duration}: {report}");
+    }
 }
 
 #[test]
@@ -87,6 +147,7 @@ fn of_a_process_that_runs_it_is_what_it_used_meanwhile() {
     recorded(directory.path(), &what).succeeded();
     let report = report(directory.path(), &[]);
     let [used, sampled, whole] = row(&report, "brief_small");
+    // Of one of several CPUs, for as long as samples were taken.
     assert!((3.0..4.3).contains(&used), "{report}");
     assert!((99.0..101.0).contains(&sampled) && whole > 99.0, "{report}");
 }

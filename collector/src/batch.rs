@@ -47,12 +47,15 @@ pub struct Epoch {
     pub sched: Vec<SchedDef>,
     /// How frames of interpreters ended, and in how many samples.
     pub list_ends: FxHashMap<ListEnd, u64>,
-    /// CPU time of processes without samples, nanoseconds. `None`: nobody asks for CPU times.
-    pub unsampled_cpu_ns: Option<u64>,
+    /// CPU time of processes without samples by their names, nanoseconds. `None`: nobody asks for
+    /// CPU times.
+    pub unsampled_cpu_ns: Option<FxHashMap<String, u64>>,
 
     oldest_late_ns: Option<u64>,
     executable_index: FxHashMap<u64, u32>,
     process_index: FxHashMap<u64, u32>,
+    /// By pid, the last program that a process of this number has become.
+    last_program: FxHashMap<u32, u32>,
     mapping_index: FxHashMap<(u32, UserAddr, UserAddr, u64), u32>,
     thread_index: FxHashMap<ThreadDef, u32>,
     node_index: FxHashMap<Node, u32>,
@@ -379,12 +382,17 @@ impl Epoch {
         }
     }
 
+    /// The last program of a process that is in [`Epoch::processes`].
+    #[must_use]
+    pub fn program_of(&self, pid: u32, start_ns: u64) -> Option<usize> {
+        let index = *self.last_program.get(&pid)? as usize;
+        (self.processes[index].start_ns == start_ns).then_some(index)
+    }
+
     /// Adds CPU time that a process used.
     pub fn add_cpu_time(&mut self, process: &Process, used_ns: u64) {
-        if used_ns > 0 {
-            let index = self.process(process);
-            self.processes[index as usize].cpu_ns += used_ns;
-        }
+        let index = self.process(process);
+        self.processes[index as usize].cpu_ns += used_ns;
     }
 
     fn process(&mut self, process: &Process) -> u32 {
@@ -406,6 +414,7 @@ impl Epoch {
             runs_anonymous: false,
             cpu_ns: 0,
         };
+        self.last_program.insert(process.pid, self.processes.len() as u32);
         intern(&mut self.process_index, &mut self.processes, process.image, definition)
     }
 

@@ -1,31 +1,37 @@
 //! How much CPU time processes used, to compare their samples with: of samples that were never
 //! taken nothing else tells.
 //!
-//! A process that runs is asked by its CPU clock. Of one that ended the kernel side tells. Called
-//! by `pipeline.rs`, last when it cuts an epoch.
+//! A process that runs is asked by its CPU clock. Of one that ended the kernel side tells, some
+//! milliseconds after its parent was told. Called by `pipeline.rs`.
 
 use std::collections::HashMap;
 
 use crate::batch::Epoch;
-use crate::clock::{boottime_ns, cpu_time_ns};
-use crate::host::pid_namespace;
+use crate::clock::{boottime_ns, cpu_time_ns, now_ns};
 use crate::process::{Process, Processes};
 use crate::sources::record::Ended;
+
+/// Words of the kernel side that wait for the process they are about to be heard of.
+const MAX_PENDING: usize = 65_536;
+/// How long they wait: by then the events of before are in.
+const PATIENCE_NS: u64 = 1_000_000_000;
+/// A process begins at most so long before the event that tells of it.
+const FORK_NS: u64 = 100_000_000;
+/// Names of processes without samples in an epoch. All others are added up without a name.
+const MAX_NAMES: usize = 1024;
 
 /// What has been added up of each process.
 #[derive(Debug)]
 pub struct CpuTimes {
     /// When the capture began, `CLOCK_BOOTTIME` nanoseconds.
     begun_ns: u64,
-    /// Processes without samples count, too.
-    counts_unsampled: bool,
-    /// The collector knows processes by other numbers than the kernel side.
-    is_in_namespace: bool,
     /// By pid.
     added: HashMap<u32, Added>,
-    /// Processes that have ended since the last epoch.
-    ended: Vec<Ended>,
-    /// CPU times when the capture ended, by pid.
+    /// What was told of processes that are not known yet.
+    pending: Vec<Ended>,
+    /// Processes with samples whose end has not been told, by pid.
+    awaited: HashMap<u32, u64>,
+    /// CPU times when sampling ended, by pid.
     at_end: Option<HashMap<u32, u64>>,
 }
 
@@ -33,6 +39,8 @@ pub struct CpuTimes {
 struct Added {
     /// When the process began, `CLOCK_BOOTTIME` nanoseconds; 0: not known.
     start_ns: u64,
+    /// It ran when the capture began.
+    is_old: bool,
     /// CPU time up to here, nanoseconds.
     cpu_ns: u64,
 }
@@ -40,113 +48,159 @@ struct Added {
 impl CpuTimes {
     /// From now on, of these processes and those that begin later.
     #[must_use]
-    pub fn begin(pids: impl IntoIterator<Item = u32>, counts_unsampled: bool) -> Self {
-        let of = |pid| Some((pid, Added { start_ns: 0, cpu_ns: cpu_time_ns(pid)? }));
+    pub fn begin(pids: impl IntoIterator<Item = u32>) -> Self {
+        let of = |pid| {
+            let added = Added { start_ns: 0, is_old: true, cpu_ns: cpu_time_ns(pid)? };
+            Some((pid, added))
+        };
         Self {
             begun_ns: boottime_ns(),
-            counts_unsampled,
-            is_in_namespace: pid_namespace().is_some(),
             added: pids.into_iter().filter_map(of).collect(),
-            ended: Vec::new(),
+            pending: Vec::new(),
+            awaited: HashMap::new(),
             at_end: None,
         }
     }
 
-    /// Takes what the kernel side told.
-    pub fn take(&mut self, ended: &mut Vec<Ended>) {
-        self.ended.append(ended);
+    /// Takes what the kernel side told, after the events that came with it.
+    pub fn take(&mut self, ended: &mut Vec<Ended>, processes: &mut Processes, epoch: &mut Epoch) {
+        let now = now_ns();
+        let mut pending = std::mem::take(&mut self.pending);
+        pending.append(ended);
+        pending.retain(|ended| {
+            let process = processes.get(ended.host_pid).filter(|it| self.is_of(ended, it));
+            let Some(process) = process else {
+                return processes.may_have(ended.host_pid) && ended.time_ns + PATIENCE_NS > now;
+            };
+            self.ended(process, ended, processes, epoch);
+            processes.told_of_end(ended.host_pid);
+            false
+        });
+        // What is beyond it is missing.
+        pending.truncate(MAX_PENDING);
+        self.pending = pending;
     }
 
-    /// Nothing is sampled any more.
-    pub fn end(&mut self, processes: &Processes) {
-        let of = |process: &Process| Some((process.pid, cpu_time_ns(process.pid)?));
-        self.at_end = Some(processes.all().filter_map(of).collect());
+    /// Nothing is sampled any more. Asks these processes.
+    pub fn end(&mut self, pids: impl IntoIterator<Item = u32>) {
+        let of = |pid| Some((pid, cpu_time_ns(pid)?));
+        self.at_end = Some(pids.into_iter().filter_map(of).collect());
     }
 
-    /// Whether some process with samples has ended and the kernel side has not told of it yet.
+    /// Whether some process with samples was gone at the end and the kernel side has not told of
+    /// it.
     #[must_use]
-    pub fn awaits_any(&self, processes: &Processes) -> bool {
-        let is_told = |process: &Process| self.ended.iter().any(|ended| self.is_of(ended, process));
-        let is_gone = |process: &Process| process.exited() && cpu_time_ns(process.pid).is_none();
-        let mut sampled = processes.all().filter(|process| process.sampled);
-        sampled.any(|process| is_gone(process) && process.may_be_told_of && !is_told(process))
+    pub fn awaits_any(&self, processes: &Processes, epoch: &Epoch) -> bool {
+        let ran = |pid: &u32| self.at_end.as_ref().is_some_and(|at_end| at_end.contains_key(pid));
+        let is_awaited = |pid: u32| processes.get(pid).is_some_and(|process| !process.is_told);
+        let of_epoch = epoch.processes.iter().map(|process| process.pid);
+        let mut all = self.awaited.keys().copied().chain(of_epoch);
+        all.any(|pid| !ran(&pid) && is_awaited(pid))
     }
 
     /// Adds what processes have used since they were asked last: those of this epoch and those that
-    /// ended. After the end: all.
+    /// nobody has reaped. After the end: all.
     pub fn add_up(&mut self, processes: &Processes, epoch: &mut Epoch) {
-        epoch.unsampled_cpu_ns.get_or_insert(0);
-        for ended in std::mem::take(&mut self.ended) {
-            if let Some(process) = self.of(&ended, processes) {
-                let used_ns = self.used_since(process, ended.start_boottime_ns, ended.cpu_ns);
-                self.added.remove(&process.pid);
-                self.add(process, used_ns, epoch);
-            }
-        }
+        epoch.unsampled_cpu_ns.get_or_insert_default();
         match self.at_end.take() {
             Some(at_end) => {
-                for process in processes.all() {
+                for process in processes.all().filter(|process| !process.is_told) {
                     if let Some(&cpu_ns) = at_end.get(&process.pid) {
-                        let used_ns = self.used_since(process, process.start_ns, cpu_ns);
-                        self.add(process, used_ns, epoch);
+                        self.add(process, process.start_ns, cpu_ns, processes, epoch);
                     }
                 }
             }
-            // The last program that a process has become comes last, and is asked first.
             None => {
-                for index in (0..epoch.processes.len()).rev() {
-                    let pid = epoch.processes[index].pid;
-                    if let (Some(process), Some(cpu_ns)) = (processes.get(pid), cpu_time_ns(pid)) {
-                        let used_ns = self.used_since(process, process.start_ns, cpu_ns);
-                        epoch.processes[index].cpu_ns += used_ns;
+                let is_asked = |process: &&Process| {
+                    let unreaped = process.exited() && !process.is_told;
+                    unreaped || epoch.program_of(process.pid, process.start_ns).is_some()
+                };
+                let asked: Vec<&Process> = processes.all().filter(is_asked).collect();
+                for process in asked {
+                    if let Some(cpu_ns) = cpu_time_ns(process.pid) {
+                        self.add(process, process.start_ns, cpu_ns, processes, epoch);
                     }
                 }
+            }
+        }
+        self.added.retain(|&pid, _| processes.get(pid).is_some());
+        self.awaited.retain(|&pid, _| processes.get(pid).is_some_and(|it| !it.is_told));
+        for process in &epoch.processes {
+            if processes.get(process.pid).is_some_and(|it| !it.is_told) {
+                self.awaited.insert(process.pid, process.start_ns);
             }
         }
         divide(epoch);
     }
 
-    fn of<'a>(&self, ended: &Ended, processes: &'a Processes) -> Option<&'a Process> {
-        if self.is_in_namespace {
-            return processes.all().find(|process| self.is_of(ended, process));
-        }
-        processes.get(ended.host_pid).filter(|process| self.is_of(ended, process))
+    fn ended(
+        &mut self,
+        process: &Process,
+        ended: &Ended,
+        processes: &Processes,
+        epoch: &mut Epoch,
+    ) {
+        // What it used after the end does not count.
+        let at_end = self.at_end.as_ref().and_then(|at_end| at_end.get(&process.pid));
+        let cpu_ns = at_end.copied().unwrap_or(ended.cpu_ns);
+        self.add(process, ended.start_boottime_ns, cpu_ns, processes, epoch);
+        self.added.remove(&process.pid);
+        self.awaited.remove(&process.pid);
     }
 
+    /// Whether it is this process, and not another that had its number before.
     fn is_of(&self, ended: &Ended, process: &Process) -> bool {
-        let host_pid = match process.host_pid {
-            // It has no samples that would tell.
-            0 if !self.is_in_namespace => process.pid,
-            known => known,
-        };
-        let started = [0, ended.start_boottime_ns];
-        host_pid == ended.host_pid && started.contains(&process.start_ns)
+        let start_ns = ended.start_boottime_ns;
+        match (process.start_ns, process.born_ns) {
+            (0, 0) => start_ns < self.begun_ns,
+            (0, born_ns) => {
+                let suspended_ns = boottime_ns().saturating_sub(now_ns());
+                start_ns.saturating_sub(suspended_ns).abs_diff(born_ns) < FORK_NS
+            }
+            (known, _) => known == start_ns,
+        }
     }
 
-    fn add(&self, process: &Process, used_ns: u64, epoch: &mut Epoch) {
-        if process.sampled {
+    /// Adds what a process has used up to here.
+    fn add(
+        &mut self,
+        process: &Process,
+        start_ns: u64,
+        cpu_ns: u64,
+        processes: &Processes,
+        epoch: &mut Epoch,
+    ) {
+        let used_ns = self.used_since(process, start_ns, cpu_ns);
+        if used_ns == 0 {
+            return;
+        }
+        // Another program that it was before may have its samples.
+        if let Some(program) = epoch.program_of(process.pid, start_ns) {
+            epoch.processes[program].cpu_ns += used_ns;
+        } else if process.sampled {
             epoch.add_cpu_time(process, used_ns);
-        } else if let Some(unsampled) = &mut epoch.unsampled_cpu_ns
-            && self.counts_unsampled
-        {
-            *unsampled += used_ns;
+        } else if processes.counts_by_name(process) {
+            let unsampled = epoch.unsampled_cpu_ns.get_or_insert_default();
+            let is_known = unsampled.len() < MAX_NAMES || unsampled.contains_key(&process.comm);
+            let comm = if is_known { process.comm.clone() } else { String::new() };
+            *unsampled.entry(comm).or_default() += used_ns;
         }
     }
 
     /// What a process has used since it was asked last, nanoseconds.
     fn used_since(&mut self, process: &Process, start_ns: u64, cpu_ns: u64) -> u64 {
-        let now = Added { start_ns, cpu_ns };
-        let is_new = process.witnessed || start_ns >= self.begun_ns;
+        let is_new = process.born_ns != 0 || start_ns >= self.begun_ns;
         // Of one that ran before and was not asked then, nobody knows what it had used.
-        let unknown = if is_new { Added { start_ns, cpu_ns: 0 } } else { now };
-        let before = self.added.entry(process.pid).or_insert(unknown);
-        let is_another = before.start_ns != 0 && start_ns != 0 && before.start_ns != start_ns;
-        if is_another {
-            *before = unknown;
+        let first = Added { start_ns, is_old: !is_new, cpu_ns: if is_new { 0 } else { cpu_ns } };
+        let added = self.added.entry(process.pid).or_insert(first);
+        let differs = added.start_ns != 0 && start_ns != 0 && added.start_ns != start_ns;
+        // Nobody has told that the one before has ended.
+        if differs || added.is_old && is_new {
+            *added = first;
         }
-        let used_ns = cpu_ns.saturating_sub(before.cpu_ns);
-        *before =
-            Added { start_ns: start_ns.max(before.start_ns), cpu_ns: cpu_ns.max(before.cpu_ns) };
+        let used_ns = cpu_ns.saturating_sub(added.cpu_ns);
+        added.start_ns = added.start_ns.max(start_ns);
+        added.cpu_ns = added.cpu_ns.max(cpu_ns);
         used_ns
     }
 }
@@ -194,39 +248,67 @@ mod tests {
     const UNSEEN: u32 = 4_000_003;
 
     fn ended(host_pid: u32, start_boottime_ns: u64, cpu_ns: u64) -> Ended {
-        Ended { host_pid, start_boottime_ns, cpu_ns }
+        Ended { time_ns: now_ns(), host_pid, start_boottime_ns, cpu_ns }
     }
 
     #[test]
     fn what_a_process_used_before_is_not_counted_and_what_nobody_sampled_is() {
         let mut processes = Processes::new(None, false);
-        for pid in [BEFORE, BORN, UNSEEN] {
-            let comm = Change::Comm { tid: pid, comm: "x".into(), exec: true };
-            processes.apply(&Event { time_ns: 1, pid, change: comm });
+        let born_ns = now_ns();
+        let fork = |pid| Event { time_ns: born_ns, pid, change: Change::Fork { parent: BEFORE } };
+        let exec = |pid| {
+            let change = Change::Comm { tid: pid, comm: "x".into(), exec: true };
+            Event { time_ns: born_ns, pid, change }
+        };
+        processes.apply(&exec(BEFORE));
+        for pid in [BORN, UNSEEN] {
+            processes.apply(&fork(pid));
+            processes.apply(&exec(pid));
         }
-        let mut times = CpuTimes::begin([], true);
+        let mut times = CpuTimes::begin([]);
         let begun_ns = times.begun_ns;
-        times.added.insert(BEFORE, Added { start_ns: 0, cpu_ns: 1_000 });
+        let added = Added { start_ns: 0, is_old: true, cpu_ns: 1_000 };
+        times.added.insert(BEFORE, added);
         processes.sampled(BEFORE, 5, 1);
         processes.sampled(BORN, begun_ns + 1, 1);
         let told = [(BEFORE, 5, 1_300), (BORN, begun_ns + 1, 70), (UNSEEN, begun_ns + 2, 8)];
-        times.take(&mut told.map(|(pid, start_ns, cpu_ns)| ended(pid, start_ns, cpu_ns)).into());
+        let mut told = told.map(|(pid, start_ns, cpu_ns)| ended(pid, start_ns, cpu_ns)).into();
         let mut epoch = Epoch::default();
+        times.take(&mut told, &mut processes, &mut epoch);
         times.add_up(&processes, &mut epoch);
         let found: Vec<_> = epoch.processes.iter().map(|it| (it.pid, it.cpu_ns)).collect();
         assert_eq!(found, [(BEFORE, 300), (BORN, 70)]);
-        assert_eq!(epoch.unsampled_cpu_ns, Some(8));
+        assert_eq!(
+            epoch.unsampled_cpu_ns.unwrap().into_iter().collect::<Vec<_>>(),
+            [("x".to_owned(), 8)]
+        );
+        assert!(times.pending.is_empty() && times.awaited.is_empty());
         // Another process of that number, and one of which nobody has heard.
-        times.take(&mut vec![ended(BORN, 77, 5), ended(1, 77, 9)]);
         let mut epoch = Epoch::default();
+        times.take(&mut vec![ended(BORN, 77, 5), ended(1, 77, 9)], &mut processes, &mut epoch);
         times.add_up(&processes, &mut epoch);
-        assert_eq!((epoch.processes.len(), epoch.unsampled_cpu_ns), (0, Some(0)));
+        assert!(epoch.processes.is_empty() && epoch.unsampled_cpu_ns.unwrap().is_empty());
+        assert_eq!(times.pending.len(), 2);
+    }
+
+    #[test]
+    fn one_that_ended_after_the_end_used_what_its_clock_said() {
+        let mut processes = Processes::new(None, false);
+        let mut times = CpuTimes::begin([]);
+        let start_ns = times.begun_ns + 1;
+        processes.apply(&Event { time_ns: 1, pid: BORN, change: Change::Fork { parent: 1 } });
+        processes.sampled(BORN, start_ns, 1);
+        let mut epoch = Epoch::default();
+        times.at_end = Some(HashMap::from([(BORN, 40)]));
+        times.take(&mut vec![ended(BORN, start_ns, 50)], &mut processes, &mut epoch);
+        times.add_up(&processes, &mut epoch);
+        assert_eq!(epoch.processes.iter().map(|it| it.cpu_ns).collect::<Vec<_>>(), [40]);
     }
 
     #[test]
     fn programs_of_one_process_have_their_parts() {
         let mut processes = Processes::new(None, false);
-        let mut times = CpuTimes::begin([], true);
+        let mut times = CpuTimes::begin([]);
         let start_ns = times.begun_ns + 1;
         let mut epoch = Epoch::default();
         for (comm, samples) in [("shell", 1), ("program", 3)] {
@@ -239,7 +321,7 @@ mod tests {
                 epoch.add(&header, stack, &[], Taken::ONE, &mut processes, &layout);
             }
         }
-        times.take(&mut vec![ended(BORN, start_ns, 400)]);
+        times.take(&mut vec![ended(BORN, start_ns, 400)], &mut processes, &mut epoch);
         times.add_up(&processes, &mut epoch);
         let found: Vec<_> = epoch.processes.iter().map(|it| (&*it.comm, it.cpu_ns)).collect();
         assert_eq!(found, [("shell", 100), ("program", 300)]);
@@ -250,13 +332,13 @@ mod tests {
         let own = std::process::id();
         let mut processes = Processes::new(Some(&[own]), false);
         processes.scan();
-        let mut times = CpuTimes::begin([own], true);
+        let mut times = CpuTimes::begin([own]);
         let before_ns = times.added[&own].cpu_ns;
         let until = cpu_time_ns(own).unwrap() + 5_000_000;
         while cpu_time_ns(own).unwrap() < until {}
         processes.sampled(own, 1, 1);
         let mut epoch = Epoch::default();
-        times.end(&processes);
+        times.end([own]);
         times.add_up(&processes, &mut epoch);
         let used_ns = epoch.processes[0].cpu_ns;
         assert!(used_ns >= 5_000_000 && used_ns <= cpu_time_ns(own).unwrap() - before_ns);

@@ -25,7 +25,7 @@ use crate::managed::{Codes, UserStack};
 use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
-use crate::process::{Processes, maps};
+use crate::process::{Processes, maps, waiting};
 use crate::python::Pythons;
 use crate::sampler::{Batch, NewCode, RawSample, Sampler};
 use crate::sched::Totals;
@@ -249,14 +249,15 @@ impl Pipeline {
         let end_ns = now_ns();
         self.sampler.stop();
         if let Some(cpu_times) = &mut self.cpu_times {
-            cpu_times.end(&self.processes);
+            cpu_times.end(waiting::processes());
         }
         // Twice what the ring holds: the first may have been cut short by a full one.
         self.take(Duration::ZERO, false);
         self.take(Duration::ZERO, false);
         let patience = Instant::now() + UNTIL_TOLD;
-        let awaits =
-            |it: &Self| it.cpu_times.as_ref().is_some_and(|of| of.awaits_any(&it.processes));
+        let awaits = |it: &Self| {
+            it.cpu_times.as_ref().is_some_and(|of| of.awaits_any(&it.processes, &it.epoch))
+        };
         while awaits(&self) && Instant::now() < patience {
             std::thread::sleep(SETTLE);
             self.take(Duration::ZERO, false);
@@ -295,9 +296,6 @@ impl Pipeline {
         };
         self.sampler.drain(&mut self.batch);
         self.define();
-        if let Some(cpu_times) = &mut self.cpu_times {
-            cpu_times.take(&mut self.batch.ended);
-        }
         self.identify();
         let mut events = 0;
         let mut samples = 0;
@@ -315,6 +313,9 @@ impl Pipeline {
         while self.batch.events.get(events).is_some_and(|event| event.time_ns <= until) {
             self.apply(events);
             events += 1;
+        }
+        if let Some(cpu_times) = &mut self.cpu_times {
+            cpu_times.take(&mut self.batch.ended, &mut self.processes, &mut self.epoch);
         }
         self.known_ns = until;
         self.batch.advance(samples, events);

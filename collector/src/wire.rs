@@ -235,6 +235,11 @@ pub fn epoch(
         })
         .collect();
     let wakers = epoch.wakers.iter().map(|of| waker(of, &mut strings)).collect();
+    let cpu_times = epoch.unsampled_cpu_ns.as_ref().map(|by_name| {
+        let used = by_name.iter();
+        let used = used.map(|(comm, &ns)| v1::UnsampledCpu { comm: strings.index(comm), ns });
+        v1::CpuTimes { unsampled: used.collect() }
+    });
     let stacks = epoch
         .stacks
         .iter()
@@ -257,7 +262,7 @@ pub fn epoch(
         wakers,
         kernel_symbols: span.kernel_symbols.iter().map(|hash| hash.0.to_vec()).collect(),
         list_ends: list_ends(epoch),
-        cpu_times: epoch.unsampled_cpu_ns.map(|unsampled_ns| v1::CpuTimes { unsampled_ns }),
+        cpu_times,
     })
 }
 

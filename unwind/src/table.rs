@@ -3,8 +3,8 @@
 //! Addresses are offsets in the file, since that is what mappings have; pages of 64 KiB make a row
 //! 4 bytes. Layout, all little-endian: magic, version, CRC-32 of what follows it, number of rules,
 //! pages and rows, number of the first page, length of the build-id, machine, length of what
-//! follows it, where Go's code begins and ends; the build-id, where an interpreter keeps its frames,
-//! rules of 24 bytes, rows of each page, rows.
+//! follows it, where Go's code begins and ends; the build-id, where an interpreter keeps its
+//! frames, rules of 24 bytes, rows of each page, rows.
 
 use std::ops::Range;
 

@@ -67,6 +67,12 @@ impl Processes {
         fits
     }
 
+    /// Whether a process counts that nothing is known of but its name.
+    #[must_use]
+    pub fn counts_by_name(&self, process: &Process) -> bool {
+        !self.unborn.contains(&process.pid) && self.choice.fits(&process.comm, "")
+    }
+
     /// Whether all processes count.
     #[must_use]
     pub fn all_count(&self) -> bool {

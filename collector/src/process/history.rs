@@ -125,7 +125,7 @@ impl Processes {
         };
         self.next_image += 1;
         let mut process = Process::new(self.next_image, pid, comm, mappings);
-        (process.since_ns, process.witnessed) = (time_ns, true);
+        (process.since_ns, process.witnessed, process.born_ns) = (time_ns, true, time_ns);
         (process.parent, process.cgroup) = (parent, cgroup);
         self.by_pid.insert(pid, process);
     }
@@ -138,6 +138,7 @@ impl Processes {
         (process.since_ns, process.witnessed) = (time_ns, true);
         if let Some(before) = self.by_pid.get(&pid) {
             process.start_ns = before.start_ns;
+            process.born_ns = before.born_ns;
             process.host_pid = before.host_pid;
             process.generation = before.generation + 1;
             process.parent = before.parent;

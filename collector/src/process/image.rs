@@ -82,8 +82,10 @@ pub struct Process {
     pub(super) touched: bool,
     /// Events were lost since its mappings were read: they are read again at the next sample.
     pub(super) stale: bool,
-    /// If it has ended: it did so in this epoch.
-    pub may_be_told_of: bool,
+    /// When the process was made, monotonic nanoseconds; 0: nobody saw it.
+    pub born_ns: u64,
+    /// The kernel side has told of its end.
+    pub is_told: bool,
     /// When its mappings were read from `/proc`, monotonic nanoseconds; 0 when events told them.
     /// Events from before are in them already.
     pub(super) read_ns: u64,
@@ -110,7 +112,8 @@ impl Process {
             replaced: Vec::new(),
             touched: false,
             stale: false,
-            may_be_told_of: true,
+            born_ns: 0,
+            is_told: false,
             read_ns: 0,
         }
     }

@@ -40,6 +40,10 @@ use crate::clock::now_ns;
 /// first.
 const MAX_PROCESSES: usize = 32_768;
 
+/// How long a process is kept after its end for the kernel side to tell of it: it does so once its
+/// parent was told and the kernel has cleaned up, which may take ten seconds (`CONFIG_RCU_LAZY`).
+const UNTIL_TOLD_NS: u64 = 12_000_000_000;
+
 /// Samples older than this have been looked at.
 const OLDEST_NS: u64 = 10_000_000_000;
 
@@ -65,6 +69,8 @@ pub struct Processes {
     untold: HashSet<u32>,
     /// Processes to hold before the next attempt to forget some.
     most: usize,
+    /// The kernel side tells of processes that have ended.
+    ends_are_told: bool,
     /// Programs of this epoch that others have taken the place of, by pid. `None`: nobody asks.
     before: Option<HashMap<u32, Vec<Before>>>,
     /// Processes that have not become the program yet that is to be looked at.
@@ -164,6 +170,24 @@ impl Processes {
         self.by_pid.get(&pid)
     }
 
+    /// The kernel side tells of processes that have ended: until then each is kept for a while.
+    pub fn keep_until_told(&mut self) {
+        self.ends_are_told = true;
+    }
+
+    /// The kernel side has told that this process has ended.
+    pub fn told_of_end(&mut self, pid: u32) {
+        if let Some(process) = self.by_pid.get_mut(&pid) {
+            process.is_told = true;
+        }
+    }
+
+    /// Whether a process with this number may be of interest.
+    #[must_use]
+    pub fn may_have(&self, pid: u32) -> bool {
+        self.is_wanted(pid)
+    }
+
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Process> {
         self.by_pid.values()
@@ -235,10 +259,12 @@ impl Processes {
     /// Called between epochs: forgets who ended, who was sampled, and executables nothing refers
     /// to.
     pub fn end_epoch(&mut self) {
-        // The kernel side tells of the CPU time of one that ended some milliseconds later.
-        self.by_pid.retain(|_, process| {
-            process.touched || !process.exited() || std::mem::take(&mut process.may_be_told_of)
-        });
+        let (ends_are_told, now) = (self.ends_are_told, now_ns());
+        let is_awaited = |process: &Process| {
+            ends_are_told && !process.is_told && now < process.end_ns + UNTIL_TOLD_NS
+        };
+        self.by_pid
+            .retain(|_, process| process.touched || !process.exited() || is_awaited(process));
         for process in self.by_pid.values_mut() {
             process.touched = false;
         }
@@ -314,6 +340,7 @@ impl Processes {
         match self.by_pid.get_mut(&pid) {
             Some(now) if matches!(now.mappings, Mappings::Known(_)) => {
                 now.start_ns = before.start_ns;
+                now.born_ns = before.born_ns;
                 now.generation = before.generation + 1;
                 now.parent = before.parent;
                 now.cgroup = before.cgroup;

@@ -43,6 +43,8 @@ pub struct Filter {
     pub follow: bool,
     /// How many events are sampled.
     pub events: usize,
+    /// Tell of processes that have ended.
+    pub ends: bool,
 }
 
 /// Threads that have waited, by their ids.
@@ -132,7 +134,10 @@ impl Object {
         };
         let sampling: Vec<String> = (0..filter.events).map(sampling_name).collect();
         let mut others: Vec<&str> = sampling.iter().map(String::as_str).collect();
-        others.extend(["sample", "note_end"]);
+        others.push("sample");
+        if filter.ends {
+            others.push("note_end");
+        }
         if config.counted != 0 {
             others.push("pick");
         }
@@ -200,7 +205,9 @@ impl Object {
             attach(&mut ebpf, "note_exec", "task_rename")?;
             attach(&mut ebpf, "note_fork", "sched_process_fork")?;
         }
-        attach(&mut ebpf, "note_end", "sched_process_free")?;
+        if filter.ends {
+            attach(&mut ebpf, "note_end", "sched_process_free")?;
+        }
         if filter.follow {
             attach(&mut ebpf, "follow_fork", "sched_process_fork")?;
         }

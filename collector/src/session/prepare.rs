@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use stackwire_collector_ebpf as abi;
-use stackwire_model::{AddUp, Share, StackCopies, Unwind as Walk, WaitState};
+use stackwire_model::{AddUp, Event, Share, StackCopies, Unwind as Walk, WaitState};
 use stackwire_proto::v1::CollectorMessage;
 use stackwire_rights::capabilities::{self, CapabilitySet};
 
@@ -22,7 +22,7 @@ use crate::cpu_time::CpuTimes;
 use crate::helpers::broker::Broker;
 use crate::helpers::compiler::Compiler;
 use crate::host::kernel_names::KernelNames;
-use crate::host::{Identity, in_a_cgroup_namespace, kallsyms, vdso};
+use crate::host::{Identity, in_a_cgroup_namespace, kallsyms, pid_namespace, vdso};
 use crate::off_cpu::OffCpu;
 use crate::perf_samples::PerfSamples;
 use crate::pipeline::{Outgoing, Parts, Pipeline};
@@ -55,10 +55,7 @@ pub(super) fn prepare(
     let raised = Raised::for_now();
     let mut side = Side::start(config, &filter)?;
     let mut clocks = (now_ns(), realtime_ns());
-    // Of processes without samples it is not known whether they are among those that were chosen.
-    let counts_unsampled =
-        !matches!(config.scope, Scope::Cgroup(_)) && config.choice.is_everything();
-    let mut cpu_times = CpuTimes::begin(waiting::processes(), counts_unsampled);
+    let mut cpu_times = filter.ends.then(|| CpuTimes::begin(waiting::processes()));
     let family = |of: &[u32]| if filter.follow { family(of) } else { each_once(of) };
     let wanted = asked.as_deref().map(family);
     match &mut side {
@@ -71,6 +68,9 @@ pub(super) fn prepare(
     }
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.choose(config.choice.clone());
+    if cpu_times.is_some() {
+        processes.keep_until_told();
+    }
     if let Scope::Processes { pids, on_exec: true, .. } = &config.scope {
         processes.await_exec(pids);
     }
@@ -119,7 +119,7 @@ pub(super) fn prepare(
     // All of what single processes do is sampled from now on; of others it was from the start on.
     if matches!(config.scope, Scope::Processes { .. }) {
         clocks = (now_ns(), realtime_ns());
-        cpu_times = CpuTimes::begin(admitted.iter().copied(), counts_unsampled);
+        cpu_times = filter.ends.then(|| CpuTimes::begin(admitted.iter().copied()));
     }
     if let (Some(off_cpu), Side::Ebpf(sampler)) = (&config.off_cpu, &mut side) {
         let pids = match &config.scope {
@@ -138,7 +138,6 @@ pub(super) fn prepare(
             sampler.note_running(*tid, clocks.0);
         }
     }
-    let mut cpu_times = Some(cpu_times);
     let mut perf = None;
     if let Side::Perf(sampler, _) = &side {
         sampling.kernel_excluded = sampler.contents().kernel == Kernel::Excluded;
@@ -250,6 +249,12 @@ fn describe(config: &Config) -> Result<(Filter, Option<Vec<u32>>, Sampling), Ses
     let counted = config.events.iter().enumerate().filter(|(_, event)| event.is_counted_singly());
     let counted = counted.filter(|_| config.count.is_none());
     filter.config.counted = counted.fold(0, |bits, (index, _)| bits | 1 << index);
+    // Samples of a clock can be compared with CPU time. Where processes have other numbers, or are
+    // chosen by where they are, it is not known which of those without samples count.
+    let by_place = matches!(config.scope, Scope::Cgroup(_))
+        || !(config.choice.containers.is_empty() && config.choice.pods.is_empty());
+    let is_clock = config.events.iter().any(Event::is_clock);
+    filter.ends = is_clock && !by_place && pid_namespace().is_none();
     filter.config.interval_ns = 1_000_000_000 / config.frequency.max(1);
     if let Some(off_cpu) = &config.off_cpu {
         let bit = |state: &WaitState| 1 << kernel_state(*state) as u32;

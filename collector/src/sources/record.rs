@@ -56,6 +56,8 @@ pub enum Record<'a> {
 /// What the kernel side tells of a process that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
+    /// When it was told, monotonic nanoseconds.
+    pub time_ns: u64,
     /// Process id in the initial pid namespace.
     pub host_pid: u32,
     /// Its start, `CLOCK_BOOTTIME` nanoseconds.
@@ -95,8 +97,8 @@ pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>,
         return Ok(Record::Code { of: header, head, bytes });
     }
     if header.kind == RecordKind::Ended as u8 {
-        let SampleHeader { host_pid, start_boottime_ns, period: cpu_ns, .. } = header;
-        return Ok(Record::Ended(Ended { host_pid, start_boottime_ns, cpu_ns }));
+        let SampleHeader { time_ns, host_pid, start_boottime_ns, period: cpu_ns, .. } = header;
+        return Ok(Record::Ended(Ended { time_ns, host_pid, start_boottime_ns, cpu_ns }));
     }
     let (user, kernel) = (usize::from(header.user_frames), usize::from(header.kernel_frames));
     if user > MAX_USER_FRAMES || kernel > MAX_KERNEL_FRAMES || tail.len() < (user + kernel) * 8 {

@@ -18,35 +18,28 @@ const LEAST_PERIODS: u64 = 10;
 /// # Errors
 /// Those of the writer.
 pub fn write(profile: Named<'_>, out: &mut impl Write) -> io::Result<()> {
-    let (Some(times), Some(unsampled_ns)) = (profile.cpu_times(), profile.unsampled_cpu_ns) else {
-        return Ok(());
-    };
-    let unsampled = CpuTime { used_ns: unsampled_ns, ..CpuTime::default() };
-    let all = sum(times.values().chain([&unsampled]));
+    let Some(times) = profile.cpu_times() else { return Ok(()) };
     writeln!(out, "\n CPU time  sampled   whole  used by")?;
-    row("all programs", &all, out)?;
+    let all = sum(times.values());
+    let least_ns = all.period_ns().saturating_mul(LEAST_PERIODS);
+    let mut row = |name: &str, time: &CpuTime| {
+        let (used, name) = (time.used_ns as f64 / 1e9, plain(name));
+        if time.used_ns < least_ns {
+            return writeln!(out, "{used:>7.3} s        -       -  {name}");
+        }
+        let [sampled, whole] = [time.sampled_ns, time.whole_ns].map(|ns| share(ns, time.used_ns));
+        writeln!(out, "{used:>7.3} s {sampled:>6.1} % {whole:>5.1} %  {name}")
+    };
+    row("all programs", &all)?;
     let mut rows: Vec<_> = times.into_iter().collect();
     rows.sort_by(|a, b| b.1.used_ns.cmp(&a.1.used_ns).then(a.0.cmp(b.0)));
-    let least_ns = all.period_ns().saturating_mul(LEAST_PERIODS);
-    let enough = rows.partition_point(|(_, time)| time.used_ns >= least_ns);
-    let (listed, others) = rows.split_at(enough.min(TOP));
-    for (comm, time) in listed {
-        row(comm, time, out)?;
+    let (listed, others) = rows.split_at(rows.len().min(TOP));
+    listed.iter().try_for_each(|(comm, time)| row(comm, time))?;
+    match others {
+        [] => Ok(()),
+        [(comm, time)] => row(comm, time),
+        _ => row(&format!("{} others", others.len()), &sum(others.iter().map(|(_, time)| time))),
     }
-    if !others.is_empty() {
-        let name = format!("{} others", others.len());
-        row(&name, &sum(others.iter().map(|(_, time)| time)), out)?;
-    }
-    if unsampled_ns > 0 {
-        row("processes without samples", &unsampled, out)?;
-    }
-    Ok(())
-}
-
-fn row(name: &str, time: &CpuTime, out: &mut impl Write) -> io::Result<()> {
-    let used = time.used_ns as f64 / 1e9;
-    let [sampled, whole] = [time.sampled_ns, time.whole_ns].map(|ns| share(ns, time.used_ns));
-    writeln!(out, "{used:>7.3} s {sampled:>6.1} % {whole:>5.1} %  {}", plain(name))
 }
 
 fn sum<'a>(times: impl Iterator<Item = &'a CpuTime>) -> CpuTime {

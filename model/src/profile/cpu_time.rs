@@ -32,10 +32,13 @@ impl<'a> Named<'a> {
     #[must_use]
     pub fn cpu_times(self) -> Option<BTreeMap<&'a str, CpuTime>> {
         let profile: &'a Profile = self.profile;
-        profile.unsampled_cpu_ns?;
+        let unsampled = profile.unsampled_cpu_ns.as_ref()?;
         let is_clock = |id| profile.series_of(id).event.is_clock();
         let clock = profile.sampled_series().find(|&id| is_clock(id))?;
-        let mut times: BTreeMap<&str, CpuTime> = BTreeMap::new();
+        let of = |(comm, &used_ns): (&'a String, &u64)| {
+            (comm.as_str(), CpuTime { used_ns, ..CpuTime::default() })
+        };
+        let mut times: BTreeMap<&str, CpuTime> = unsampled.iter().map(of).collect();
         for process in profile.processes.iter().filter(|process| process.cpu_ns > 0) {
             let time = times.entry(&process.comm).or_default();
             time.used_ns = time.used_ns.saturating_add(process.cpu_ns);
@@ -55,16 +58,19 @@ impl<'a> Named<'a> {
 }
 
 impl Profile {
-    /// Keeps the CPU times of processes that have samples, where the samples that were taken out
-    /// are told from others by these labels. Of a part of a process's samples nobody knows how much
-    /// CPU time is theirs.
-    pub(super) fn narrow_cpu_times<'l>(&mut self, labels: impl Iterator<Item = &'l str>) {
-        if self.unsampled_cpu_ns.is_none() {
+    /// Keeps the CPU times of processes that have these labels, whose samples alone are left. Of a
+    /// part of a process's samples nobody knows how much CPU time is theirs.
+    pub(super) fn narrow_cpu_times(&mut self, labels: &[(String, String)]) {
+        let Some(mut unsampled) = self.unsampled_cpu_ns.take() else { return };
+        if !labels.iter().all(|(label, _)| is_of_process(label)) {
             return;
         }
-        let mut labels = labels;
-        let is_kept = labels.all(|label| self.is_of_processes(label));
-        self.unsampled_cpu_ns = is_kept.then_some(0);
+        // None of them has the number of one that was sampled.
+        let by_number = labels.iter().any(|(label, _)| label != COMM);
+        unsampled.retain(|comm, _| {
+            !by_number && labels.iter().any(|(label, value)| label == COMM && value == comm)
+        });
+        self.unsampled_cpu_ns = Some(unsampled);
         let mut has_samples = vec![false; self.processes.len()];
         for sample in &self.samples {
             has_samples[self.threads[sample.key.thread.index()].process.index()] = true;
@@ -73,12 +79,15 @@ impl Profile {
             process.cpu_ns = if has { process.cpu_ns } else { 0 };
         }
     }
+}
 
-    /// Whether all samples of a process have the same value of this label.
-    pub(super) fn is_of_processes(&self, label: &str) -> bool {
-        matches!(label, "comm" | "pid" | "host_pid")
-            || self.processes.iter().any(|it| it.labels.iter().any(|(key, _)| *key == label))
-    }
+/// The label that is known of processes without samples.
+pub(super) const COMM: &str = "comm";
+
+/// Whether all samples of a process have the same value of this label, and processes without
+/// samples are told from them by it.
+pub(super) fn is_of_process(label: &str) -> bool {
+    [COMM, "pid", "host_pid"].contains(&label)
 }
 
 #[cfg(test)]
@@ -90,10 +99,10 @@ mod tests {
     };
 
     /// Two processes, the second of which has a stack that is not whole, and one without samples.
-    fn builder(tells: Option<u64>) -> Builder {
+    fn builder(used: Option<u64>) -> Builder {
         let mut into = Builder::new();
         let series = into.series(vec![(Event::cpu_clock(), 99)]).unwrap()[0];
-        into.unsampled_cpu(tells);
+        into.unsampled_cpu(used.map(|used_ns| [("cut".to_owned(), used_ns)]));
         let ends = [EndReason::Root, EndReason::Unreadable];
         for (index, end) in ends.into_iter().enumerate() {
             let (pid, comm) = (index as u32 + 1, ["whole", "cut"][index].to_owned());
@@ -115,9 +124,8 @@ mod tests {
         let profile = builder(Some(7)).build();
         let names = Names::default();
         let times = names.of(&profile).cpu_times().unwrap();
-        let time = |whole_ns| CpuTime { used_ns: 100, sampled_ns: 95, whole_ns, samples: 2 };
-        assert_eq!(times, BTreeMap::from([("whole", time(95)), ("cut", time(5))]));
-        assert_eq!(profile.unsampled_cpu_ns, Some(7));
+        let time = |used_ns, whole_ns| CpuTime { used_ns, sampled_ns: 95, whole_ns, samples: 2 };
+        assert_eq!(times, BTreeMap::from([("whole", time(100, 95)), ("cut", time(107, 5))]));
     }
 
     #[test]
@@ -141,7 +149,8 @@ mod tests {
             let times = names.of(&profile).cpu_times()?;
             Some(times.values().map(|it| it.used_ns).sum::<u64>())
         };
-        assert_eq!(keep("comm", "whole"), Some(100));
+        assert_eq!((keep("comm", "whole"), keep("comm", "cut")), (Some(100), Some(107)));
+        assert_eq!(keep("pid", "2"), Some(100));
         assert_eq!(keep("tid", "1"), None);
     }
 }

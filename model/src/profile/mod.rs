@@ -313,9 +313,9 @@ pub struct Profile {
     pub lost: BTreeMap<LostReason, (u64, bool)>,
     /// How frames of interpreters ended, and in how many samples of what was taken.
     pub list_ends: BTreeMap<ListEnd, u64>,
-    /// CPU time of processes that have no samples, nanoseconds. `None`: nobody asked how much CPU
-    /// time processes used, or not for this part of the profile.
-    pub unsampled_cpu_ns: Option<u64>,
+    /// CPU time of processes that have no samples by their names, nanoseconds. `None`: nobody asked
+    /// how much CPU time processes used, or not for this part of the profile.
+    pub unsampled_cpu_ns: Option<BTreeMap<String, u64>>,
     /// What became of unwind tables.
     pub unwind_tables: UnwindTables,
     /// Python processes whose perf trampolines were to be switched on, by what became of it.

@@ -61,7 +61,7 @@ impl Profile {
         let before = self.sample_count();
         self.retain(|index, _| keep[index]);
         self.left_out += before - self.sample_count();
-        self.narrow_cpu_times(wanted.iter().map(|(label, _)| label.as_str()));
+        self.narrow_cpu_times(wanted);
     }
 
     /// Keeps the samples whose stack has a function that `focus` matches, and none that `ignore`

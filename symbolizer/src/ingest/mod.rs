@@ -258,8 +258,13 @@ pub fn epoch(epoch: &v1::Epoch, context: &Context, into: &mut Builder) -> Result
         };
         sched.push(into.takes(who).then_some(who));
     }
+    let unsampled = epoch.cpu_times.as_ref().map(|times| {
+        let used = times.unsampled.iter();
+        used.map(|used| Ok((reader.string(used.comm)?, used.ns))).collect::<Result<Vec<_>, _>>()
+    });
+    let unsampled = unsampled.transpose()?;
     // Nothing can be wrong from here on: an epoch counts whole or not at all.
-    into.unsampled_cpu(epoch.cpu_times.map(|times| times.unsampled_ns));
+    into.unsampled_cpu(unsampled);
     for (&process, wire) in processes.iter().zip(&epoch.processes) {
         into.cpu_time(process, wire.cpu_ns);
     }

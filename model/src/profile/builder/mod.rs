@@ -93,7 +93,8 @@ impl Builder {
     #[must_use]
     pub fn build(self) -> Profile {
         let mut profile = self.profile;
-        profile.unsampled_cpu_ns = profile.unsampled_cpu_ns.filter(|_| !self.lacks_cpu_times);
+        profile.unsampled_cpu_ns =
+            profile.unsampled_cpu_ns.take().filter(|_| !self.lacks_cpu_times);
         profile
     }
 

@@ -1,6 +1,7 @@
 //! What holds for a whole capture or profile: where it is from, its times, what was lost.
 
 use super::{Builder, Full, MAX_SERIES};
+use crate::profile::cpu_time::{COMM, is_of_process};
 use crate::profile::{
     ArtifactHash, ExecutableId, FileOffset, ListEnd, LostReason, Origin, ProcessId, Series,
     SeriesId, UnwindTables, Who,
@@ -129,18 +130,23 @@ impl Builder {
         *all = all.saturating_add(samples);
     }
 
-    /// Adds CPU time that processes without samples used, before the samples of the same time.
-    /// `None`: nobody asked how much processes used.
-    pub fn unsampled_cpu(&mut self, used_ns: Option<u64>) {
-        self.knows_cpu_times = used_ns.is_some();
+    /// Adds CPU time that processes without samples used, before the samples of the same time: by
+    /// their names. `None`: nobody asked how much processes used.
+    pub fn unsampled_cpu(&mut self, used: Option<impl IntoIterator<Item = (String, u64)>>) {
+        self.knows_cpu_times = used.is_some();
+        let labels = &self.only.labels;
         // Of a part of the time, or of one thread, nobody knows it.
-        let is_whole = self.only.time_ns.is_none();
-        let labels = self.only.labels.iter();
-        let of_processes = |(label, _): &(String, String)| self.profile.is_of_processes(label);
-        self.lacks_cpu_times |= used_ns.is_none() || !is_whole || !labels.clone().all(of_processes);
-        let used_ns = used_ns.filter(|_| self.only.labels.is_empty()).unwrap_or(0);
-        let all = self.profile.unsampled_cpu_ns.get_or_insert(0);
-        *all = all.saturating_add(used_ns);
+        self.lacks_cpu_times |= used.is_none()
+            || self.only.time_ns.is_some()
+            || !labels.iter().all(|(label, _)| is_of_process(label));
+        let all = self.profile.unsampled_cpu_ns.get_or_insert_default();
+        for (comm, used_ns) in used.into_iter().flatten() {
+            if labels.is_empty() || labels.contains(&(COMM.to_owned(), comm.clone())) {
+                self.name_bytes += comm.len() as u64;
+                let sum = all.entry(comm).or_default();
+                *sum = sum.saturating_add(used_ns);
+            }
+        }
     }
 
     /// Adds CPU time that a process used.
