@@ -7,6 +7,7 @@
 #![expect(clippy::print_stdout, reason = "it prints what it measures")]
 #![expect(clippy::unwrap_used, reason = "a bench may stop at what is not installed")]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -256,22 +257,33 @@ impl Bench<'_> {
         let status = format!("/proc/{}/status", collector.0.id());
         let status = std::fs::read_to_string(status).unwrap();
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-        println!("\na hundred CPythons: the collector's memory is {} at most", peak.trim());
+        let mebibytes = maps(collector.0.id()) as f64 / f64::from(1 << 20);
+        println!(
+            "\na hundred CPythons: the collector's memory is {} at most, its eBPF maps have {mebibytes:.1} MiB",
+            peak.trim()
+        );
         drop(running);
         let _ = collector.0.kill();
     }
+}
+
+/// What the kernel says of each descriptor of a process: numbers, by what is before them.
+fn descriptors(pid: u32) -> impl Iterator<Item = impl Fn(&str) -> Option<u64>> {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fdinfo")).unwrap().flatten();
+    entries.map(|entry| {
+        let text = std::fs::read_to_string(entry.path()).unwrap_or_default();
+        move |key: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+            line.trim().parse().ok()
+        }
+    })
 }
 
 /// How often the programs of a process that take samples have run, and how many nanoseconds all of
 /// its programs did.
 fn run_time(pid: u32) -> (u64, u64) {
     let (mut samples, mut ns) = (0, 0);
-    for entry in std::fs::read_dir(format!("/proc/{pid}/fdinfo")).unwrap().flatten() {
-        let text = std::fs::read_to_string(entry.path()).unwrap_or_default();
-        let value = |key: &str| {
-            let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-            line.trim().parse::<u64>().ok()
-        };
+    for value in descriptors(pid) {
         // BPF_PROG_TYPE_PERF_EVENT; what it calls in its place is counted with it.
         if let (Some(7), Some(count), Some(time)) =
             (value("prog_type:"), value("run_cnt:"), value("run_time_ns:"))
@@ -281,6 +293,17 @@ fn run_time(pid: u32) -> (u64, u64) {
         }
     }
     (samples, ns)
+}
+
+/// Bytes of the eBPF maps of a process, each once.
+fn maps(pid: u32) -> u64 {
+    let mut maps = BTreeMap::new();
+    for value in descriptors(pid) {
+        if let (Some(id), Some(bytes)) = (value("map_id:"), value("memlock:")) {
+            maps.insert(id, bytes);
+        }
+    }
+    maps.values().sum()
 }
 
 /// What `tests/setup.sh` has fetched and built.

@@ -188,7 +188,7 @@ fn functions_called_from_c_have_their_shares_in_each_thread_and_in_a_child() {
             continue;
         }
         let running = Running::start(like(&python).arg(program));
-        let profile = record(running.pid(), 6, &["--follow"]);
+        let profile = record(running.pid(), 4, &["--follow"]);
         let mut threads: BTreeMap<(&str, &str), Vec<&Sample>> = BTreeMap::new();
         for sample in &profile.samples {
             let [pid, tid] = ["pid", "tid"].map(|label| sample.labels[label].as_str());
