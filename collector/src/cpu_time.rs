@@ -4,7 +4,7 @@
 //! A process that runs is asked by its CPU clock. Of one that ended the kernel side tells, some
 //! milliseconds after its parent was told. Called by `pipeline.rs`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::batch::Epoch;
 use crate::clock::{boottime_ns, cpu_time_ns, now_ns};
@@ -30,7 +30,7 @@ pub struct CpuTimes {
     /// What was told of processes that are not known yet.
     pending: Vec<Ended>,
     /// Processes with samples whose end has not been told, by pid.
-    awaited: HashMap<u32, u64>,
+    awaited: HashSet<u32>,
     /// CPU times when sampling ended, by pid.
     at_end: Option<HashMap<u32, u64>>,
 }
@@ -57,7 +57,7 @@ impl CpuTimes {
             begun_ns: boottime_ns(),
             added: pids.into_iter().filter_map(of).collect(),
             pending: Vec::new(),
-            awaited: HashMap::new(),
+            awaited: HashSet::new(),
             at_end: None,
         }
     }
@@ -76,7 +76,7 @@ impl CpuTimes {
             processes.told_of_end(ended.host_pid);
             false
         });
-        // What is beyond it is missing.
+        // The time of those beyond it is missing.
         pending.truncate(MAX_PENDING);
         self.pending = pending;
     }
@@ -94,7 +94,7 @@ impl CpuTimes {
         let ran = |pid: &u32| self.at_end.as_ref().is_some_and(|at_end| at_end.contains_key(pid));
         let is_awaited = |pid: u32| processes.get(pid).is_some_and(|process| !process.is_told);
         let of_epoch = epoch.processes.iter().map(|process| process.pid);
-        let mut all = self.awaited.keys().copied().chain(of_epoch);
+        let mut all = self.awaited.iter().copied().chain(of_epoch);
         all.any(|pid| !ran(&pid) && is_awaited(pid))
     }
 
@@ -124,10 +124,10 @@ impl CpuTimes {
             }
         }
         self.added.retain(|&pid, _| processes.get(pid).is_some());
-        self.awaited.retain(|&pid, _| processes.get(pid).is_some_and(|it| !it.is_told));
+        self.awaited.retain(|&pid| processes.get(pid).is_some_and(|it| !it.is_told));
         for process in &epoch.processes {
             if processes.get(process.pid).is_some_and(|it| !it.is_told) {
-                self.awaited.insert(process.pid, process.start_ns);
+                self.awaited.insert(process.pid);
             }
         }
         divide(epoch);

@@ -8,6 +8,9 @@ use crate::profile::{
 };
 use crate::{Event, PythonOutcome};
 
+/// Bytes of an entry that has a name, without that.
+const NAMED_ENTRY: u64 = 64;
+
 impl Builder {
     /// Begins capture number `capture` of several; how and where the first was taken stands for
     /// all. `clock_zero_ns`: the wall clock when the clock of its times was zero.
@@ -142,7 +145,8 @@ impl Builder {
         let all = self.profile.unsampled_cpu_ns.get_or_insert_default();
         for (comm, used_ns) in used.into_iter().flatten() {
             if labels.is_empty() || labels.contains(&(COMM.to_owned(), comm.clone())) {
-                self.name_bytes += comm.len() as u64;
+                let is_new = !all.contains_key(&comm);
+                self.name_bytes += if is_new { NAMED_ENTRY + comm.len() as u64 } else { 0 };
                 let sum = all.entry(comm).or_default();
                 *sum = sum.saturating_add(used_ns);
             }
