@@ -203,8 +203,8 @@ fn functions_called_from_c_have_their_shares_in_each_thread_and_in_a_child() {
     assert!(run >= 4, "{run}");
 }
 
-/// What `numbers.py` has on its stack while it burns time, and its part of that.
-const NUMBERS: [(&[&str], f64); 3] = [
+/// What `arrays.py` has on its stack while it burns time, and its part of that.
+const ARRAYS: [(&[&str], f64); 3] = [
     (&["burn", "twice", "main"], 6.0 / 15.0),
     (&["burn", "of_numpy", "applies", "main"], 3.0 / 15.0),
     (&["sorts", "main"], 6.0 / 15.0),
@@ -216,8 +216,8 @@ fn functions_around_numpy_have_their_shares() {
     if !privileged() || !can("numpy, which tests/setup.sh installs", python.exists()) {
         return;
     }
-    let program = &source("numbers.py");
-    let shares = Shares { program, known: &NUMBERS, lines: LINES, leaf: "", root: "<module>" };
+    let program = &source("arrays.py");
+    let shares = Shares { program, known: &ARRAYS, lines: LINES, leaf: "", root: "<module>" };
     let running = Running::start(Command::new(python).arg(program));
     let profile = record(running.pid(), 4, &[]);
     shares.assert_are_in("numpy", &profile, &profile.samples);
