@@ -9,8 +9,13 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
+
+#[path = "support/benched.rs"]
+mod benched;
+
+use self::benched::{Started, built, go_server, of_debian};
 
 const PYTHON: &str = "import json\n\
     def work(): json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])\n\
@@ -29,21 +34,22 @@ fn main() {
     let binaries = std::fs::canonicalize(binaries).unwrap();
     let directory = tempfile::tempdir().unwrap();
     let bench = Bench { binaries, directory: directory.path() };
-    let programs = bench.programs();
+    let mut programs = bench.programs();
     println!(
         "\n| programs | seconds | program | CPU time | sampled | whole | function named | from the second second |\n|---|---|---|---|---|---|---|---|"
     );
     for runs_already in [true, false] {
         for seconds in [1, 10] {
-            bench.at_once(&programs, runs_already, seconds);
+            bench.at_once(&mut programs, runs_already, seconds);
         }
     }
-    let brief = bench.built("brief", &["gcc", "-O2", "-g", "-DFRAME=40"], "brief.c", &["-lm"]);
+    let brief =
+        built(bench.directory, "brief", &["gcc", "-O2", "-g", "-DFRAME=40"], "brief.c", &["-lm"]);
     bench.brief("brief", &["run"], &format!("{} 50", brief.display()));
     std::fs::write(bench.directory.join("brief.py"), BRIEF_PYTHON).unwrap();
     bench.brief("python3", &["<module>"], "/usr/bin/python3 -S brief.py");
     println!("\n| program | samples | frames a sample | eBPF, µs a sample |\n|---|---|---|---|");
-    for program in &programs {
+    for program in &mut programs {
         bench.cost(program);
     }
     bench.hundred();
@@ -53,29 +59,12 @@ fn main() {
 struct Program {
     name: &'static str,
     functions: &'static [&'static str],
-    path: PathBuf,
-    arguments: Vec<String>,
-    home: Option<PathBuf>,
+    command: Command,
 }
 
 impl Program {
-    fn start(&self) -> Started {
-        let mut command = Command::new(&self.path);
-        command.args(&self.arguments).stdout(Stdio::null()).stderr(Stdio::null());
-        if let Some(home) = &self.home {
-            command.env("PYTHONHOME", home);
-        }
-        Started(command.spawn().unwrap())
-    }
-}
-
-/// Killed when dropped.
-struct Started(Child);
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+    fn start(&mut self) -> Started {
+        Started(self.command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
     }
 }
 
@@ -85,48 +74,41 @@ struct Bench<'d> {
 }
 
 impl Bench<'_> {
-    fn built(&self, name: &str, compiler: &[&str], source: &str, more: &[&str]) -> PathBuf {
-        let out = self.directory.join(name);
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(source);
-        let mut command = Command::new(compiler[0]);
-        command.args(&compiler[1..]).arg(source).arg("-o").arg(&out).args(more);
-        assert!(command.status().unwrap().success(), "{command:?}");
-        out
-    }
-
     fn programs(&self) -> Vec<Program> {
-        let cpp = self.built("cpp", &["g++", "-O2", "-g"], "inlined.cc", &[]);
-        let rust = self.built("rust", &["rustc", "-O", "-g", "--edition=2024"], "inlined.rs", &[]);
-        let go = std::fs::read_dir(cache().join("programs")).unwrap().flatten();
-        let go = go.map(|release| release.path().join("server")).filter(|path| path.is_file());
-        let of = |name, functions, path: PathBuf, arguments: &[&str]| Program {
-            name,
-            functions,
-            path,
-            arguments: arguments.iter().map(|&argument| argument.to_owned()).collect(),
-            home: None,
+        let cpp = built(self.directory, "cpp", &["g++", "-O2", "-g"], "inlined.cc", &[]);
+        let rust = built(
+            self.directory,
+            "rust",
+            &["rustc", "-O", "-g", "--edition=2024"],
+            "inlined.rs",
+            &[],
+        );
+        let of = |name, functions, mut command: Command, arguments: &[&str]| {
+            command.args(arguments);
+            Program { name, functions, command }
         };
-        let debian = |name, suite: &str, program: &str, functions, arguments: &[&str]| {
-            let root = cache().join(suite);
-            let arguments = [&[program], arguments].concat();
-            let of = of(name, functions, root.join("run"), &arguments);
-            Program { home: Some(root.join("usr")), ..of }
-        };
+        let host = |program: &Path| Command::new(program);
+        let (dd, python) = (Path::new("dd"), Path::new("/usr/bin/python3"));
         vec![
-            of("C++", &["main"], cpp, &["600"]),
-            of("Rust", &["main"], rust, &["600"]),
-            of("Go", &["main.", "runtime."], go.max().unwrap(), &[]),
+            of("C++", &["main"], host(&cpp), &["600"]),
+            of("Rust", &["main"], host(&rust), &["600"]),
+            of("Go", &["main.", "runtime."], host(&go_server()), &[]),
             // Stripped: the C library's alone have names.
-            of("dd", &["__libc_start"], "dd".into(), &["if=/dev/zero", "of=/dev/null", "bs=4k"]),
-            of("CPython 3.11", &["<module>"], "/usr/bin/python3".into(), &["-c", PYTHON]),
-            debian("CPython 3.13", "trixie", "python3.13", &["<module>"], &["-c", PYTHON]),
-            debian("Ruby 3.1", "bookworm", "ruby3.1", &["<main>"], &["--disable-gems", "-e", RUBY]),
+            of("dd", &["__libc_start"], host(dd), &["if=/dev/zero", "of=/dev/null", "bs=4k"]),
+            of("CPython 3.11", &["<module>"], host(python), &["-c", PYTHON]),
+            of("CPython 3.13", &["<module>"], of_debian("trixie", "python3.13"), &["-c", PYTHON]),
+            of(
+                "Ruby 3.1",
+                &["<main>"],
+                of_debian("bookworm", "ruby3.1"),
+                &["--disable-gems", "-e", RUBY],
+            ),
         ]
     }
 
     /// All at once, with nothing kept of any of them.
-    fn at_once(&self, programs: &[Program], runs_already: bool, seconds: u32) {
-        let start = || programs.iter().map(Program::start).collect::<Vec<_>>();
+    fn at_once(&self, programs: &mut [Program], runs_already: bool, seconds: u32) {
+        let mut start = || programs.iter_mut().map(Program::start).collect::<Vec<_>>();
         let when = if runs_already { "run already" } else { "start later" };
         let mut running = Vec::new();
         if runs_already {
@@ -216,7 +198,7 @@ impl Bench<'_> {
     }
 
     /// What a sample of a program costs in eBPF: the kernel counts it, if it is asked to.
-    fn cost(&self, program: &Program) {
+    fn cost(&self, program: &mut Program) {
         const SWITCH: &str = "/proc/sys/kernel/bpf_stats_enabled";
         let before = std::fs::read_to_string(SWITCH).unwrap();
         let running = program.start();
@@ -304,10 +286,4 @@ fn maps(pid: u32) -> u64 {
         }
     }
     maps.values().sum()
-}
-
-/// What `tests/setup.sh` has fetched and built.
-fn cache() -> PathBuf {
-    let kept = || PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cache/stackwire-tests");
-    std::env::var_os("STACKWIRE_TEST_CACHE").map_or_else(kept, PathBuf::from)
 }

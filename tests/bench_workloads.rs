@@ -8,15 +8,19 @@
 #![expect(clippy::unwrap_used, reason = "a bench may stop at what is not installed")]
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
+#[path = "support/benched.rs"]
+mod benched;
 #[expect(dead_code, reason = "tests need more of it")]
 #[path = "support/nginx.rs"]
 mod nginx;
 #[expect(dead_code, reason = "tests need more of it")]
 #[path = "support/postgres.rs"]
 mod postgres;
+
+use self::benched::{Started, built, go_server, of_debian};
 
 const PYTHON: &str =
     "import json\nwhile True: json.dumps([{str(i): sorted([i] * 9)} for i in range(300)])";
@@ -78,19 +82,10 @@ fn main() {
     )
     .unwrap();
     bench.row("g++ -O2", &["--", "g++", "-O2", "-c", source.to_str().unwrap(), "-o", "/dev/null"]);
-    let brief = bench.built("brief", &["gcc", "-O2", "-g", "-DFRAME=40"], "brief.c", &["-lm"]);
+    let brief =
+        built(bench.directory, "brief", &["gcc", "-O2", "-g", "-DFRAME=40"], "brief.c", &["-lm"]);
     let script = format!("for i in $(seq 80); do {} 50; done", brief.display());
     bench.row("80 processes of 50 ms", &["--", "sh", "-c", &script]);
-}
-
-/// Killed when dropped.
-struct Started(Child);
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 struct Bench<'d> {
@@ -99,20 +94,15 @@ struct Bench<'d> {
 }
 
 impl Bench<'_> {
-    fn built(&self, name: &str, compiler: &[&str], source: &str, more: &[&str]) -> PathBuf {
-        let out = self.directory.join(name);
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(source);
-        let mut command = Command::new(compiler[0]);
-        command.args(&compiler[1..]).arg(source).arg("-o").arg(&out).args(more);
-        assert!(command.status().unwrap().success(), "{command:?}");
-        out
-    }
-
     fn programs(&self) -> Vec<(String, Command)> {
-        let cpp = self.built("cpp", &["g++", "-O2", "-g"], "inlined.cc", &[]);
-        let rust = self.built("rust", &["rustc", "-O", "-g", "--edition=2024"], "inlined.rs", &[]);
-        let go = std::fs::read_dir(cache().join("programs")).unwrap().flatten();
-        let go = go.map(|release| release.path().join("server")).filter(|path| path.is_file());
+        let cpp = built(self.directory, "cpp", &["g++", "-O2", "-g"], "inlined.cc", &[]);
+        let rust = built(
+            self.directory,
+            "rust",
+            &["rustc", "-O", "-g", "--edition=2024"],
+            "inlined.rs",
+            &[],
+        );
         std::fs::write(self.directory.join("Sorting.java"), JAVA).unwrap();
         let of = |program: &Path, arguments: &[&str]| {
             let mut command = Command::new(program);
@@ -128,7 +118,7 @@ impl Bench<'_> {
         vec![
             ("C++, -O2".to_owned(), of(&cpp, &["600"])),
             ("Rust, -O".to_owned(), of(&rust, &["600"])),
-            ("Go, HTTP server".to_owned(), of(&go.max().unwrap(), &[])),
+            ("Go, HTTP server".to_owned(), of(&go_server(), &[])),
             ("python3".to_owned(), host("python3", &["-c", PYTHON])),
             (
                 "python3.13 -X perf".to_owned(),
@@ -187,18 +177,4 @@ impl Bench<'_> {
             sentence.join(" ").replace('|', "\\|")
         );
     }
-}
-
-/// What `tests/setup.sh` has fetched and built.
-fn cache() -> PathBuf {
-    let kept = || PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cache/stackwire-tests");
-    std::env::var_os("STACKWIRE_TEST_CACHE").map_or_else(kept, PathBuf::from)
-}
-
-/// A program of another Debian, which `tests/debian.sh` has unpacked.
-fn of_debian(suite: &str, program: &str) -> Command {
-    let root = cache().join(suite);
-    let mut command = Command::new(root.join("run"));
-    command.arg(program).env("PYTHONHOME", root.join("usr"));
-    command
 }

@@ -131,7 +131,8 @@ pub fn note_exec(_ctx: RawTracePointContext) -> i32 {
 /// `sched_process_free(task)`: some milliseconds after the task was reaped, when it has long left
 /// its CPU.
 ///
-/// Not `sched_process_exit`, where what it ran since the last tick is not counted yet: up to 4 ms.
+/// Not `sched_process_exit`, where it still runs: what it ran since the last tick is not counted
+/// yet (`update_curr` of kernel/sched/fair.c).
 #[raw_tracepoint(tracepoint = "sched_process_free")]
 pub fn note_end(ctx: RawTracePointContext) -> i32 {
     let task = Task(ctx.arg::<u64>(0));

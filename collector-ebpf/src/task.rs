@@ -145,8 +145,8 @@ impl Task {
     /// CPU time of the threads of its process that are gone, or its own where that is more,
     /// nanoseconds; 0 if unreadable. Of a process's last thread, once that is gone: of the process.
     ///
-    /// A thread that somebody reaps before it has left its CPU is missing what it ran since the
-    /// last tick: in the sum, not in its own.
+    /// The sum is made as each is reaped (`__exit_signal` of kernel/exit.c), when it may not have
+    /// left its CPU yet; its own is complete by now.
     pub fn gone_runtime(self) -> u64 {
         let own: u64 = self.read(config().task_runtime).unwrap_or(0);
         let signal = self.read::<u64>(config().task_signal);

@@ -70,7 +70,7 @@ impl CpuTimes {
         pending.retain(|ended| {
             let process = processes.get(ended.host_pid).filter(|it| self.is_of(ended, it));
             let Some(process) = process else {
-                return processes.may_have(ended.host_pid) && ended.time_ns + PATIENCE_NS > now;
+                return processes.is_wanted(ended.host_pid) && ended.time_ns + PATIENCE_NS > now;
             };
             self.ended(process, ended, processes, epoch);
             processes.told_of_end(ended.host_pid);

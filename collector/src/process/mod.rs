@@ -182,12 +182,6 @@ impl Processes {
         }
     }
 
-    /// Whether a process with this number may be of interest.
-    #[must_use]
-    pub fn may_have(&self, pid: u32) -> bool {
-        self.is_wanted(pid)
-    }
-
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Process> {
         self.by_pid.values()
@@ -294,7 +288,9 @@ impl Processes {
         self.wanted.as_ref().is_some_and(HashSet::is_empty)
     }
 
-    fn is_wanted(&self, pid: u32) -> bool {
+    /// Whether a process with this number is of interest, if there is one.
+    #[must_use]
+    pub fn is_wanted(&self, pid: u32) -> bool {
         self.wanted.as_ref().is_none_or(|wanted| wanted.contains(&pid))
     }
 

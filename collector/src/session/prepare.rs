@@ -55,7 +55,9 @@ pub(super) fn prepare(
     let raised = Raised::for_now();
     let mut side = Side::start(config, &filter)?;
     let mut clocks = (now_ns(), realtime_ns());
-    let mut cpu_times = filter.ends.then(|| CpuTimes::begin(waiting::processes()));
+    // Of single processes it is asked once they are admitted.
+    let mut cpu_times =
+        (filter.ends && asked.is_none()).then(|| CpuTimes::begin(waiting::processes()));
     let family = |of: &[u32]| if filter.follow { family(of) } else { each_once(of) };
     let wanted = asked.as_deref().map(family);
     match &mut side {
@@ -68,9 +70,6 @@ pub(super) fn prepare(
     }
     let mut processes = Processes::new(wanted.as_deref(), filter.follow);
     processes.choose(config.choice.clone());
-    if cpu_times.is_some() {
-        processes.keep_until_told();
-    }
     if let Scope::Processes { pids, on_exec: true, .. } = &config.scope {
         processes.await_exec(pids);
     }
@@ -143,6 +142,9 @@ pub(super) fn prepare(
         sampling.kernel_excluded = sampler.contents().kernel == Kernel::Excluded;
         perf = Some(PerfSamples::default());
         cpu_times = None;
+    }
+    if cpu_times.is_some() {
+        processes.keep_until_told();
     }
     let mut references = References::default();
     let mut layout = kallsyms::KernelLayout::default();
