@@ -36,6 +36,7 @@ mod walk {
     pub mod code_objects;
     pub mod copy;
     pub mod entries;
+    pub mod goroutine;
     pub mod lists;
     pub mod names;
     pub mod objects;

@@ -217,7 +217,7 @@ impl LateWalks {
         let known = self.by_image.get(&late.process.image).and_then(|share| share.version);
         let mappings = if known == Some(late.process.version) { 0 } else { mappings };
         let frames = late.user.len() + late.kernel.len() + late.list.entries.len() * 2;
-        BESIDE + late.copy.stack.len() + frames * 8 + mappings * OF_MAPPING
+        BESIDE + late.copy.bytes.len() + frames * 8 + mappings * OF_MAPPING
     }
 
     /// Walks on in those whose table has come, and in those that have waited long enough.

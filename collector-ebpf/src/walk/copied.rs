@@ -1,8 +1,9 @@
 //! The top of a stack, copied together with the registers, as perf events give it
-//! (`PERF_SAMPLE_STACK_USER` of include/uapi/linux/perf_event.h). User space alone walks such a
-//! copy: the collector without eBPF, and the reader of perf.data.
+//! (`PERF_SAMPLE_STACK_USER` of include/uapi/linux/perf_event.h) or the eBPF programs
+//! (`walk/copy.rs`). User space alone walks such a copy: the collector, and the reader of perf.data.
 
 use crate::arch::{RBP, RSP};
+use crate::walk::handed_over::{OF_GOROUTINE, OF_POINTER, PARTS, Part};
 use crate::walk::unwind::Cursor;
 
 /// Below the stack pointer, and still the function's (System V ABI).
@@ -14,8 +15,7 @@ const FARTHEST: u64 = 1 << 30;
 #[derive(Clone, Copy, Debug)]
 pub struct CopiedStack<'a> {
     bytes: &'a [u8],
-    /// Address of the first byte.
-    start: u64,
+    parts: [Part; PARTS],
     /// Stack pointer of the frame that is left, and what was in the slot below it.
     popped: Option<(u64, u64)>,
     /// A word behind its end was asked for.
@@ -26,7 +26,13 @@ impl<'a> CopiedStack<'a> {
     /// One that begins at the stack pointer.
     #[must_use]
     pub fn new(bytes: &'a [u8], start: u64) -> Self {
-        Self { bytes, start, popped: None, cut: false }
+        Self::of(bytes, &Part::alone(start, bytes.len()))
+    }
+
+    /// One of several parts, whose bytes are one behind the other.
+    #[must_use]
+    pub fn of(bytes: &'a [u8], parts: &[Part; PARTS]) -> Self {
+        Self { bytes, parts: *parts, popped: None, cut: false }
     }
 
     /// Notes which frame is left next. Where it was interrupted, the slot below its stack pointer
@@ -63,14 +69,28 @@ impl<'a> CopiedStack<'a> {
 
     /// Notes that what is at an address was found nowhere.
     pub fn missed(&mut self, address: u64) {
-        let end = self.start.saturating_add(self.bytes.len() as u64);
-        // A word may lie half in it.
-        self.cut |= (end.saturating_sub(7)..end.saturating_add(FARTHEST)).contains(&address);
+        let is_behind = |part: &Part| {
+            let end = part.start.saturating_add(part.bytes);
+            // A word may lie half in it.
+            let range = end.saturating_sub(7)..end.saturating_add(FARTHEST);
+            part.bytes > 0 && range.contains(&address)
+        };
+        self.cut |= is_behind(&self.parts[OF_POINTER]) || is_behind(&self.parts[OF_GOROUTINE]);
     }
 
     fn at(&self, address: u64, size: usize) -> Option<&'a [u8]> {
-        let at = usize::try_from(address.checked_sub(self.start)?).ok()?;
-        self.bytes.get(at..at.checked_add(size)?)
+        let mut before = 0usize;
+        for part in &self.parts {
+            let bytes = usize::try_from(part.bytes).ok()?;
+            if let Some(at) = address.checked_sub(part.start)
+                && let Ok(at) = usize::try_from(at)
+                && at.checked_add(size).is_some_and(|end| end <= bytes)
+            {
+                return self.bytes.get(before.checked_add(at)?..)?.get(..size);
+            }
+            before = before.checked_add(bytes)?;
+        }
+        None
     }
 }
 
@@ -88,6 +108,25 @@ mod tests {
         copy.missed(0xff8);
         assert!(!copy.cut);
         assert!(!copy.words(0x1010, &mut [0; 2]) && copy.cut, "the second is behind it");
+    }
+
+    #[test]
+    fn a_word_is_in_the_part_of_its_address() {
+        let bytes: Vec<u8> = [1u64, 2, 3, 4].iter().flat_map(|word| word.to_le_bytes()).collect();
+        let mut parts = Part::alone(0x1000, 8);
+        parts[OF_GOROUTINE] = Part { start: 0x100, bytes: 16 };
+        parts[5] = Part { start: 0x5000, bytes: 8 };
+        let mut copy = CopiedStack::of(&bytes, &parts);
+        let words = [0x1000, 0x100, 0x108, 0x5000].map(|at| copy.word(at));
+        assert_eq!(words, [Some(1), Some(2), Some(3), Some(4)]);
+        assert_eq!((copy.word(0x1004), copy.word(0x110)), (None, None), "not in the next part");
+        copy.missed(0x4ff8 - FARTHEST);
+        copy.missed(0x5008 + FARTHEST);
+        assert!(!copy.cut);
+        copy.missed(0x110);
+        assert!(copy.cut);
+        parts[2] = Part { start: 0, bytes: u64::MAX };
+        assert_eq!(CopiedStack::of(&bytes, &parts).word(0x200), None, "it is not so long");
     }
 
     #[test]

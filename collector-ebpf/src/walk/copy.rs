@@ -5,12 +5,12 @@
 
 use aya_ebpf::bindings::BPF_RB_AVAIL_DATA;
 use aya_ebpf::helpers::generated::bpf_probe_read_user;
-use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::{
-    CopyHead, MAX_COPY_BYTES, RING_BYTES, RecordKind, SampleHeader, masked,
+    CopyHead, MAX_COPY_BYTES, OF_POINTER, Part, RING_BYTES, RecordKind, SampleHeader, masked,
 };
 
 use crate::maps::{COPIES, COPY_BYTES, Copied, PAGE, SAMPLES, Scratch, hand_over};
+use crate::walk::goroutine;
 
 /// Hands a copy over, for the sample in the scratch record, whose walk by tables ended early.
 #[inline(always)]
@@ -19,13 +19,21 @@ pub fn hand_over_copy(scratch: &Scratch) {
     if SAMPLES.query(BPF_RB_AVAIL_DATA as u64) > u64::from(RING_BYTES / 2) {
         return;
     }
+    let most = match COPY_BYTES.get(0) {
+        Some(&most) if most <= MAX_COPY_BYTES as u64 => most,
+        _ => return,
+    };
     let Some(copied) = COPIES.get_ptr_mut(0) else { return };
     // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, and programs of
     // perf events do not interrupt each other.
     let copied = unsafe { &mut *copied };
     let cursor = &scratch.tables.cursor;
-    let bytes = copy(cursor.registers[RSP as usize], &mut copied.bytes);
-    if bytes == 0 {
+    goroutine::parts_of(cursor, most, &mut copied.head.parts);
+    let mut bytes = 0;
+    for part in &mut copied.head.parts {
+        bytes = copy(part, &mut copied.bytes, bytes);
+    }
+    if copied.head.parts[OF_POINTER].bytes == 0 {
         return;
     }
     // Field by field: a whole struct would be copied by a call to memcpy.
@@ -41,7 +49,8 @@ pub fn hand_over_copy(scratch: &Scratch) {
     to.exact = cursor.exact;
     to.thread = cursor.thread;
     to.guessed = cursor.guessed;
-    copied.head.bytes = bytes as u64;
+    // The bound, for the verifier, which does not know what the parts add up to.
+    let bytes = if bytes > MAX_COPY_BYTES as u64 { MAX_COPY_BYTES } else { bytes as usize };
     let length = size_of::<SampleHeader>() + size_of::<CopyHead>() + bytes;
     // Without room the sample ends where its walk did, which its record says.
     // SAFETY: `length` is at most the size of what the pointer points to, which the verifier
@@ -49,26 +58,24 @@ pub fn hand_over_copy(scratch: &Scratch) {
     unsafe { hand_over((copied as *mut Copied).cast(), length) };
 }
 
-/// Copies page by page, up to the first that cannot be read; returns how many bytes.
+/// Copies a part page by page, up to the first that cannot be read, and notes how much that is.
+/// `before`: what was copied of others. Returns it with the bytes of this one.
 #[inline(always)]
-fn copy(sp: u64, to: &mut [u8; MAX_COPY_BYTES + 2 * PAGE]) -> usize {
-    let most = match COPY_BYTES.get(0) {
-        Some(&most) if most <= MAX_COPY_BYTES as u64 => most,
-        _ => 0,
-    };
+fn copy(part: &mut Part, to: &mut [u8; MAX_COPY_BYTES + 2 * PAGE], before: u64) -> u64 {
+    let (start, most) = (part.start, part.bytes);
     let mut bytes = 0u64;
     for _ in 0..=MAX_COPY_BYTES / PAGE {
         if bytes >= most {
             break;
         }
-        let at = sp.wrapping_add(bytes);
+        let at = start.wrapping_add(bytes);
         let in_page = PAGE as u64 - (at & (PAGE as u64 - 1));
         let left = most - bytes;
         let piece = if in_page < left { in_page } else { left };
-        let place = masked::<{ MAX_COPY_BYTES as u64 - 1 }>(bytes);
+        let place = masked::<{ MAX_COPY_BYTES as u64 - 1 }>(before + bytes);
         let length = masked::<{ 2 * PAGE as u64 - 1 }>(piece) as u32;
-        // SAFETY: the place is less than MAX_COPY_BYTES and the length less than two pages, which
-        // is what the array has. The helper checks the address and fails rather than fault.
+        // SAFETY: the place is less than MAX_COPY_BYTES and the length less than two pages, which is what the
+        // array has. The helper checks the address and fails rather than fault.
         let failed = unsafe {
             bpf_probe_read_user(to.as_mut_ptr().add(place).cast(), length, at as *const _)
         };
@@ -77,6 +84,6 @@ fn copy(sp: u64, to: &mut [u8; MAX_COPY_BYTES + 2 * PAGE]) -> usize {
         }
         bytes += piece;
     }
-    let bytes = bytes as usize;
-    if bytes > MAX_COPY_BYTES { MAX_COPY_BYTES } else { bytes }
+    part.bytes = bytes;
+    before + bytes
 }

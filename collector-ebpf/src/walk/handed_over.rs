@@ -8,6 +8,35 @@ use crate::walk::unwind::Cursor;
 /// Most bytes of a stack that are copied: a multiple of a page.
 pub const MAX_COPY_BYTES: usize = 16 << 10;
 
+/// Parts of memory in one copy.
+pub const PARTS: usize = 6;
+/// Which of them is the stack of the stack pointer.
+pub const OF_POINTER: usize = 0;
+/// Which is the stack of the goroutine, where the other is that of Go's scheduler. What leads from
+/// the one to the other is in the rest.
+pub const OF_GOROUTINE: usize = 1;
+
+/// A part of the memory of a process.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Part {
+    /// Its address.
+    pub start: u64,
+    /// How many bytes it has.
+    pub bytes: u64,
+}
+
+impl Part {
+    /// The parts of a copy of one stack.
+    #[must_use]
+    pub fn alone(start: u64, bytes: usize) -> [Self; PARTS] {
+        let mut parts = [Self::default(); PARTS];
+        parts[OF_POINTER] = Self { start, bytes: bytes as u64 };
+        parts
+    }
+}
+
 /// In a record of [`RecordKind::Copy`](crate::RecordKind), between the head and the bytes.
 #[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,6 +44,6 @@ pub const MAX_COPY_BYTES: usize = 16 << 10;
 pub struct CopyHead {
     /// The frame whose caller is not known: the last of the sample.
     pub cursor: Cursor,
-    /// Bytes that follow, from its stack pointer on.
-    pub bytes: u64,
+    /// What follows, one part behind the other.
+    pub parts: [Part; PARTS],
 }

@@ -1,7 +1,7 @@
 //! What one look at the rings brought. Pure. Filled by `ebpf.rs` or `perf.rs`, emptied by
 //! `pipeline.rs`.
 
-use stackwire_collector_ebpf::SampleHeader;
+use stackwire_collector_ebpf::{PARTS, Part, SampleHeader};
 use stackwire_collector_ebpf::managed::{CodeHead, Entry};
 use stackwire_collector_ebpf::unwind::Cursor;
 use zeroize::{Zeroize, Zeroizing};
@@ -38,8 +38,10 @@ pub struct NewCode {
 pub struct Copy {
     /// The frame whose caller is not known.
     pub cursor: Cursor,
-    /// Memory from its stack pointer on.
-    pub stack: Zeroizing<Vec<u8>>,
+    /// Parts of memory: the first from its stack pointer on.
+    pub parts: [Part; PARTS],
+    /// These, one behind the other.
+    pub bytes: Zeroizing<Vec<u8>>,
 }
 
 impl Drop for Copy {
@@ -163,10 +165,11 @@ mod tests {
             let header =
                 SampleHeader { time_ns, user_frames: 1, kernel_frames: 1, ..Default::default() };
             let cursor = Cursor { ip, ..Cursor::default() };
-            let stack = Zeroizing::new(vec![ip as u8; 3]);
+            let bytes = Zeroizing::new(vec![ip as u8; 3]);
+            let copy = Copy { cursor, bytes, ..Copy::default() };
             let entries = vec![Entry { code: ip, rest: 0 }];
             let list = (ip != 20).then(|| List { entries, ..List::default() });
-            batch.push(header, start, (ip != 10).then_some(Copy { cursor, stack }), list);
+            batch.push(header, start, (ip != 10).then_some(copy), list);
         }
         let first = batch.samples[0];
         assert!(batch.take_copy(&first).is_none());
@@ -175,7 +178,7 @@ mod tests {
         assert_eq!((batch.user(&left), batch.kernel(&left)), (&[30][..], &[31][..]));
         assert_eq!(batch.list(&left), [Entry { code: 30, rest: 0 }]);
         let copied = batch.take_copy(&left).unwrap();
-        assert_eq!((copied.cursor.ip, &copied.stack[..]), (30, &[30; 3][..]));
+        assert_eq!((copied.cursor.ip, &copied.bytes[..]), (30, &[30; 3][..]));
         batch.advance(1, 0);
         assert!(batch.samples.is_empty() && batch.frames.is_empty() && batch.copies.is_empty());
     }

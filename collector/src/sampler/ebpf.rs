@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use aya::maps::{MapData, MapError, RingBuf};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
-use stackwire_collector_ebpf::{Counter, RING_BYTES, RecordKind, WaitState, Waiting};
+use stackwire_collector_ebpf::{CopyHead, Counter, RING_BYTES, RecordKind, WaitState, Waiting};
 use stackwire_model::Event;
 use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
@@ -357,9 +357,9 @@ impl Sampler for EbpfSampler {
                 Ok(Record::Code { of, head, bytes }) => {
                     batch.codes.push(NewCode { of, head, bytes: bytes.to_vec() });
                 }
-                Ok(Record::Copy { of, cursor, stack }) => {
-                    let stack = Zeroizing::new(stack.to_vec());
-                    self.copies.insert(of.cpu, (of.time_ns, Copy { cursor, stack }));
+                Ok(Record::Copy { of, head: CopyHead { cursor, parts }, bytes }) => {
+                    let bytes = Zeroizing::new(bytes.to_vec());
+                    self.copies.insert(of.cpu, (of.time_ns, Copy { cursor, parts, bytes }));
                 }
                 Ok(Record::Ended(ended)) => batch.ended.push(ended),
                 Err(_) => batch.malformed += 1,

@@ -4,9 +4,10 @@
 
 use std::collections::HashMap;
 
+use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::{
-    KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, SampleHeader, UserEnd,
+    KernelEnd, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, Part, SampleHeader, UserEnd,
 };
 use zeroize::Zeroizing;
 
@@ -144,7 +145,9 @@ fn add(sample: &PerfSample<'_>, record: &[u8], event: u8, batch: &mut Batch) {
     };
     let copy = sample.registers.map(|Registers { by_number, ip }| {
         let cursor = Cursor { registers: by_number, ip, known: 0xffff, exact: 1, ..<_>::default() };
-        Copy { cursor, stack: Zeroizing::new(record[sample.stack.clone()].to_vec()) }
+        let bytes = Zeroizing::new(record[sample.stack.clone()].to_vec());
+        let parts = Part::alone(by_number[RSP as usize], bytes.len());
+        Copy { cursor, parts, bytes }
     });
     batch.push(header, start, copy, None);
 }

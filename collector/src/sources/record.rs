@@ -3,7 +3,6 @@
 //! Called by `sampler/mod.rs` for every record.
 
 use stackwire_collector_ebpf::managed::{CodeHead, Entry, Evaluator, ListEnd, ManagedHead};
-use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::{
     CopyHead, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RecordKind, SampleHeader,
 };
@@ -26,10 +25,10 @@ pub enum Record<'a> {
     Copy {
         /// Head of the sample: its time and its CPU.
         of: SampleHeader,
-        /// The frame whose caller is not known.
-        cursor: Cursor,
-        /// Memory from its stack pointer on.
-        stack: &'a [u8],
+        /// The frame whose caller is not known, and which parts of memory there are.
+        head: CopyHead,
+        /// These, one behind the other.
+        bytes: &'a [u8],
     },
     /// Frames of an interpreter, of the sample or the stack with this time and CPU.
     Managed {
@@ -74,11 +73,11 @@ pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>,
     let malformed = MalformedRecord { length: record.len() };
     let Ok((header, tail)) = SampleHeader::read_from_prefix(record) else { return Err(malformed) };
     if header.kind == RecordKind::Copy as u8 {
-        let Ok((CopyHead { cursor, bytes }, tail)) = CopyHead::read_from_prefix(tail) else {
-            return Err(malformed);
-        };
-        let stack = usize::try_from(bytes).ok().and_then(|bytes| tail.get(..bytes));
-        return stack.map(|stack| Record::Copy { of: header, cursor, stack }).ok_or(malformed);
+        let Ok((head, tail)) = CopyHead::read_from_prefix(tail) else { return Err(malformed) };
+        let length = head.parts.iter().try_fold(0u64, |sum, part| sum.checked_add(part.bytes));
+        let length = length.and_then(|length| usize::try_from(length).ok());
+        let bytes = length.and_then(|length| tail.get(..length));
+        return bytes.map(|bytes| Record::Copy { of: header, head, bytes }).ok_or(malformed);
     }
     if header.kind == RecordKind::Managed as u8 {
         let Ok((head, tail)) = ManagedHead::read_from_prefix(tail) else { return Err(malformed) };
@@ -157,14 +156,18 @@ mod tests {
         let mut record = vec![0; HEADER + size_of::<CopyHead>()];
         record[..8].copy_from_slice(&5u64.to_ne_bytes());
         record[55] = RecordKind::Copy as u8;
+        // Of the last part and of the one before.
         let length = record.len() - 8;
-        record[length..].copy_from_slice(&3u64.to_ne_bytes());
+        record[length..].copy_from_slice(&1u64.to_ne_bytes());
+        record[length - 16..][..8].copy_from_slice(&2u64.to_ne_bytes());
         assert!(decode(&record, &mut Vec::new()).is_err());
         record.extend([1, 2, 3, 4]);
-        let Record::Copy { of, stack, .. } = decode(&record, &mut Vec::new()).unwrap() else {
+        let Record::Copy { of, bytes, .. } = decode(&record, &mut Vec::new()).unwrap() else {
             panic!()
         };
-        assert_eq!((of.time_ns, stack), (5, &[1, 2, 3][..]));
+        assert_eq!((of.time_ns, bytes), (5, &[1, 2, 3][..]));
+        record[length..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
+        assert!(decode(&record, &mut Vec::new()).is_err());
     }
 
     proptest! {

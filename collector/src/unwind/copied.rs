@@ -120,7 +120,7 @@ impl CopiedStacks {
             let end = self.go_on(of, by_frame_pointers, frames);
             if end == UserEnd::CopyEnded {
                 self.tally.cut += 1;
-                let bytes = copy.stack.len() as u32;
+                let bytes = copy.bytes.len() as u32;
                 self.tally.largest_cut = self.tally.largest_cut.max(bytes);
             }
             return end;
@@ -140,7 +140,7 @@ impl CopiedStacks {
     ) -> (u64, bool) {
         let cursor = copy.cursor;
         let mut walk = self.begin(cursor, of);
-        let stack = CopiedStack::new(&copy.stack, cursor.registers[RSP as usize]);
+        let stack = CopiedStack::of(&copy.bytes, &copy.parts);
         let code = self.code.as_mut();
         let mut memory = Memories { stack, code, process: of.process, code_is_missing: false };
         let mut is_elsewhere = false;

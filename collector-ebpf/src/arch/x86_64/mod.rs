@@ -14,6 +14,12 @@ pub const RAX: u32 = 0;
 pub const RBX: u32 = 3;
 /// DWARF number of r12.
 pub const R12: u32 = 12;
+/// Where Go's current `g` is, from the thread pointer on (`runtime.tlsg`; cmd/link has it there in
+/// all programs, other than libraries).
+pub const GOROUTINE: i64 = -8;
+/// Register in which functions of Go's runtime keep the goroutine's stack pointer while they call
+/// the vDSO (runtime/sys_linux_amd64.s).
+pub const LEFT_STACK: u32 = R12;
 /// DWARF number of rbp.
 pub const RBP: u32 = 6;
 /// DWARF number of rsp.
