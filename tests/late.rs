@@ -70,6 +70,35 @@ fn without_copies_they_end_where_tables_are_missing() {
     assert!(running.iter().any(|(comm, _)| is_cut(comm)), "all tables were there at once");
 }
 
+/// Records where a shell and what it calls wait, which nobody has met before.
+fn waits(directory: &Path, more: &[&str]) -> PathBuf {
+    let file = directory.join("x.stackwire");
+    let script = "sleep 2 & perl -e 'select(undef, undef, undef, 0.05) for 1..20'; wait";
+    let mut record = Command::new(binary("stackwire"));
+    record.args(["record", "--offcpu"]).args(more).arg("--capture").arg(&file);
+    let cache = tempfile::tempdir().unwrap();
+    record.args(["--", "sh", "-c", script]).env("XDG_CACHE_HOME", cache.path());
+    Ran::of(record.current_dir(directory)).succeeded();
+    file
+}
+
+/// Half of what a program waits may begin before its tables are there: all of it, in `sleep`.
+#[test]
+fn stacks_of_waits_are_whole_from_the_first() {
+    if !privileged() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let file = waits(directory.path(), &[]);
+    for (comm, least) in [("sh", 2), ("sleep", 1), ("perl", 20)] {
+        let (stacks, share, report) = whole(&file, comm, "..");
+        assert!(stacks >= least && share >= 99.0, "{comm}: {share} % of {stacks}: {report}");
+    }
+    let file = waits(directory.path(), &["--stack-copies=off"]);
+    let (_, share, report) = whole(&file, "sleep", "..");
+    assert!(share < 99.0, "its table was there at once: {report}");
+}
+
 /// What is in the stack of a process while its stacks are copied is in no message of the capture.
 #[test]
 fn no_byte_of_a_stack_is_in_a_capture() {

@@ -33,7 +33,7 @@ pub use picker::Picker;
 pub use record::{
     ANY_LEVEL, COPY, COUNTERS_PER_CPU, Config, Counter, INTERRUPTED, KernelEnd, LIST, MAX_CPUS,
     MAX_EVENTS, MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, PICK, RING_BYTES, RecordKind,
-    SAMPLE, SampleHeader, Scope, Unwind, UserEnd, WAIT_LIST, WALK,
+    SAMPLE, SampleHeader, Scope, Unwind, UserEnd, WAIT_COPY, WAIT_LIST, WALK,
 };
 pub use wait::{
     MAX_WAITING, Stratum, TOLD_STACKS, WAIT_WORDS, WOKEN_WORDS, Wait, WaitState, Waiting, Waker,

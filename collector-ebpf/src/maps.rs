@@ -246,7 +246,7 @@ pub static STAGES: ProgramArray = ProgramArray::with_max_entries(5, 0);
 
 /// Likewise for `sources/off_cpu.rs`: a map holds programs of one type.
 #[map]
-pub static WAIT_STAGES: ProgramArray = ProgramArray::with_max_entries(2, 0);
+pub static WAIT_STAGES: ProgramArray = ProgramArray::with_max_entries(3, 0);
 
 /// Likewise for `sources/wakers.rs`.
 #[map]
@@ -264,7 +264,7 @@ pub const ANSWERS: u32 = 2;
 /// The slot of programs at a wake-up.
 pub const WAKER: u32 = 3;
 
-/// Where a copy of a stack is put together, by programs of perf events alone.
+/// Where a copy of a stack is put together, by the program in whose slot of `SCRATCH` the walk is.
 #[repr(C)]
 pub struct Copied {
     pub header: SampleHeader,
@@ -277,7 +277,7 @@ pub struct Copied {
 pub const PAGE: usize = 4096;
 
 #[map]
-pub static COPIES: PerCpuArray<Copied> = PerCpuArray::with_max_entries(1, 0);
+pub static COPIES: PerCpuArray<Copied> = PerCpuArray::with_max_entries(2, 0);
 /// Most bytes of a stack that are copied now. Written by the collector, through mmap.
 #[map]
 pub static COPY_BYTES: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);

@@ -27,6 +27,8 @@ pub const LIST: u32 = 4;
 /// Place in the map of programs that those at a switch call: what walks an interpreter's own
 /// list of frames. At the first is what walks native ones.
 pub const WAIT_LIST: u32 = 1;
+/// Likewise, what copies a stack that cannot be walked yet.
+pub const WAIT_COPY: u32 = 2;
 /// Processes a followed capture may hold at once.
 pub const MAX_TARGETS: u32 = 65_536;
 

@@ -13,6 +13,25 @@ use crate::walk::lists;
 /// Tells of the user stack whose walk in this slot is over; returns its number.
 #[inline(always)]
 pub fn tell_user(scratch: &mut Scratch, slot: u32) -> u64 {
+    let (frames, list) = of_user(scratch, slot);
+    tell(scratch, frames, list)
+}
+
+/// Tells of the user stack of the current thread, of which a copy was handed over; returns its
+/// number, which no other stack has: nobody knows yet what is behind its frames.
+#[inline(always)]
+pub fn tell_copied(scratch: &mut Scratch, slot: u32) -> u64 {
+    let (frames, list) = of_user(scratch, slot);
+    let header = &scratch.header;
+    let thread = u64::from(header.pid) << 32 | u64::from(header.tid);
+    let number = mixed(thread, header.time_ns) | 1;
+    hand_over_stack(scratch, frames, list, number);
+    number
+}
+
+/// How many frames the user stack has whose walk in this slot is over, and whether there is a list.
+#[inline(always)]
+fn of_user(scratch: &mut Scratch, slot: u32) -> (usize, Option<u32>) {
     // The bound, for the verifier, which does not know what the walk promised.
     let depth = scratch.walk.depth as usize;
     let frames = if depth > MAX_USER_FRAMES { MAX_USER_FRAMES } else { depth };
@@ -24,8 +43,7 @@ pub fn tell_user(scratch: &mut Scratch, slot: u32) -> u64 {
     scratch.header.kernel_frames = 0;
     scratch.header.user_end = end as u8;
     scratch.header.kernel_end = KernelEnd::None as u8;
-    let list = scratch.list.was_walked().then_some(slot);
-    tell(scratch, frames, list)
+    (frames, scratch.list.was_walked().then_some(slot))
 }
 
 /// Tells of the kernel stack in place of the frames, of so many; returns its number.
@@ -46,8 +64,7 @@ pub fn tell_kernel(scratch: &mut Scratch, (frames, end): (usize, KernelEnd), now
 /// number.
 #[inline(always)]
 fn tell(scratch: &mut Scratch, frames: usize, list: Option<u32>) -> u64 {
-    let header = &mut scratch.header;
-    header.kind = RecordKind::Stack as u8;
+    let header = &scratch.header;
     let ends = u64::from(header.kernel_end) << 8 | u64::from(header.user_end);
     let lengths = u64::from(header.user_frames) << 16 | u64::from(header.kernel_frames);
     let mut number = mixed(u64::from(header.pid) << 32 | ends << 16, lengths);
@@ -63,23 +80,31 @@ fn tell(scratch: &mut Scratch, frames: usize, list: Option<u32>) -> u64 {
     }
     // 0 stands for none.
     number |= 1;
-    scratch.header.period = number;
     let Some(told) = TOLD.get_ptr_mut(place(number)) else { return number };
     // SAFETY: the pointer came from a successful lookup. Of two CPUs that write here one is lost,
     // and its stacks are told again.
     if unsafe { core::ptr::read_volatile(told) } == number {
         return number;
     }
+    if hand_over_stack(scratch, frames, list, number) {
+        // SAFETY: as above.
+        unsafe { core::ptr::write_volatile(told, number) };
+    }
+    number
+}
+
+/// Hands over a stack with this number, with the list of this slot; whether there was room for all
+/// of it.
+#[inline(always)]
+fn hand_over_stack(scratch: &mut Scratch, frames: usize, list: Option<u32>, number: u64) -> bool {
+    scratch.header.kind = RecordKind::Stack as u8;
+    scratch.header.period = number;
     // Before the stack it is of.
     let is_whole = list.is_none_or(|slot| lists::hand_over_list(scratch, slot));
     let frames = if frames > MAX_USER_FRAMES { MAX_USER_FRAMES } else { frames };
     let bytes = size_of::<SampleHeader>() + frames * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.
-    if unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) } && is_whole {
-        // SAFETY: as above.
-        unsafe { core::ptr::write_volatile(told, number) };
-    }
-    number
+    unsafe { hand_over((scratch as *mut Scratch).cast(), bytes) && is_whole }
 }
 
 /// Whether the collector knows the stack with this number.

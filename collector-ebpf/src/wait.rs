@@ -105,6 +105,8 @@ pub struct Waiting {
     pub start_boottime_ns: u64,
     /// As in [`SampleHeader`].
     pub cgroup_id: u64,
+    /// Until when it has used up its share of copies of stacks, likewise.
+    pub copied_ns: u64,
     /// As in [`SampleHeader`].
     pub pid: u32,
     /// [`WaitState`] as a number.

@@ -100,7 +100,20 @@ impl Epoch {
         let Late { header, kernel, list, process, .. } = sample;
         let managed = (!list.entries.is_empty()).then_some((&list.entries[..], codes));
         let user = UserStack { native: user, managed };
-        self.count_list(managed::end(header, user), Taken::ONE.count);
+        self.add_then((header, process), user, kernel, Taken::ONE, processes, layout);
+    }
+
+    /// Adds a sample of a process as it was then.
+    fn add_then(
+        &mut self,
+        (header, process): (&SampleHeader, &Process),
+        user: UserStack<'_>,
+        kernel: &[u64],
+        taken: Taken,
+        processes: &mut Processes,
+        layout: &KernelLayout,
+    ) {
+        self.count_list(managed::end(header, user), taken.count);
         let unmapped = processes.executables().intern(Kind::Unmapped);
         // What is known of it now is more than what was known then.
         let now = processes.get(process.pid).filter(|now| now.image == process.image);
@@ -111,7 +124,7 @@ impl Epoch {
         );
         let oldest_ns = self.oldest_late_ns.get_or_insert(header.time_ns);
         *oldest_ns = header.time_ns.min(*oldest_ns);
-        self.push(header, index, stacks, Taken::ONE);
+        self.push(header, index, stacks, taken);
     }
 
     /// When it began, for which it has to be told when it was opened: samples that were added late
@@ -123,10 +136,14 @@ impl Epoch {
 
     /// Puts samples that were added late where they belong.
     pub fn put_in_order(&mut self) {
-        for (samples, woken_by) in self.series.iter_mut().zip(&self.woken_by) {
-            // Waits are never late.
+        for (samples, woken_by) in self.series.iter_mut().zip(&mut self.woken_by) {
             if woken_by.is_empty() {
                 samples.sort_by_key(|sample| sample.time_ns);
+            } else if !samples.is_sorted_by_key(|sample| sample.time_ns) {
+                woken_by.resize(samples.len(), 0);
+                let mut both: Vec<_> = samples.drain(..).zip(woken_by.drain(..)).collect();
+                both.sort_by_key(|(sample, _)| sample.time_ns);
+                (*samples, *woken_by) = both.into_iter().unzip();
             }
         }
     }
@@ -166,10 +183,12 @@ impl Epoch {
         });
     }
 
-    /// Adds the parts of a wait.
+    /// Adds the parts of a wait. `then`: its process as it was then, where the user stack was walked
+    /// later.
     pub fn add_wait(
         &mut self,
         over: &Over<'_>,
+        then: Option<&Process>,
         codes: &Codes,
         processes: &mut Processes,
         layout: &KernelLayout,
@@ -179,7 +198,12 @@ impl Epoch {
         let user = UserStack { native: user, managed: (!list.is_empty()).then_some((list, codes)) };
         for Part { header, taken } in &over.parts {
             let taken = Taken { waker, ..*taken };
-            self.add(header, user, kernel, taken, processes, layout);
+            match then {
+                Some(process) => {
+                    self.add_then((header, process), user, kernel, taken, processes, layout);
+                }
+                None => self.add(header, user, kernel, taken, processes, layout),
+            }
         }
     }
 
@@ -494,5 +518,23 @@ mod tests {
         assert_eq!(epoch.nodes.len(), 4, "two leaves over one caller over one root");
         assert_eq!((samples[0].user, samples[0].kernel), (samples[2].user, 0));
         assert_eq!((epoch.mappings.len(), epoch.processes.len(), epoch.threads.len()), (1, 1, 1));
+    }
+
+    #[test]
+    fn who_ended_a_wait_stays_with_it_where_waits_come_late() {
+        let mut epoch = Epoch::default();
+        let mut add = |time_ns, waker| {
+            let header = SampleHeader { time_ns, ..SampleHeader::default() };
+            epoch.push(&header, 0, (0, 0), Taken { waker, ..Taken::ONE });
+        };
+        for (time_ns, waker) in [(2, 0), (4, 7), (5, 0), (1, 0), (3, 9), (6, 0)] {
+            add(time_ns, waker);
+        }
+        epoch.put_in_order();
+        let times: Vec<_> = epoch.series[0].iter().map(|sample| sample.time_ns).collect();
+        assert_eq!(
+            (times, &epoch.woken_by[0][..]),
+            (vec![1, 2, 3, 4, 5, 6], &[0, 0, 9, 7, 0, 0][..])
+        );
     }
 }

@@ -32,7 +32,7 @@ pub enum Begun {
     ByFramePointers,
 }
 
-/// A sample whose stack is to be walked.
+/// A sample whose stack is to be walked, or a stack that a thread waits with.
 #[derive(Debug)]
 pub struct Late {
     /// The fixed part.

@@ -1,23 +1,59 @@
 //! Where threads wait: adds waits to the epoch as they end, and at the end those that go on. How a
 //! record and its stacks become a wait, `waits.rs` says. Called by `pipeline.rs`.
 
-use stackwire_collector_ebpf::RecordKind;
+use rustc_hash::FxHashMap;
+use stackwire_collector_ebpf::{RecordKind, SampleHeader, Waiting};
 
 use crate::batch::Epoch;
 use crate::host::kallsyms::KernelLayout;
+use crate::late::Late;
 use crate::managed::Codes;
-use crate::process::Processes;
+use crate::process::{Process, Processes};
 use crate::sampler::{Batch, RawSample, Sampler};
-use crate::waits::{Over, Stacks, Waits};
+use crate::waits::{self, Over, Stacks, Waits};
 
 /// What is known of waits.
 #[derive(Debug)]
 pub struct OffCpu {
     waits: Waits,
+    /// User stacks that are being walked, by process and number, and the waits they are of.
+    walked: FxHashMap<(u32, u64), Vec<Held>>,
     /// Parts of waits that were not over.
     going_on: u64,
     /// Taken, and of no process that counts.
     uncounted: u64,
+}
+
+/// A wait whose user stack is being walked.
+#[derive(Debug)]
+struct Held {
+    wait: Heard,
+    /// Its process, as it was then.
+    process: Process,
+    /// Who ended it: the image of its process then.
+    waker: Option<u64>,
+}
+
+/// What was heard of a wait.
+#[derive(Debug)]
+enum Heard {
+    /// It is over: the record.
+    Over(SampleHeader, Vec<u64>),
+    /// It goes on: the thread, since when it waits, and when watching ended.
+    GoesOn(u32, Waiting, u64),
+}
+
+/// What a wait is added to, and by what it is told.
+#[derive(Debug)]
+pub struct Context<'a> {
+    /// Functions of interpreters.
+    pub codes: &'a Codes,
+    /// What is known of processes.
+    pub processes: &'a mut Processes,
+    /// Where the kernel's code is.
+    pub layout: &'a KernelLayout,
+    /// The epoch.
+    pub epoch: &'a mut Epoch,
 }
 
 impl OffCpu {
@@ -25,7 +61,7 @@ impl OffCpu {
     /// runnable time.
     #[must_use]
     pub fn new(event: u8) -> Self {
-        Self { waits: Waits::new(event), going_on: 0, uncounted: 0 }
+        Self { waits: Waits::new(event), walked: FxHashMap::default(), going_on: 0, uncounted: 0 }
     }
 
     /// Parts of waits that were added though they are not over.
@@ -53,63 +89,122 @@ impl OffCpu {
     }
 
     /// Learns of a stack, or adds a wait that is over.
-    pub fn take(
-        &mut self,
-        record: &RawSample,
-        batch: &Batch,
-        codes: &Codes,
-        processes: &mut Processes,
-        layout: &KernelLayout,
-        epoch: &mut Epoch,
-    ) {
+    pub fn take(&mut self, record: &RawSample, batch: &Batch, context: &mut Context<'_>) {
         let (header, user) = (&record.header, batch.user(record));
         if header.kind == RecordKind::Stack as u8 {
             let (list, kernel) = (batch.list(record), batch.kernel(record));
             self.waits.learn(header, Stacks { user, list, kernel });
             return;
         }
+        if let Some(held) = self.walked.get_mut(&(header.pid, waits::user_stack(user)))
+            && context.processes.counts(header)
+        {
+            let waker = waits::waker(user).and_then(|it| context.processes.image(it.pid));
+            let process = context.process(header);
+            held.push(Held { wait: Heard::Over(*header, user.to_vec()), process, waker });
+            return;
+        }
         let Some(mut over) = self.waits.over(header, user) else { return };
-        if !processes.counts(header) {
+        if !context.processes.counts(header) {
             let parts = over.parts.iter().map(|part| u64::from(part.taken.count));
             self.uncounted += parts.sum::<u64>();
             return;
         }
-        // Of another process's thread there is its name alone.
-        if let Some(waker) = &mut over.waker
-            && waker.header.start_boottime_ns != 0
-            && !processes.counts(&waker.header)
-        {
-            waker.header.start_boottime_ns = 0;
+        context.add(&mut over, None);
+    }
+
+    /// A user stack is being walked: waits that refer to it are held until it is learned.
+    pub fn expect(&mut self, stack: &SampleHeader) {
+        self.walked.entry((stack.pid, stack.period)).or_default();
+    }
+
+    /// Learns of a user stack that has been walked, and adds the waits that were held for it.
+    pub fn learn_late(&mut self, stack: &Late, user: &[u64], context: &mut Context<'_>) {
+        let stacks = Stacks { user, list: &stack.list.entries, kernel: &[] };
+        self.waits.learn(&stack.header, stacks);
+        let held = self.walked.remove(&(stack.header.pid, stack.header.period));
+        for Held { wait, process, waker } in held.into_iter().flatten() {
+            match wait {
+                Heard::Over(header, of) => {
+                    let Some(mut over) = self.waits.over(&header, &of) else { continue };
+                    // What its addresses mean now is not what they meant then.
+                    if let Some(it) = &mut over.waker
+                        && context.processes.image(it.header.pid) != waker
+                    {
+                        it.header.start_boottime_ns = 0;
+                    }
+                    context.add(&mut over, Some(&process));
+                }
+                Heard::GoesOn(tid, waiting, end_ns) => {
+                    self.add_one_going_on(tid, &waiting, end_ns, Some(&process), context);
+                }
+            }
         }
-        epoch.add_wait(&over, codes, processes, layout);
     }
 
     /// Adds the waits that are not over, up to when watching ended.
     pub fn add_going_on(
         &mut self,
         sampler: &mut dyn Sampler,
-        codes: &Codes,
-        processes: &mut Processes,
-        layout: &KernelLayout,
-        epoch: &mut Epoch,
         end_ns: u64,
+        context: &mut Context<'_>,
     ) {
         for (tid, mut waiting) in sampler.waiting() {
             if waiting.start_boottime_ns == 0 {
-                let process = processes.get(waiting.pid);
+                let process = context.processes.get(waiting.pid);
                 waiting.start_boottime_ns = process.map_or(0, |process| process.start_ns);
             }
-            let (parts, stacks) = self.waits.going_on(tid, &waiting, end_ns);
-            if !parts.first().is_some_and(|part| processes.counts(&part.header)) {
+            let header = waits::header(tid, &waiting, end_ns);
+            if !context.processes.counts(&header) {
                 continue;
             }
-            self.going_on += parts.len() as u64;
-            epoch.add_wait(&Over { parts, stacks, waker: None }, codes, processes, layout);
+            if let Some(held) = self.walked.get_mut(&(waiting.pid, waiting.user_stack)) {
+                let wait = Heard::GoesOn(tid, waiting, end_ns);
+                held.push(Held { wait, process: context.process(&header), waker: None });
+                continue;
+            }
+            self.add_one_going_on(tid, &waiting, end_ns, None, context);
         }
+    }
+
+    fn add_one_going_on(
+        &mut self,
+        tid: u32,
+        waiting: &Waiting,
+        end_ns: u64,
+        then: Option<&Process>,
+        context: &mut Context<'_>,
+    ) {
+        let (parts, stacks) = self.waits.going_on(tid, waiting, end_ns);
+        self.going_on += parts.len() as u64;
+        context.add(&mut Over { parts, stacks, waker: None }, then);
     }
 
     /// Begins the next epoch: forgets stacks that nobody refers to, when there are too many.
     pub fn end_epoch(&mut self, sampler: &dyn Sampler) {
         self.waits.end_epoch(|place, number| sampler.forget(place, number), || sampler.waiting());
+    }
+}
+
+impl Context<'_> {
+    fn add(&mut self, over: &mut Over<'_>, then: Option<&Process>) {
+        // Of another process's thread there is its name alone.
+        if let Some(waker) = &mut over.waker
+            && waker.header.start_boottime_ns != 0
+            && !self.processes.counts(&waker.header)
+        {
+            waker.header.start_boottime_ns = 0;
+        }
+        self.epoch.add_wait(over, then, self.codes, self.processes, self.layout);
+    }
+
+    /// The process of a wait, as it is now.
+    fn process(&mut self, header: &SampleHeader) -> Process {
+        let SampleHeader { pid, start_boottime_ns, cgroup_id, host_pid, .. } = *header;
+        let process = self.processes.sampled(pid, start_boottime_ns, cgroup_id);
+        if host_pid != 0 {
+            process.host_pid = host_pid;
+        }
+        process.clone()
     }
 }

@@ -22,7 +22,7 @@ use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
 use crate::late::{Late, LateWalks, Walked};
 use crate::managed::{Codes, UserStack};
-use crate::off_cpu::OffCpu;
+use crate::off_cpu::{Context, OffCpu};
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps, waiting};
@@ -264,14 +264,9 @@ impl Pipeline {
         }
         let (sampler, processes) = (&mut *self.sampler, &mut self.processes);
         if let Some(off_cpu) = &mut self.off_cpu {
-            off_cpu.add_going_on(
-                sampler,
-                &self.codes,
-                processes,
-                &self.layout,
-                &mut self.epoch,
-                end_ns,
-            );
+            let (codes, layout, epoch) = (&self.codes, &self.layout, &mut self.epoch);
+            let mut context = Context { codes, processes, layout, epoch };
+            off_cpu.add_going_on(sampler, end_ns, &mut context);
         }
         self.scheduling.add_up(sampler, processes, &mut self.epoch, self.known_ns);
         self.scheduling.add_running(sampler, processes, &mut self.epoch, end_ns);
@@ -326,15 +321,12 @@ impl Pipeline {
     }
 
     fn add(&mut self, sample: &RawSample) {
-        if sample.header.kind != RecordKind::Sample as u8 {
-            if let Some(off_cpu) = &mut self.off_cpu {
-                let (codes, layout) = (&self.codes, &self.layout);
-                let (processes, epoch) = (&mut self.processes, &mut self.epoch);
-                off_cpu.take(sample, &self.batch, codes, processes, layout, epoch);
-            }
+        let is_sample = sample.header.kind == RecordKind::Sample as u8;
+        if !is_sample && !(sample.has_copy() && self.processes.counts(&sample.header)) {
+            self.add_wait(sample);
             return;
         }
-        if !self.counts(&sample.header) {
+        if is_sample && !self.counts(&sample.header) {
             self.uncounted += 1;
             return;
         }
@@ -353,13 +345,22 @@ impl Pipeline {
             if late.takes(&header, user, process) {
                 let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
                 let list = self.batch.take_list(sample);
-                let sample = Late { header, user, kernel, list, copy, process };
+                let late_one = Late { header, user, kernel, list, copy, process };
+                if let Some(off_cpu) = self.off_cpu.as_mut().filter(|_| !is_sample) {
+                    off_cpu.expect(&header);
+                }
                 let (epoch, layout, codes) = (&mut self.epoch, &self.layout, &self.codes);
-                late.take(sample, unwind, &mut |sample, user| {
-                    epoch.add_late(sample, user, codes, processes, layout);
+                let mut context = Context { codes, processes, layout, epoch };
+                let off_cpu = &mut self.off_cpu;
+                late.take(late_one, unwind, &mut |it, user| {
+                    add_walked(it, user, off_cpu, &mut context);
                 });
                 return;
             }
+        }
+        if !is_sample {
+            self.add_wait(sample);
+            return;
         }
         let list = self.batch.list(sample);
         let managed = (!list.is_empty()).then_some((list, &self.codes));
@@ -367,14 +368,23 @@ impl Pipeline {
         self.epoch.add(&header, user, kernel, Taken::ONE, processes, &self.layout);
     }
 
+    /// Learns of a stack that threads wait with, or adds a wait.
+    fn add_wait(&mut self, record: &RawSample) {
+        let (codes, layout) = (&self.codes, &self.layout);
+        let (processes, epoch) = (&mut self.processes, &mut self.epoch);
+        if let Some(off_cpu) = &mut self.off_cpu {
+            let mut context = Context { codes, processes, layout, epoch };
+            off_cpu.take(record, &self.batch, &mut context);
+        }
+    }
+
     /// Adds the samples that need wait no more for their tables.
     fn walk_on(&mut self, look: fn(&mut LateWalks, &mut Unwind, Walked<'_>)) {
         if let (Some(late), Some(unwind)) = (&mut self.late, &mut self.unwind) {
             let (epoch, processes, layout) = (&mut self.epoch, &mut self.processes, &self.layout);
-            let codes = &self.codes;
-            look(late, unwind, &mut |sample, user| {
-                epoch.add_late(sample, user, codes, processes, layout);
-            });
+            let mut context = Context { codes: &self.codes, processes, layout, epoch };
+            let off_cpu = &mut self.off_cpu;
+            look(late, unwind, &mut |it, user| add_walked(it, user, off_cpu, &mut context));
         }
     }
 
@@ -577,6 +587,19 @@ impl Pipeline {
             (LostReason::ThreadsFull, self.sampler.counter(Counter::ThreadsFull)),
             (LostReason::WaitStacks, self.off_cpu.as_ref().map_or(0, OffCpu::without_stacks)),
         ]
+    }
+}
+
+/// Adds a sample whose user stack has been walked, or the waits with that stack.
+fn add_walked(it: &Late, user: &[u64], off_cpu: &mut Option<OffCpu>, context: &mut Context<'_>) {
+    match off_cpu {
+        Some(off_cpu) if it.header.kind == RecordKind::Stack as u8 => {
+            off_cpu.learn_late(it, user, context);
+        }
+        _ => {
+            let Context { codes, processes, layout, epoch } = context;
+            epoch.add_late(it, user, codes, processes, layout);
+        }
     }
 }
 

@@ -168,7 +168,7 @@ impl Waits {
         let &[user, kernel, blocked_ns, runnable_ns, count] = of;
         let wait = Wait { state: state(header.state), began_before: user == 0, goes_on: false };
         let times = Times { blocked_ns, runnable_ns, count };
-        let waker = KernelWaker::read_from_bytes(woken.as_bytes()).ok();
+        let waker = waker_in(woken);
         let of_wait = Stack::keys(header.pid, user, kernel);
         let of_waker = waker.map(|it| Stack::keys(it.pid, it.user_stack, it.kernel_stack));
         self.use_all(of_wait.iter().chain(of_waker.iter().flatten()));
@@ -190,15 +190,7 @@ impl Waits {
         let runnable_ns = end_ns.saturating_sub(woken_ns);
         let state = state(waiting.state as u8);
         let wait = Wait { state, began_before: waiting.user_stack == 0, goes_on: true };
-        let header = SampleHeader {
-            time_ns: end_ns,
-            start_boottime_ns: waiting.start_boottime_ns,
-            cgroup_id: waiting.cgroup_id,
-            pid: waiting.pid,
-            tid,
-            comm: waiting.comm,
-            ..SampleHeader::default()
-        };
+        let header = header(tid, waiting, end_ns);
         // Looked at before the last wait ended, it is of another.
         let is_of_this = waiting.kernel_stack_of == waiting.since_ns;
         let kernel = if is_of_this { waiting.kernel_stack } else { 0 };
@@ -278,6 +270,36 @@ impl Waits {
         let needed: rustc_hash::FxHashSet<Key> = waiting().into_iter().map(user).collect();
         self.by_number.retain(|key, stacks| stacks.used >= last || needed.contains(key));
         self.words = self.by_number.values().map(words).sum();
+    }
+}
+
+/// The number of the user stack of a wait that is over; 0: it has none.
+#[must_use]
+pub fn user_stack(of: &[u64]) -> u64 {
+    of.first().copied().unwrap_or(0)
+}
+
+/// Who ended a wait, if that was recorded.
+#[must_use]
+pub fn waker(of: &[u64]) -> Option<KernelWaker> {
+    waker_in(of.get(WAIT_WORDS..)?)
+}
+
+fn waker_in(words: &[u64]) -> Option<KernelWaker> {
+    KernelWaker::read_from_bytes(words.as_bytes()).ok()
+}
+
+/// Of which thread a wait is that was not over when watching ended.
+#[must_use]
+pub fn header(tid: u32, waiting: &Waiting, end_ns: u64) -> SampleHeader {
+    SampleHeader {
+        time_ns: end_ns,
+        start_boottime_ns: waiting.start_boottime_ns,
+        cgroup_id: waiting.cgroup_id,
+        pid: waiting.pid,
+        tid,
+        comm: waiting.comm,
+        ..SampleHeader::default()
     }
 }
 

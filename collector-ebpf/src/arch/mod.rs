@@ -7,6 +7,6 @@ mod x86_64;
 #[cfg(target_arch = "bpf")]
 pub use self::x86_64::saved;
 pub use self::x86_64::{
-    Edge, GOROUTINE, LEFT_STACK, PERF_IP, PERF_REGISTERS, R12, RAX, RBP, RBX, REGISTERS, RSP, SIGNAL_FRAME, SignalFrame,
-    edge, follows_call, interrupted,
+    Edge, GOROUTINE, LEFT_STACK, PERF_IP, PERF_REGISTERS, R12, RAX, RBP, RBX, REGISTERS, RSP,
+    SIGNAL_FRAME, SignalFrame, edge, follows_call, interrupted,
 };

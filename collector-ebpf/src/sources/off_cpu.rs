@@ -18,8 +18,8 @@ use aya_ebpf::macros::{btf_tracepoint, map, raw_tracepoint};
 use aya_ebpf::maps::PerCpuArray;
 use aya_ebpf::programs::{BtfTracePointContext, RawTracePointContext};
 use stackwire_collector_ebpf::{
-    Counter, RecordKind, SampleHeader, Stratum, Unwind, WAIT_LIST, WAIT_WORDS, WOKEN_WORDS, Wait,
-    WaitState, Waiting, Woken, waits_behind,
+    Counter, RecordKind, SampleHeader, Stratum, Unwind, UserEnd, WAIT_COPY, WAIT_LIST, WAIT_WORDS,
+    WOKEN_WORDS, Wait, WaitState, Waiting, Woken, waits_behind,
 };
 
 use crate::maps::{
@@ -28,8 +28,14 @@ use crate::maps::{
 use crate::sources::wakers;
 use crate::targets::wanted;
 use crate::task::{Task, current, current_of_host, state};
-use crate::told::{tell_kernel, tell_user};
-use crate::walk::{by_frame_pointers, by_tables, lists, remembered, stacks};
+use crate::told::{tell_copied, tell_kernel, tell_user};
+use crate::walk::{by_frame_pointers, by_tables, copy, lists, remembered, stacks};
+
+/// Of stacks of one thread there is one copy in this time, and so many at once that one that works
+/// its way to where it waits for long has used up none of them. More would fill the ring: a thread
+/// may wait a hundred thousand times a second.
+const COPIES_APART_NS: u64 = 5_000_000;
+const COPIES_AT_ONCE: u64 = 16;
 
 /// Process id and thread id of the CPU's thread, in a pid namespace alone.
 #[map]
@@ -81,6 +87,30 @@ pub fn walk_waiting_tables(ctx: BtfTracePointContext) -> i32 {
     walk_on(&ctx, |scratch| by_tables::step(scratch, SWITCHER))
 }
 
+/// Hands over a copy of the stack, which cannot be walked yet, and notes that the thread waits.
+#[btf_tracepoint(function = "sched_switch")]
+pub fn copy_waiting_stack(_: BtfTracePointContext) -> i32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(SWITCHER) else { return 0 };
+    // SAFETY: as in `switch`, in whose name this runs.
+    let scratch = unsafe { &mut *scratch };
+    if !copy::hand_over_copy(scratch, SWITCHER) {
+        waits(scratch);
+        return 0;
+    }
+    let (tid, now_ns) = (scratch.header.tid, scratch.header.time_ns);
+    let number = tell_copied(scratch, SWITCHER);
+    waits_with(scratch, number);
+    if let Some(waiting) = WAITING.get_ptr_mut(&tid) {
+        // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
+        unsafe {
+            let until_ns = (*waiting).copied_ns;
+            let from_ns = if until_ns > now_ns { until_ns } else { now_ns };
+            (*waiting).copied_ns = from_ns + COPIES_APART_NS;
+        }
+    }
+    0
+}
+
 /// Walks an interpreter's own list of frames; then the native walk goes on.
 #[btf_tracepoint(function = "sched_switch")]
 pub fn walk_waiting_list(ctx: BtfTracePointContext) -> i32 {
@@ -99,9 +129,24 @@ pub fn walk_waiting_list(ctx: BtfTracePointContext) -> i32 {
 #[inline(always)]
 fn walk_on(ctx: &BtfTracePointContext, step: impl FnOnce(&mut Scratch)) -> i32 {
     if let Some(scratch) = stacks::walk_on(ctx, &WAIT_STAGES, SWITCHER, step) {
+        if config().stack_copies != 0 && UserEnd::is_early(scratch.walk.end) && may_copy(scratch) {
+            // SAFETY: the map holds programs of this type only. Where it fails, the stack says
+            // where the walk ended.
+            let _ = unsafe { WAIT_STAGES.tail_call(ctx, WAIT_COPY) };
+        }
         waits(scratch);
     }
     0
+}
+
+/// Whether the current thread has a share of the copies left.
+#[inline(always)]
+fn may_copy(scratch: &Scratch) -> bool {
+    WAITING.get_ptr(&scratch.header.tid).is_none_or(|waiting| {
+        // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
+        let until_ns = unsafe { (*waiting).copied_ns };
+        until_ns < scratch.header.time_ns + COPIES_AT_ONCE * COPIES_APART_NS
+    })
 }
 
 /// What an iterator over tasks is given: `struct bpf_iter__task` of kernel/bpf/task_iter.c.
@@ -363,6 +408,7 @@ fn waits_with(scratch: &mut Scratch, number: u64) {
         kernel_stack_of: 0,
         start_boottime_ns: header.start_boottime_ns,
         cgroup_id: header.cgroup_id,
+        copied_ns: 0,
         pid: header.pid,
         state: u32::from(header.state),
         stratum: Stratum::new(config().wait_threshold_ns, random),

@@ -224,7 +224,7 @@ pub fn copy_stack(ctx: PerfEventContext) -> u32 {
     let Some(scratch) = SCRATCH.get_ptr_mut(SAMPLER) else { return 0 };
     // SAFETY: as in `sample`, in whose name this runs.
     let scratch = unsafe { &mut *scratch };
-    copy::hand_over_copy(scratch);
+    copy::hand_over_copy(scratch, SAMPLER);
     finish(&ctx, scratch);
     0
 }

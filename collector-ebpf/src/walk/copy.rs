@@ -1,7 +1,7 @@
 //! Copies the part of a user stack that cannot be walked yet. The collector walks on there once the
 //! mapping or the table is there.
 //!
-//! Called by `sources/perf_event.rs`.
+//! Called by `sources/perf_event.rs` and `sources/off_cpu.rs`.
 
 use aya_ebpf::bindings::BPF_RB_AVAIL_DATA;
 use aya_ebpf::helpers::generated::bpf_probe_read_user;
@@ -12,20 +12,21 @@ use stackwire_collector_ebpf::{
 use crate::maps::{COPIES, COPY_BYTES, Copied, PAGE, SAMPLES, Scratch, hand_over};
 use crate::walk::goroutine;
 
-/// Hands a copy over, for the sample in the scratch record, whose walk by tables ended early.
+/// Hands a copy over, for the sample or the stack in this slot, whose walk by tables ended early.
+/// Returns whether there was room.
 #[inline(always)]
-pub fn hand_over_copy(scratch: &Scratch) {
+pub fn hand_over_copy(scratch: &Scratch, slot: u32) -> bool {
     // A sample without its copy is worth more than a copy that leaves no room for samples.
     if SAMPLES.query(BPF_RB_AVAIL_DATA as u64) > u64::from(RING_BYTES / 2) {
-        return;
+        return false;
     }
     let most = match COPY_BYTES.get(0) {
         Some(&most) if most <= MAX_COPY_BYTES as u64 => most,
-        _ => return,
+        _ => return false,
     };
-    let Some(copied) = COPIES.get_ptr_mut(0) else { return };
+    let Some(copied) = COPIES.get_ptr_mut(slot) else { return false };
     // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, and programs of
-    // perf events do not interrupt each other.
+    // one slot do not interrupt each other.
     let copied = unsafe { &mut *copied };
     let cursor = &scratch.tables.cursor;
     goroutine::parts_of(cursor, most, &mut copied.head.parts);
@@ -34,7 +35,7 @@ pub fn hand_over_copy(scratch: &Scratch) {
         bytes = copy(part, &mut copied.bytes, bytes);
     }
     if copied.head.parts[OF_POINTER].bytes == 0 {
-        return;
+        return false;
     }
     // Field by field: a whole struct would be copied by a call to memcpy.
     copied.header.time_ns = scratch.header.time_ns;
@@ -55,7 +56,7 @@ pub fn hand_over_copy(scratch: &Scratch) {
     // Without room the sample ends where its walk did, which its record says.
     // SAFETY: `length` is at most the size of what the pointer points to, which the verifier
     // checks.
-    unsafe { hand_over((copied as *mut Copied).cast(), length) };
+    unsafe { hand_over((copied as *mut Copied).cast(), length) }
 }
 
 /// Copies a part page by page, up to the first that cannot be read, and notes how much that is.

@@ -1,9 +1,9 @@
 //! What one look at the rings brought. Pure. Filled by `ebpf.rs` or `perf.rs`, emptied by
 //! `pipeline.rs`.
 
-use stackwire_collector_ebpf::{PARTS, Part, SampleHeader};
 use stackwire_collector_ebpf::managed::{CodeHead, Entry};
 use stackwire_collector_ebpf::unwind::Cursor;
+use stackwire_collector_ebpf::{PARTS, Part, SampleHeader};
 use zeroize::{Zeroize, Zeroizing};
 
 use crate::managed::List;
@@ -20,6 +20,14 @@ pub struct RawSample {
     copy: u32,
     /// Likewise, into [`Batch::lists`]; 0: it has no frames of an interpreter.
     list: u32,
+}
+
+impl RawSample {
+    /// Whether its user stack has not been walked.
+    #[must_use]
+    pub fn has_copy(&self) -> bool {
+        self.copy != 0
+    }
 }
 
 /// What names a function of an interpreter.

@@ -58,9 +58,9 @@ pub struct EbpfSampler {
     /// Counters that were asked for.
     counters: Vec<PerfCounter>,
     ring: RingBuf<MapData>,
-    /// By CPU: a copy whose sample comes next, and when it was taken.
-    copies: HashMap<u32, (u64, Copy)>,
-    /// By CPU and time: frames of an interpreter whose sample or stack comes next.
+    /// By CPU and time: a copy whose sample or stack comes next.
+    copies: HashMap<(u32, u64), Copy>,
+    /// Likewise, frames of an interpreter.
     lists: HashMap<(u32, u64), List>,
     wakeups: RingBuf<MapData>,
     /// By CPU: one for each of `kinds`.
@@ -342,13 +342,12 @@ impl Sampler for EbpfSampler {
             match record::decode(&record, &mut batch.frames) {
                 Ok(Record::Framed(header)) => {
                     let is_sample = header.kind == RecordKind::Sample as u8;
-                    let copy = is_sample.then(|| self.copies.remove(&header.cpu)).flatten();
-                    let copy = copy.filter(|(time_ns, _)| *time_ns == header.time_ns);
                     let is_user_stack = header.kind == RecordKind::Stack as u8 && header.pid != 0;
                     let of = (header.cpu, header.time_ns);
-                    let has_list = is_sample || is_user_stack;
-                    let list = has_list.then(|| self.lists.remove(&of)).flatten();
-                    batch.push(header, start, copy.map(|(_, it)| it), list);
+                    let has_user = is_sample || is_user_stack;
+                    let copy = has_user.then(|| self.copies.remove(&of)).flatten();
+                    let list = has_user.then(|| self.lists.remove(&of)).flatten();
+                    batch.push(header, start, copy, list);
                 }
                 Ok(Record::Managed { of, entries, evaluator }) => {
                     let list = List { entries: entries.to_vec(), evaluator };
@@ -359,7 +358,7 @@ impl Sampler for EbpfSampler {
                 }
                 Ok(Record::Copy { of, head: CopyHead { cursor, parts }, bytes }) => {
                     let bytes = Zeroizing::new(bytes.to_vec());
-                    self.copies.insert(of.cpu, (of.time_ns, Copy { cursor, parts, bytes }));
+                    self.copies.insert((of.cpu, of.time_ns), Copy { cursor, parts, bytes });
                 }
                 Ok(Record::Ended(ended)) => batch.ended.push(ended),
                 Err(_) => batch.malformed += 1,
@@ -371,7 +370,7 @@ impl Sampler for EbpfSampler {
         // There was no room for the samples of those that have been here for long.
         if left > 0 {
             let oldest_ns = now_ns().saturating_sub(OF_NO_SAMPLE_NS);
-            self.copies.retain(|_, (time_ns, _)| *time_ns > oldest_ns);
+            self.copies.retain(|(_, time_ns), _| *time_ns > oldest_ns);
             self.lists.retain(|(_, time_ns), _| *time_ns > oldest_ns);
         }
         for event in self.events.values_mut().filter_map(|events| events.first_mut()) {

@@ -18,7 +18,7 @@ use stackwire_collector_ebpf::managed::KNOWN_CODES;
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
     COPY, COUNTERS_PER_CPU, Config, Counter, LIST, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK,
-    Picker, SAMPLE, TOLD_STACKS, Unwind, WAIT_LIST, WALK, Waiting,
+    Picker, SAMPLE, TOLD_STACKS, Unwind, WAIT_COPY, WAIT_LIST, WALK, Waiting,
 };
 use zerocopy::IntoBytes;
 
@@ -112,6 +112,7 @@ impl Object {
             loader.map_max_entries("REMEMBERED", 1);
             // Without the slot of programs at a switch, the last.
             loader.map_max_entries("LISTS", 1).map_max_entries("CODES", 1);
+            loader.map_max_entries("COPIES", 1);
         }
         if !wakers {
             loader.map_max_entries("WAKERS", 1);
@@ -160,6 +161,9 @@ impl Object {
         if copies {
             others.push("copy_stack");
         }
+        if copies && waits {
+            others.push("copy_waiting_stack");
+        }
         let lists = config.managed != 0;
         if lists {
             others.push("walk_frame_list");
@@ -188,6 +192,11 @@ impl Object {
                 let list: &mut BtfTracePoint = program(&mut ebpf, "walk_waiting_list")?;
                 let list = list.fd().map_err(load_error)?;
                 stages.set(WAIT_LIST, list, 0).map_err(load_error)?;
+            }
+            if copies {
+                let copy: &mut BtfTracePoint = program(&mut ebpf, "copy_waiting_stack")?;
+                let copy = copy.fd().map_err(load_error)?;
+                stages.set(WAIT_COPY, copy, 0).map_err(load_error)?;
             }
             all_stages.push(stages);
             // Opened now: it takes a capability, reading from it does not.
