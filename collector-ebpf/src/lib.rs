@@ -41,7 +41,7 @@ pub use wait::{
 };
 #[cfg(not(target_arch = "bpf"))]
 pub use walk::copied::CopiedStack;
-pub use walk::handed_over::{CopyHead, MAX_COPY_BYTES, OF_GOROUTINE, OF_POINTER, PARTS, Part};
+pub use walk::handed_over::{CopyHead, MAX_COPY_BYTES, OF_LEFT, OF_POINTER, PARTS, Part};
 pub use walk::masked::masked;
 pub use walk::memory::Memory;
 pub use walk::rule::{NO_RULE, Rule, cfa, fp, ra};

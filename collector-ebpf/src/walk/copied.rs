@@ -3,7 +3,7 @@
 //! (`walk/copy.rs`). User space alone walks such a copy: the collector, and the reader of perf.data.
 
 use crate::arch::{RBP, RSP};
-use crate::walk::handed_over::{OF_GOROUTINE, OF_POINTER, PARTS, Part};
+use crate::walk::handed_over::{OF_LEFT, OF_POINTER, PARTS, Part};
 use crate::walk::unwind::Cursor;
 
 /// Below the stack pointer, and still the function's (System V ABI).
@@ -75,7 +75,7 @@ impl<'a> CopiedStack<'a> {
             let range = end.saturating_sub(7)..end.saturating_add(FARTHEST);
             part.bytes > 0 && range.contains(&address)
         };
-        self.cut |= is_behind(&self.parts[OF_POINTER]) || is_behind(&self.parts[OF_GOROUTINE]);
+        self.cut |= is_behind(&self.parts[OF_POINTER]) || is_behind(&self.parts[OF_LEFT]);
     }
 
     fn at(&self, address: u64, size: usize) -> Option<&'a [u8]> {
@@ -114,7 +114,7 @@ mod tests {
     fn a_word_is_in_the_part_of_its_address() {
         let bytes: Vec<u8> = [1u64, 2, 3, 4].iter().flat_map(|word| word.to_le_bytes()).collect();
         let mut parts = Part::alone(0x1000, 8);
-        parts[OF_GOROUTINE] = Part { start: 0x100, bytes: 16 };
+        parts[OF_LEFT] = Part { start: 0x100, bytes: 16 };
         parts[5] = Part { start: 0x10, bytes: 8 };
         let mut copy = CopiedStack::of(&bytes, &parts);
         let words = [0x1000, 0x100, 0x108, 0x10].map(|at| copy.word(at));

@@ -12,9 +12,9 @@ pub const MAX_COPY_BYTES: usize = 16 << 10;
 pub const PARTS: usize = 6;
 /// Which of them is the stack of the stack pointer.
 pub const OF_POINTER: usize = 0;
-/// Which is the stack of the goroutine, where the other is that of Go's scheduler. What leads from
-/// the one to the other is in the rest.
-pub const OF_GOROUTINE: usize = 1;
+/// Which is the stack that was left for it: in Go, of the goroutine or of the scheduler. What leads
+/// from the one to the other is in the rest.
+pub const OF_LEFT: usize = 1;
 
 /// A part of the memory of a process.
 #[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, Immutable, KnownLayout))]

@@ -173,7 +173,8 @@ impl CopiedStacks {
                     let number = frames.len().saturating_sub(1);
                     list.come_by(Native { number, ip, stack: (sp, caller) }, &mut after_core);
                     // The handler has a stack of its own, and the other one may lie behind it.
-                    is_elsewhere |= mark != 0 && above > SIGNAL_BYTES;
+                    let is_far = mark != 0 && above > SIGNAL_BYTES;
+                    is_elsewhere |= is_far && memory.stack.word(caller).is_none();
                     frames.push(walk.cursor.ip | mark);
                 }
                 AGAIN => {}
