@@ -272,15 +272,19 @@ pub struct Copied {
     /// More than are copied: the verifier does not know that the last piece is not as long as it
     /// could be.
     pub bytes: [u8; MAX_COPY_BYTES + 2 * PAGE],
+    /// Until when this CPU has used up its share of copies of waits' stacks, `CLOCK_MONOTONIC`
+    /// nanoseconds.
+    pub until_ns: u64,
 }
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 
 #[map]
 pub static COPIES: PerCpuArray<Copied> = PerCpuArray::with_max_entries(2, 0);
-/// Most bytes of a stack that are copied now. Written by the collector, through mmap.
+/// Most bytes of a stack that are copied now, by slot of `SCRATCH`. Written by the collector,
+/// through mmap.
 #[map]
-pub static COPY_BYTES: Array<u64> = Array::with_max_entries(1, BPF_F_MMAPABLE);
+pub static COPY_BYTES: Array<u64> = Array::with_max_entries(2, BPF_F_MMAPABLE);
 
 /// By thread id. The collector makes it smaller where waits are not recorded.
 #[map]

@@ -117,7 +117,10 @@ impl Epoch {
         let unmapped = processes.executables().intern(Kind::Unmapped);
         // What is known of it now is more than what was known then.
         let now = processes.get(process.pid).filter(|now| now.image == process.image);
-        let index = self.process(now.unwrap_or(process));
+        let now = now.unwrap_or(process);
+        let index = self.process(now);
+        // It may have been met first where that is not known.
+        self.processes[index as usize].host_pid = now.host_pid;
         let stacks = (
             self.stack_of((index, process), user, header.user_end, &unmapped),
             self.kernel_stack(header.kernel_end, kernel, processes, layout),

@@ -5,12 +5,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use stackwire_collector_ebpf::{MAX_COPY_BYTES, SampleHeader, UserEnd};
+use stackwire_collector_ebpf::{MAX_COPY_BYTES, RecordKind, SampleHeader, UserEnd};
 
 use crate::clock::now_ns;
 use crate::managed::List;
 use crate::process::{Mappings, Process};
-use crate::sampler::Copy;
+use crate::sampler::{Copy, ToCopy};
 use crate::unwind::{CopiedStacks, Held, Of, Tally, Unwind};
 
 /// How long a sample waits for the table its stack is to be walked by.
@@ -80,8 +80,9 @@ pub struct LateWalks {
     begun: Begun,
     /// Those that wait for a table, the oldest first, each with where its mappings are.
     waiting: VecDeque<Waiting>,
-    /// Bytes they take, in all and by the image of the process.
+    /// Bytes they take, in all, stacks of waits, and by the image of the process.
     bytes: usize,
+    bytes_of_waits: usize,
     by_image: HashMap<u64, Share>,
     /// Bytes that may wait. Beyond it, stacks are walked as far as tables are there.
     most_bytes: usize,
@@ -106,6 +107,7 @@ impl LateWalks {
             begun,
             waiting: VecDeque::new(),
             bytes: 0,
+            bytes_of_waits: 0,
             by_image: HashMap::new(),
             most_bytes,
             of_use: 0,
@@ -121,7 +123,7 @@ impl LateWalks {
     }
 
     /// Bytes of a stack to copy: less where many wait, none where it was of no use.
-    pub fn bytes_to_copy(&mut self) -> usize {
+    pub fn bytes_to_copy(&mut self) -> ToCopy {
         if self.of_use + self.of_none >= TELLING {
             if self.of_none / 4 > self.of_use {
                 self.rests_until = Some(Instant::now() + REST);
@@ -130,14 +132,25 @@ impl LateWalks {
         }
         self.rests_until = self.rests_until.filter(|until| *until > Instant::now());
         let largest = self.by_image.values().map(|share| share.bytes).max().unwrap_or(0);
-        match self.bytes {
+        let of_sample = match self.bytes {
             _ if self.rests_until.is_some() => 0,
             bytes if bytes >= self.most_bytes => 0,
             bytes if bytes >= self.most_bytes / 2 || largest >= self.most_bytes / 8 => {
                 MAX_COPY_BYTES / 4
             }
             _ => MAX_COPY_BYTES,
-        }
+        };
+        let of_wait = match self.bytes_of_waits {
+            bytes if bytes >= self.most_bytes_of_waits() => 0,
+            bytes if bytes >= self.most_bytes_of_waits() / 2 => of_sample.min(MAX_COPY_BYTES / 4),
+            _ => of_sample,
+        };
+        ToCopy { of_sample, of_wait }
+    }
+
+    /// Of waits there may be a hundred times as many as of samples, which need room, too.
+    fn most_bytes_of_waits(&self) -> usize {
+        self.most_bytes / 4
     }
 
     /// An epoch is over: gives back what was taken to read tables.
@@ -197,11 +210,15 @@ impl LateWalks {
         let theirs = self.by_image.get(&late.process.image).map_or(0, |share| share.bytes);
         // Others may come, for whom there has to be room.
         let share = if self.by_image.len() > 1 { self.most_bytes / 4 } else { self.most_bytes / 2 };
-        let has_room = self.bytes + bytes <= self.most_bytes && theirs + bytes <= share;
+        let is_wait = late.header.kind == RecordKind::Stack as u8;
+        let has_room = self.bytes + bytes <= self.most_bytes
+            && theirs + bytes <= share
+            && !(is_wait && self.bytes_of_waits + bytes > self.most_bytes_of_waits());
         match self.walk(&mut late, &held, has_room, walked) {
             Ok(()) => unwind.release(held),
             Err(table) => {
                 self.bytes += bytes;
+                self.bytes_of_waits += if is_wait { bytes } else { 0 };
                 let share = self.by_image.entry(late.process.image).or_default();
                 share.pid = late.process.pid;
                 share.samples += 1;
@@ -273,6 +290,9 @@ impl LateWalks {
 
     fn forget(&mut self, it: &Waiting) {
         self.bytes -= it.bytes;
+        if it.late.header.kind == RecordKind::Stack as u8 {
+            self.bytes_of_waits -= it.bytes;
+        }
         let image = it.late.process.image;
         if let Some(share) = self.by_image.get_mut(&image) {
             share.samples -= 1;

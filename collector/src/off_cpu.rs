@@ -26,21 +26,17 @@ pub struct OffCpu {
 
 /// A wait whose user stack is being walked.
 #[derive(Debug)]
-struct Held {
-    wait: Heard,
-    /// Its process, as it was then.
-    process: Process,
-    /// Who ended it: the image of its process then.
-    waker: Option<u64>,
-}
-
-/// What was heard of a wait.
-#[derive(Debug)]
-enum Heard {
-    /// It is over: the record.
-    Over(SampleHeader, Vec<u64>),
-    /// It goes on: the thread, since when it waits, and when watching ended.
-    GoesOn(u32, Waiting, u64),
+enum Held {
+    /// It is over.
+    Over {
+        /// The record.
+        header: SampleHeader,
+        words: Vec<u64>,
+        /// The image of the process of who ended it, if it was known then.
+        waker: Option<u64>,
+    },
+    /// It goes on.
+    GoesOn { tid: u32, waiting: Waiting, end_ns: u64 },
 }
 
 /// What a wait is added to, and by what it is told.
@@ -100,8 +96,8 @@ impl OffCpu {
             && context.processes.counts(header)
         {
             let waker = waits::waker(user).and_then(|it| context.processes.image(it.pid));
-            let process = context.process(header);
-            held.push(Held { wait: Heard::Over(*header, user.to_vec()), process, waker });
+            held.push(Held::Over { header: *header, words: user.to_vec(), waker });
+            self.waits.use_other_stacks(user);
             return;
         }
         let Some(mut over) = self.waits.over(header, user) else { return };
@@ -111,6 +107,7 @@ impl OffCpu {
             return;
         }
         context.add(&mut over, None);
+        self.waits.forget_copied(header.pid, waits::user_stack(user));
     }
 
     /// A user stack is being walked: waits that refer to it are held until it is learned.
@@ -121,22 +118,24 @@ impl OffCpu {
     /// Learns of a user stack that has been walked, and adds the waits that were held for it.
     pub fn learn_late(&mut self, stack: &Late, user: &[u64], context: &mut Context<'_>) {
         let stacks = Stacks { user, list: &stack.list.entries, kernel: &[] };
-        self.waits.learn(&stack.header, stacks);
-        let held = self.walked.remove(&(stack.header.pid, stack.header.period));
-        for Held { wait, process, waker } in held.into_iter().flatten() {
-            match wait {
-                Heard::Over(header, of) => {
-                    let Some(mut over) = self.waits.over(&header, &of) else { continue };
-                    // What its addresses mean now is not what they meant then.
+        self.waits.learn_copied(&stack.header, stacks);
+        let SampleHeader { pid, period: number, .. } = stack.header;
+        for held in self.walked.remove(&(pid, number)).into_iter().flatten() {
+            match held {
+                Held::Over { header, words, waker } => {
+                    let Some(mut over) = self.waits.over(&header, &words) else { continue };
+                    // Of a program that its process has been since, addresses mean something else.
                     if let Some(it) = &mut over.waker
-                        && context.processes.image(it.header.pid) != waker
+                        && let Some((then, now)) = waker.zip(context.processes.image(it.header.pid))
+                        && then != now
                     {
                         it.header.start_boottime_ns = 0;
                     }
-                    context.add(&mut over, Some(&process));
+                    context.add(&mut over, Some(&stack.process));
+                    self.waits.forget_copied(pid, number);
                 }
-                Heard::GoesOn(tid, waiting, end_ns) => {
-                    self.add_one_going_on(tid, &waiting, end_ns, Some(&process), context);
+                Held::GoesOn { tid, waiting, end_ns } => {
+                    self.add_one_going_on(tid, &waiting, end_ns, Some(&stack.process), context);
                 }
             }
         }
@@ -159,8 +158,7 @@ impl OffCpu {
                 continue;
             }
             if let Some(held) = self.walked.get_mut(&(waiting.pid, waiting.user_stack)) {
-                let wait = Heard::GoesOn(tid, waiting, end_ns);
-                held.push(Held { wait, process: context.process(&header), waker: None });
+                held.push(Held::GoesOn { tid, waiting, end_ns });
                 continue;
             }
             self.add_one_going_on(tid, &waiting, end_ns, None, context);
@@ -196,15 +194,5 @@ impl Context<'_> {
             waker.header.start_boottime_ns = 0;
         }
         self.epoch.add_wait(over, then, self.codes, self.processes, self.layout);
-    }
-
-    /// The process of a wait, as it is now.
-    fn process(&mut self, header: &SampleHeader) -> Process {
-        let SampleHeader { pid, start_boottime_ns, cgroup_id, host_pid, .. } = *header;
-        let process = self.processes.sampled(pid, start_boottime_ns, cgroup_id);
-        if host_pid != 0 {
-            process.host_pid = host_pid;
-        }
-        process.clone()
     }
 }

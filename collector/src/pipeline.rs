@@ -320,62 +320,77 @@ impl Pipeline {
         self.walk_on(LateWalks::look);
     }
 
-    fn add(&mut self, sample: &RawSample) {
-        let is_sample = sample.header.kind == RecordKind::Sample as u8;
-        if !is_sample && !(sample.has_copy() && self.processes.counts(&sample.header)) {
-            self.add_wait(sample);
-            return;
+    fn add(&mut self, record: &RawSample) {
+        if record.header.kind == RecordKind::Sample as u8 {
+            self.add_sample(record);
+        } else {
+            self.add_wait(record);
         }
-        if is_sample && !self.counts(&sample.header) {
+    }
+
+    fn add_sample(&mut self, sample: &RawSample) {
+        if !self.counts(&sample.header) {
             self.uncounted += 1;
             return;
         }
-        let processes = &mut self.processes;
         let mut header = sample.header;
         if let Some(perf) = &mut self.perf {
-            perf.complete(&mut header, processes);
+            perf.complete(&mut header, &mut self.processes);
         }
-        let copy = self.batch.take_copy(sample);
-        let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
-        if let (Some(copy), Some(late), Some(unwind)) = (copy, &mut self.late, &mut self.unwind) {
-            let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
-            if header.host_pid != 0 {
-                process.host_pid = header.host_pid;
-            }
-            if late.takes(&header, user, process) {
-                let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
-                let list = self.batch.take_list(sample);
-                let late_one = Late { header, user, kernel, list, copy, process };
-                if let Some(off_cpu) = self.off_cpu.as_mut().filter(|_| !is_sample) {
-                    off_cpu.expect(&header);
-                }
-                let (epoch, layout, codes) = (&mut self.epoch, &self.layout, &self.codes);
-                let mut context = Context { codes, processes, layout, epoch };
-                let off_cpu = &mut self.off_cpu;
-                late.take(late_one, unwind, &mut |it, user| {
-                    add_walked(it, user, off_cpu, &mut context);
-                });
-                return;
-            }
-        }
-        if !is_sample {
-            self.add_wait(sample);
+        if self.walks_later(&header, sample) {
             return;
         }
+        let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
         let list = self.batch.list(sample);
         let managed = (!list.is_empty()).then_some((list, &self.codes));
         let user = UserStack { native: user, managed };
+        let processes = &mut self.processes;
         self.epoch.add(&header, user, kernel, Taken::ONE, processes, &self.layout);
     }
 
     /// Learns of a stack that threads wait with, or adds a wait.
     fn add_wait(&mut self, record: &RawSample) {
+        let header = &record.header;
+        if record.has_copy() && self.processes.counts(header) && self.walks_later(header, record) {
+            return;
+        }
         let (codes, layout) = (&self.codes, &self.layout);
         let (processes, epoch) = (&mut self.processes, &mut self.epoch);
         if let Some(off_cpu) = &mut self.off_cpu {
             let mut context = Context { codes, processes, layout, epoch };
             off_cpu.take(record, &self.batch, &mut context);
         }
+    }
+
+    /// Whether the user stack of a sample or of a wait is walked from its copy, now or later.
+    fn walks_later(&mut self, header: &SampleHeader, record: &RawSample) -> bool {
+        let processes = &mut self.processes;
+        let copy = self.batch.take_copy(record);
+        let (user, kernel) = (self.batch.user(record), self.batch.kernel(record));
+        let (Some(copy), Some(late), Some(unwind)) = (copy, &mut self.late, &mut self.unwind)
+        else {
+            return false;
+        };
+        let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
+        if header.host_pid != 0 {
+            process.host_pid = header.host_pid;
+        }
+        if !late.takes(header, user, process) {
+            return false;
+        }
+        let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
+        let list = self.batch.take_list(record);
+        let off_cpu = &mut self.off_cpu;
+        if header.kind == RecordKind::Stack as u8
+            && let Some(off_cpu) = off_cpu
+        {
+            off_cpu.expect(header);
+        }
+        let (epoch, layout, codes) = (&mut self.epoch, &self.layout, &self.codes);
+        let mut context = Context { codes, processes, layout, epoch };
+        let it = Late { header: *header, user, kernel, list, copy, process };
+        late.take(it, unwind, &mut |it, user| add_walked(it, user, off_cpu, &mut context));
+        true
     }
 
     /// Adds the samples that need wait no more for their tables.

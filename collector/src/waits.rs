@@ -26,6 +26,8 @@ struct Stack {
     list_end: u8,
     /// The last epoch that referred to it.
     used: u64,
+    /// One wait has it: its number is no hash.
+    is_copied: bool,
 }
 
 /// What a thread waited with: raw frames, leaf first.
@@ -143,6 +145,26 @@ impl Waits {
 
     /// Learns of a stack.
     pub fn learn(&mut self, header: &SampleHeader, stacks: Stacks<'_>) {
+        self.learn_one(header, stacks, false);
+    }
+
+    /// Learns of a user stack that was walked from a copy: one wait has it.
+    pub fn learn_copied(&mut self, header: &SampleHeader, stacks: Stacks<'_>) {
+        self.learn_one(header, stacks, true);
+    }
+
+    /// Forgets such a stack: its wait is over.
+    pub fn forget_copied(&mut self, pid: u32, number: u64) {
+        let key = Key { pid, number };
+        if self.by_number.get(&key).is_some_and(|stack| stack.is_copied)
+            && let Some(stack) = self.by_number.remove(&key)
+        {
+            self.words -= words(&stack);
+            self.learned = self.learned.saturating_sub(words(&stack));
+        }
+    }
+
+    fn learn_one(&mut self, header: &SampleHeader, stacks: Stacks<'_>, is_copied: bool) {
         let Stacks { user, list, kernel } = stacks;
         let key = Key { pid: header.pid, number: header.period };
         let (frames, end) =
@@ -153,8 +175,8 @@ impl Waits {
         if had_no_room && self.by_number.contains_key(&key) {
             return;
         }
-        let stack =
-            Stack { frames: frames.into(), list: list.into(), end, list_end, used: self.epoch };
+        let (frames, list, used) = (frames.into(), list.into(), self.epoch);
+        let stack = Stack { frames, list, end, list_end, used, is_copied };
         self.words += words(&stack);
         self.learned += words(&stack);
         if let Some(before) = self.by_number.insert(key, stack) {
@@ -200,16 +222,29 @@ impl Waits {
         self.parts(&header, keys, times, wait)
     }
 
+    /// Notes that the stacks of a wait that is over are in use, other than its user stack, which is
+    /// being walked.
+    pub fn use_other_stacks(&mut self, of: &[u64]) {
+        let waker = waker(of).map(|it| Stack::keys(it.pid, it.user_stack, it.kernel_stack));
+        let kernel = Key { pid: 0, number: of.get(1).copied().unwrap_or(0) };
+        self.has_all([kernel].iter().chain(waker.iter().flatten()));
+    }
+
     /// Notes that these stacks are in use.
     fn use_all<'k>(&mut self, keys: impl Iterator<Item = &'k Key>) {
-        let mut is_missing = false;
+        let has_all = self.has_all(keys);
+        self.without_stacks += u64::from(!has_all);
+    }
+
+    fn has_all<'k>(&mut self, keys: impl Iterator<Item = &'k Key>) -> bool {
+        let mut has_all = true;
         for key in keys.filter(|key| key.number != 0) {
             match self.by_number.get_mut(key) {
                 Some(stack) => stack.used = self.epoch,
-                None => is_missing = true,
+                None => has_all = false,
             }
         }
-        self.without_stacks += u64::from(is_missing);
+        has_all
     }
 
     fn parts(

@@ -23,7 +23,8 @@ use stackwire_collector_ebpf::{
 };
 
 use crate::maps::{
-    ANSWERS, SCRATCH, SWITCHER, Scratch, WAIT_STAGES, WAITING, add, config, count, hand_over, list,
+    ANSWERS, COPIES, SCRATCH, SWITCHER, Scratch, WAIT_STAGES, WAITING, add, config, count,
+    hand_over, list,
 };
 use crate::sources::wakers;
 use crate::targets::wanted;
@@ -31,11 +32,14 @@ use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_copied, tell_kernel, tell_user};
 use crate::walk::{by_frame_pointers, by_tables, copy, lists, remembered, stacks};
 
-/// Of stacks of one thread there is one copy in this time, and so many at once that one that works
-/// its way to where it waits for long has used up none of them. More would fill the ring: a thread
-/// may wait a hundred thousand times a second.
-const COPIES_APART_NS: u64 = 5_000_000;
-const COPIES_AT_ONCE: u64 = 16;
+/// Of stacks of a thread there is one copy in this time, of stacks on a CPU one in that. A copy takes
+/// the time of some walks, and room in the ring: threads may wait a hundred thousand times a second.
+const APART_NS: u64 = 5_000_000;
+const APART_ON_CPU_NS: u64 = 500_000;
+/// Beyond that, so many copies of a thread and on a CPU. A thread that has just begun waits some
+/// times before it waits for long.
+const AT_ONCE: u64 = 16;
+const AT_ONCE_ON_CPU: u64 = 256;
 
 /// Process id and thread id of the CPU's thread, in a pid namespace alone.
 #[map]
@@ -97,17 +101,8 @@ pub fn copy_waiting_stack(_: BtfTracePointContext) -> i32 {
         waits(scratch);
         return 0;
     }
-    let (tid, now_ns) = (scratch.header.tid, scratch.header.time_ns);
     let number = tell_copied(scratch, SWITCHER);
     waits_with(scratch, number);
-    if let Some(waiting) = WAITING.get_ptr_mut(&tid) {
-        // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
-        unsafe {
-            let until_ns = (*waiting).copied_ns;
-            let from_ns = if until_ns > now_ns { until_ns } else { now_ns };
-            (*waiting).copied_ns = from_ns + COPIES_APART_NS;
-        }
-    }
     0
 }
 
@@ -139,14 +134,28 @@ fn walk_on(ctx: &BtfTracePointContext, step: impl FnOnce(&mut Scratch)) -> i32 {
     0
 }
 
-/// Whether the current thread has a share of the copies left.
+/// Takes a copy off the shares of the current thread and of this CPU, if both have one left.
 #[inline(always)]
 fn may_copy(scratch: &Scratch) -> bool {
-    WAITING.get_ptr(&scratch.header.tid).is_none_or(|waiting| {
-        // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
-        let until_ns = unsafe { (*waiting).copied_ns };
-        until_ns < scratch.header.time_ns + COPIES_AT_ONCE * COPIES_APART_NS
-    })
+    let now_ns = scratch.header.time_ns;
+    let (Some(waiting), Some(copied)) = (known(&scratch.header), COPIES.get_ptr_mut(SWITCHER))
+    else {
+        return false;
+    };
+    // SAFETY: the pointer came from a successful lookup; the entry is this CPU's, and of programs
+    // at a switch alone.
+    let of_cpu = unsafe { &mut (*copied).until_ns };
+    let has_one =
+        |until_ns: u64, apart_ns: u64, at_once: u64| until_ns < now_ns + apart_ns * at_once;
+    if !has_one(waiting.copied_ns, APART_NS, AT_ONCE)
+        || !has_one(*of_cpu, APART_ON_CPU_NS, AT_ONCE_ON_CPU)
+    {
+        return false;
+    }
+    let after = |until_ns: u64| if until_ns > now_ns { until_ns } else { now_ns };
+    waiting.copied_ns = after(waiting.copied_ns) + APART_NS;
+    *of_cpu = after(*of_cpu) + APART_ON_CPU_NS;
+    true
 }
 
 /// What an iterator over tasks is given: `struct bpf_iter__task` of kernel/bpf/task_iter.c.
@@ -236,6 +245,9 @@ fn over(
         runnable_ns = runnable_ns * weight / whole;
         // SAFETY: a helper without arguments.
         stands_for = waits_behind(whole as u32, weight, unsafe { bpf_get_prandom_u32() });
+    } else {
+        // What it copies of short waits, most of which are not recorded, costs long ones nothing.
+        waiting.copied_ns = 0;
     }
     let kernel_stack = kernel_stack(scratch);
     // SAFETY: a helper without arguments.
@@ -379,44 +391,37 @@ fn waits(scratch: &mut Scratch) {
 /// Notes that the current thread waits, with the user stack of this number.
 #[inline(always)]
 fn waits_with(scratch: &mut Scratch, number: u64) {
-    let known = WAITING.get_ptr_mut(&scratch.header.tid);
-    // SAFETY: the pointer came from a successful lookup; the thread is on this CPU.
-    let mut known = known.map(|known| unsafe { &mut *known });
-    if let Some(known) = &mut known {
-        unseen(known, scratch.header.time_ns, scratch);
-    }
-    let header = &scratch.header;
-    let woken_ns = if header.state == WaitState::Preempted as u8 { header.time_ns } else { 0 };
-    if let Some(known) = known {
-        known.woken_ns = woken_ns;
-        known.user_stack = number;
-        known.start_boottime_ns = header.start_boottime_ns;
-        known.cgroup_id = header.cgroup_id;
-        known.pid = header.pid;
-        known.state = u32::from(header.state);
-        known.comm = header.comm;
-        known.since_ns = header.time_ns;
+    let Some(known) = known(&scratch.header) else {
+        count(scratch.header.cpu, Counter::ThreadsFull);
         return;
-    }
-    // SAFETY: a helper without arguments.
-    let random = unsafe { bpf_get_prandom_u32() };
-    let waiting = Waiting {
-        since_ns: header.time_ns,
-        woken_ns,
-        user_stack: number,
-        kernel_stack: 0,
-        kernel_stack_of: 0,
-        start_boottime_ns: header.start_boottime_ns,
-        cgroup_id: header.cgroup_id,
-        copied_ns: 0,
-        pid: header.pid,
-        state: u32::from(header.state),
-        stratum: Stratum::new(config().wait_threshold_ns, random),
-        comm: header.comm,
     };
-    if WAITING.insert(&header.tid, &waiting, 0).is_err() {
-        count(header.cpu, Counter::ThreadsFull);
+    unseen(known, scratch.header.time_ns, scratch);
+    let header = &scratch.header;
+    let is_runnable = header.state == WaitState::Preempted as u8;
+    known.woken_ns = if is_runnable { header.time_ns } else { 0 };
+    known.user_stack = number;
+    known.start_boottime_ns = header.start_boottime_ns;
+    known.cgroup_id = header.cgroup_id;
+    known.pid = header.pid;
+    known.state = u32::from(header.state);
+    known.comm = header.comm;
+    known.since_ns = header.time_ns;
+}
+
+/// What is known of the current thread: nothing so far, if it was not there. None: it has no room.
+#[inline(always)]
+fn known(header: &SampleHeader) -> Option<&'static mut Waiting> {
+    let mut known = WAITING.get_ptr_mut(&header.tid);
+    if known.is_none() {
+        // SAFETY: a helper without arguments.
+        let random = unsafe { bpf_get_prandom_u32() };
+        let stratum = Stratum::new(config().wait_threshold_ns, random);
+        WAITING.insert(&header.tid, &Waiting { stratum, ..Waiting::default() }, 0).ok()?;
+        known = WAITING.get_ptr_mut(&header.tid);
     }
+    // SAFETY: the pointer came from a successful lookup; the thread is on this CPU, and an entry is
+    // removed on the CPU of its thread.
+    known.map(|known| unsafe { &mut *known })
 }
 
 /// The current thread leaves the CPU, and what it does then is not recorded: ends a wait of it that

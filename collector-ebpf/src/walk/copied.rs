@@ -10,6 +10,9 @@ use crate::walk::unwind::Cursor;
 const RED_ZONE: u64 = 128;
 /// Nothing so far behind a copy is of the same stack: 1 GiB.
 const FARTHEST: u64 = 1 << 30;
+/// Go's heap lies behind goroutines' stacks: what is missed behind such a part is of the same stack
+/// if the next frame may have it.
+const LARGEST_FRAME: u64 = 64 << 10;
 
 /// A copy.
 #[derive(Clone, Copy, Debug)]
@@ -69,13 +72,14 @@ impl<'a> CopiedStack<'a> {
 
     /// Notes that what is at an address was found nowhere.
     pub fn missed(&mut self, address: u64) {
-        let is_behind = |part: &Part| {
+        let is_behind = |part: &Part, farthest: u64| {
             let end = part.start.saturating_add(part.bytes);
             // A word may lie half in it.
-            let range = end.saturating_sub(7)..end.saturating_add(FARTHEST);
+            let range = end.saturating_sub(7)..end.saturating_add(farthest);
             part.bytes > 0 && range.contains(&address)
         };
-        self.cut |= is_behind(&self.parts[OF_POINTER]) || is_behind(&self.parts[OF_LEFT]);
+        self.cut |= is_behind(&self.parts[OF_POINTER], FARTHEST);
+        self.cut |= is_behind(&self.parts[OF_LEFT], LARGEST_FRAME);
     }
 
     fn at(&self, address: u64, size: usize) -> Option<&'a [u8]> {

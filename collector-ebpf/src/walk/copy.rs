@@ -9,18 +9,20 @@ use stackwire_collector_ebpf::{
     CopyHead, MAX_COPY_BYTES, OF_POINTER, Part, RING_BYTES, RecordKind, SampleHeader, masked,
 };
 
-use crate::maps::{COPIES, COPY_BYTES, Copied, PAGE, SAMPLES, Scratch, hand_over};
+use crate::maps::{COPIES, COPY_BYTES, Copied, PAGE, SAMPLER, SAMPLES, Scratch, hand_over};
 use crate::walk::goroutine;
 
 /// Hands a copy over, for the sample or the stack in this slot, whose walk by tables ended early.
 /// Returns whether there was room.
 #[inline(always)]
 pub fn hand_over_copy(scratch: &Scratch, slot: u32) -> bool {
-    // A sample without its copy is worth more than a copy that leaves no room for samples.
-    if SAMPLES.query(BPF_RB_AVAIL_DATA as u64) > u64::from(RING_BYTES / 2) {
+    // A sample without its copy is worth more than a copy that leaves no room for samples. Of waits
+    // there may be a hundred times as many as of samples.
+    let room = if slot == SAMPLER { RING_BYTES / 2 } else { RING_BYTES / 8 };
+    if SAMPLES.query(BPF_RB_AVAIL_DATA as u64) > u64::from(room) {
         return false;
     }
-    let most = match COPY_BYTES.get(0) {
+    let most = match COPY_BYTES.get(slot) {
         Some(&most) if most <= MAX_COPY_BYTES as u64 => most,
         _ => return false,
     };

@@ -70,12 +70,16 @@ fn find(cursor: &Cursor, sp: u64, most: u64) -> Option<Found> {
     let running = if current == scheduler {
         let ([new, old], is_its) = (RUNNING, |running: &u64| stack_of(*running, m).is_some());
         let running = word(m.wrapping_add(new)).filter(is_its);
-        running.or_else(|| word(m.wrapping_add(old)).filter(is_its))?
+        running.or_else(|| word(m.wrapping_add(old)).filter(is_its)).unwrap_or(0)
     } else {
         current
     };
-    let of_running = stack_of(running, m)?;
     let way = [slot, current, m, running];
+    let Some(of_running) = stack_of(running, m) else {
+        // None runs: the way says so, and the stack ends there.
+        let is_its = is_inside(sp, of_scheduler);
+        return is_its.then_some(Found { way, end: of_scheduler.1, left: (0, 0) });
+    };
     if is_inside(sp, of_running) {
         // C calls Go from where the scheduler's was left.
         let kept = word(scheduler.wrapping_add(KEPT))?;

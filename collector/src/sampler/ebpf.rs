@@ -20,7 +20,7 @@ use zeroize::Zeroizing;
 use super::drained::{Batch, Copy, NewCode};
 use super::object::{Filter, Object, Waiters};
 use super::sched_stats::{SchedSums, counters};
-use super::{Kind, Sampler, SamplerError, online_cpus, open_error};
+use super::{Kind, Sampler, SamplerError, ToCopy, online_cpus, open_error};
 use crate::clock::now_ns;
 use crate::managed::List;
 use crate::process::waiting::ran_ns;
@@ -388,7 +388,7 @@ impl Sampler for EbpfSampler {
         self.object.stop_watching();
     }
 
-    fn copy_at_most(&self, bytes: usize) {
+    fn copy_at_most(&self, bytes: ToCopy) {
         self.object.copy_at_most(bytes);
     }
 

@@ -128,6 +128,15 @@ impl SamplerError {
     }
 }
 
+/// How many bytes of a stack that cannot be walked yet are copied, at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ToCopy {
+    /// Where a sample is taken.
+    pub of_sample: usize,
+    /// Where a thread begins to wait.
+    pub of_wait: usize,
+}
+
 /// The running kernel side. What only eBPF programs see there is none of otherwise.
 pub trait Sampler: fmt::Debug {
     /// Waits until there is much to drain, or until `timeout`, less than a second, is over. True
@@ -162,7 +171,7 @@ pub trait Sampler: fmt::Debug {
     fn note_cut(&mut self, _tally: Tally) {}
 
     /// Has the eBPF programs copy at most so many bytes of a stack that cannot be walked yet.
-    fn copy_at_most(&self, _bytes: usize) {}
+    fn copy_at_most(&self, _bytes: ToCopy) {}
 
     /// Has the eBPF programs hand over again what names functions of interpreters.
     fn name_again(&self) {}

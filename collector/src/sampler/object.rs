@@ -22,6 +22,7 @@ use stackwire_collector_ebpf::{
 };
 use zerocopy::IntoBytes;
 
+use super::ToCopy;
 use super::btf::{Btf, Named};
 use super::load_error::{BTF_PATH, LoadError, load_error, missing};
 use super::mapped::Mapped;
@@ -31,6 +32,10 @@ use crate::unwind::Descriptors;
 
 /// Slots of `SCRATCH` and `SEARCH` there are without programs at wake-ups.
 const WITHOUT_WAKERS: u32 = 3;
+
+/// Where in `COPY_BYTES` is how much of a stack is copied.
+const OF_SAMPLES: usize = 0;
+const OF_WAITS: usize = 8;
 
 const FRAME_POINTERS: u32 = Unwind::FramePointers as u32;
 
@@ -223,9 +228,10 @@ impl Object {
         let read_only = |name: &str, bytes: usize| mapped(&ebpf, name, bytes, Mapped::read_only);
         let counters = read_only("COUNTERS", MAX_CPUS as usize * COUNTERS_PER_CPU as usize * 8)?;
         let pickers = read_only("PICKERS", MAX_CPUS as usize * MAX_EVENTS * size_of::<Picker>())?;
-        let copy_bytes = mapped(&ebpf, "COPY_BYTES", 8, Mapped::read_write)?;
+        let copy_bytes = mapped(&ebpf, "COPY_BYTES", 16, Mapped::read_write)?;
         // The first samples come before anybody looks.
-        copy_bytes.atomic(0).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
+        copy_bytes.atomic(OF_SAMPLES).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
+        copy_bytes.atomic(OF_WAITS).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
         let known = mapped(&ebpf, "KNOWN", KNOWN_CODES as usize * 8, Mapped::read_write)?;
         let told = || mapped(&ebpf, "TOLD", TOLD_STACKS as usize * 8, Mapped::read_write);
         let told = waits.then(told).transpose()?;
@@ -338,8 +344,9 @@ impl Object {
     }
 
     /// Has at most so many bytes of a stack copied from now on.
-    pub fn copy_at_most(&self, bytes: usize) {
-        self.copy_bytes.atomic(0).store(bytes as u64, Ordering::Relaxed);
+    pub fn copy_at_most(&self, bytes: ToCopy) {
+        self.copy_bytes.atomic(OF_SAMPLES).store(bytes.of_sample as u64, Ordering::Relaxed);
+        self.copy_bytes.atomic(OF_WAITS).store(bytes.of_wait as u64, Ordering::Relaxed);
     }
 
     /// Has the kernel side hand over again what names functions of interpreters.
