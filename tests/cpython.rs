@@ -203,6 +203,26 @@ fn functions_called_from_c_have_their_shares_in_each_thread_and_in_a_child() {
     assert!(run >= 4, "{run}");
 }
 
+/// What `two_interpreters.py` has on its stack while it burns time, and its part of that.
+const TWO: [(&[&str], f64); 2] =
+    [(&["burn", "twice", "main"], 6.0 / 9.0), (&["burn", "inside", "main"], 3.0 / 9.0)];
+
+/// A function of one interpreter calls what another runs, in the same thread.
+#[test]
+fn functions_of_two_interpreters_are_inside_each_other() {
+    if !privileged() {
+        return;
+    }
+    let program = &source("two_interpreters.py");
+    let lines = ["burn(0.016)", "burn(0.008)"];
+    let shares = Shares { program, known: &TWO, lines, leaf: "", root: "<module>" };
+    for (name, python) in known() {
+        let running = Running::start(like(&python).arg(program));
+        let profile = record(running.pid(), 4, &[]);
+        shares.assert_are_in(&name, &profile, &profile.samples);
+    }
+}
+
 /// What `arrays.py` has on its stack while it burns time, and its part of that.
 const ARRAYS: [(&[&str], f64); 3] = [
     (&["burn", "twice", "main"], 6.0 / 15.0),

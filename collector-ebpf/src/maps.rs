@@ -89,7 +89,10 @@ pub mod list {
     pub const NOT_THERE: u64 = 5;
 }
 
-/// Where a list of frames is put together.
+/// Interpreters of which a thread may run functions inside each other, a power of two.
+pub const MAX_LISTS: usize = 4;
+
+/// Where lists of frames are put together.
 #[repr(C)]
 pub struct List {
     pub header: SampleHeader,
@@ -112,10 +115,16 @@ pub struct List {
     pub frame: u64,
     pub c_frame: u64,
     pub end_of_frames: u64,
-    /// Number of entries, of evaluators, and of those that the native walk has come by.
+    /// Number of entries, and of evaluators.
     pub count: u64,
     pub evaluators: u64,
-    pub next: u64,
+    /// Number of lists that have been begun: a thread has one in each interpreter that it runs.
+    pub lists: u64,
+    /// Of each, the next evaluator that the native walk will come by, and behind its last.
+    pub next: [u64; MAX_LISTS],
+    pub ends: [u64; MAX_LISTS],
+    /// Non-zero: the process has one interpreter.
+    pub is_single: u64,
     /// `managed::ANY` where evaluators are known by their code.
     pub any: u64,
     /// Entries of evaluators.

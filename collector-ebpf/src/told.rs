@@ -101,6 +101,9 @@ fn hand_over_stack(scratch: &mut Scratch, frames: usize, list: Option<u32>, numb
     scratch.header.period = number;
     // Before the stack it is of.
     let is_whole = list.is_none_or(|slot| lists::hand_over_list(scratch, slot));
+    // The bound again, in a way that the compiler does not find needless: kernel 6.1's verifier has
+    // forgotten it over the calls before.
+    let frames = masked::<{ 2 * MAX_USER_FRAMES as u64 - 1 }>(frames as u64);
     let frames = if frames > MAX_USER_FRAMES { MAX_USER_FRAMES } else { frames };
     let bytes = size_of::<SampleHeader>() + frames * 8;
     // SAFETY: `bytes` is at most the size of the scratch record, which the verifier checks.

@@ -188,7 +188,7 @@ fn insert(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) ->
     let native = std::mem::take(&mut stack.frames);
     let mut native = native.into_iter();
     let (mut waiting, mut taken) = (Vec::new(), 0);
-    for entry in entries {
+    for entry in in_order(entries).into_iter().flatten() {
         if entry.code & EVALUATOR == 0 {
             waiting.push(frame(entry));
             continue;
@@ -207,6 +207,19 @@ fn insert(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) ->
     }
 }
 
+/// What each evaluator runs, the innermost evaluator first: functions of several interpreters may
+/// run inside each other, and each has a list of its own.
+fn in_order(entries: &[Entry]) -> Vec<&[Entry]> {
+    let mut runs: Vec<&[Entry]> =
+        entries.split_inclusive(|entry| entry.code & EVALUATOR != 0).collect();
+    let evaluator = |run: &&[Entry]| match run.last() {
+        Some(last) if last.code & EVALUATOR != 0 => last.code,
+        _ => u64::MAX,
+    };
+    runs.sort_by_key(evaluator);
+    runs
+}
+
 /// A native frame that is walked.
 #[derive(Clone, Copy, Debug)]
 pub struct Native {
@@ -223,8 +236,10 @@ impl List {
     /// [`Evaluator::is_at`].
     pub fn come_by(&mut self, frame: Native, after_core: &mut u64) {
         let is_at = self.evaluator.is_at(frame.ip, after_core);
-        let is_next = |entry: &&mut Entry| entry.code == EVALUATOR | NOT_FOUND;
-        let Some(next) = self.entries.iter_mut().find(is_next) else { return };
+        let is_to_come = |entry: &&mut Entry| entry.code == EVALUATOR | NOT_FOUND;
+        let to_come = self.entries.iter_mut().filter(is_to_come);
+        // Of several interpreters' lists as well: stacks grow down.
+        let Some(next) = to_come.min_by_key(|entry| entry.rest) else { return };
         let (sp, caller) = frame.stack;
         if if next.rest == ANY { is_at } else { (sp..caller).contains(&next.rest) } {
             next.code = EVALUATOR | frame.number as u64 & NOT_FOUND;
@@ -323,8 +338,9 @@ mod tests {
         assert_eq!(merged(&entries, 2, EndReason::Root), [100, 1, 101]);
         // Cut since, and out of order.
         assert_eq!(merged(&[of(1), evaluator(7)], 2, EndReason::NotCode), [100, 101, 1]);
-        let entries = [of(1), evaluator(2), of(2), evaluator(1)];
-        assert_eq!(merged(&entries, 4, EndReason::NotCode), [100, 101, 1, 102, 103, 2]);
+        // Of two interpreters.
+        let entries = [of(1), evaluator(2), of(2), evaluator(1), of(3), evaluator(3)];
+        assert_eq!(merged(&entries, 4, EndReason::Root), [100, 2, 101, 1, 102, 3, 103]);
         // Known by their code alone.
         let missed = Entry { code: EVALUATOR | NOT_FOUND, rest: ANY };
         let entries = [of(1), evaluator(1), of(2), missed];

@@ -10,7 +10,7 @@ use stackwire_collector_ebpf::ruby::{
     FINISH, FRAME_BYTES, FRAME_EP, FRAME_ISEQ, KIND, Layout, MAX_FRAMES, MAX_WORDS, NOWHERE,
 };
 
-use super::entries::{GO_ON, is_open, note_new, push, push_evaluator};
+use super::entries::{GO_ON, begin_list, is_open, note_new, push, push_evaluator};
 use super::objects::{read, word, word_in};
 use crate::maps::{LISTS, List, RUBY_LAYOUTS};
 
@@ -78,6 +78,8 @@ fn find_context(all: &mut List, layout: &Layout) -> Option<u64> {
         all.head.evaluator.core_bytes = layout.core_bytes.into();
         all.head.evaluator.entry = all.base.wrapping_add(layout.entry);
         all.head.evaluator.entry_bytes = layout.entry_bytes.into();
+        // The only one.
+        begin_list(all);
         all.is_found = 1;
         return Some(GO_ON);
     }

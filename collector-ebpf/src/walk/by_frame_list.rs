@@ -1,12 +1,13 @@
 //! The walk of CPython's own list of frames. First it finds the state of the thread, the one with
-//! its thread pointer. Then it goes from frame to frame, one a step. Called by `lists.rs`.
+//! its thread pointer. Then it goes from frame to frame, one a step. Where there are several
+//! interpreters, it looks for the thread's next state then. Called by `lists.rs`.
 
 use stackwire_collector_ebpf::cpython::{
     CODE_BYTES, FRAME_BYTES, Layout, NO_FIELD, OWNED_BY_EVALUATOR, evaluators,
 };
 use stackwire_collector_ebpf::managed::{ANY, Entry, LAYOUTS, ListEnd, MAX_ENTRIES, cookie};
 
-use super::entries::{GO_ON, note_new, push, push_evaluator};
+use super::entries::{GO_ON, begin_list, note_new, push, push_evaluator};
 use super::objects::{is_a, read, word, word_in};
 use crate::maps::{LISTS, List, PYTHON_LAYOUTS, THREAD_SLOTS, THREADS};
 
@@ -35,12 +36,20 @@ pub extern "C" fn walk_list(slot: u32) -> u64 {
     end
 }
 
+/// Finds the next state of this thread that has frames.
 #[inline(always)]
 fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
     let slot = (all.tid ^ all.start >> 10) as u32 & (THREAD_SLOTS - 1);
     if all.looked_at == 0 {
+        let runtime = all.base.wrapping_add(layout.runtime);
+        all.interpreter = word(runtime, layout.interpreters)?;
+        if all.interpreter == 0 {
+            return Some(ListEnd::NoThread as u64);
+        }
+        all.is_single = u64::from(word(all.interpreter, layout.next_interpreter)? == 0);
         // That of the last sample, mostly.
-        if let Some(known) = THREADS.get(slot)
+        if all.is_single != 0
+            && let Some(known) = THREADS.get(slot)
             && known[0] == all.start ^ all.tid
             && word(known[1], layout.thread_id) == Some(all.thread_pointer)
             && enter(all, layout, known[1]).is_some()
@@ -48,26 +57,21 @@ fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
             all.thread = known[1];
             return Some(GO_ON);
         }
-        let runtime = all.base.wrapping_add(layout.runtime);
-        all.interpreter = word(runtime, layout.interpreters)?;
-        if all.interpreter == 0 {
-            return Some(ListEnd::NoThread as u64);
-        }
         all.thread = word(all.interpreter, layout.threads)?;
     }
     all.looked_at += 1;
     if all.looked_at > MAX_THREADS {
-        return Some(ListEnd::ManyThreads as u64);
+        return Some(found_all(all, ListEnd::ManyThreads));
     }
     if all.thread == 0 {
         all.interpreter = word(all.interpreter, layout.next_interpreter)?;
         if all.interpreter == 0 {
-            return Some(ListEnd::NoThread as u64);
+            return Some(found_all(all, ListEnd::NoThread));
         }
         all.thread = word(all.interpreter, layout.threads)?;
         return Some(GO_ON);
     }
-    // Of one that runs several interpreters, that which has frames.
+    // A thread that runs functions of several interpreters, inside each other, has a state in each.
     if word(all.thread, layout.thread_id)? == all.thread_pointer
         && enter(all, layout, all.thread).is_some()
     {
@@ -80,6 +84,12 @@ fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
     }
     all.thread = word(all.thread, layout.next_thread)?;
     Some(GO_ON)
+}
+
+/// How the lists end where no more are found.
+#[inline(always)]
+fn found_all(all: &List, without: ListEnd) -> u64 {
+    (if all.lists == 0 { without } else { ListEnd::Root }) as u64
 }
 
 /// The first frame of a thread; none: it runs no Python.
@@ -98,6 +108,7 @@ fn enter(all: &mut List, layout: &Layout, thread: u64) -> Option<()> {
         }
     }
     all.frame = word(from, layout.current_frame).filter(|&frame| frame != 0)?;
+    begin_list(all).then_some(())?;
     all.is_found = 1;
     Some(())
 }
@@ -105,7 +116,12 @@ fn enter(all: &mut List, layout: &Layout, thread: u64) -> Option<()> {
 #[inline(always)]
 fn frame(all: &mut List, layout: &Layout, slot: u32) -> Option<u64> {
     if all.frame == 0 {
-        return Some(ListEnd::Root as u64);
+        if all.is_single != 0 {
+            return Some(ListEnd::Root as u64);
+        }
+        all.is_found = 0;
+        all.thread = word(all.thread, layout.next_thread)?;
+        return Some(GO_ON);
     }
     // A frame may take two, and fewer than all are handed over.
     if all.count >= MAX_ENTRIES as u64 - 2 {

@@ -52,8 +52,10 @@ pub fn hand_over_copy(scratch: &Scratch, slot: u32) -> bool {
     to.exact = cursor.exact;
     to.thread = cursor.thread;
     to.guessed = cursor.guessed;
-    // The bound, for the verifier, which does not know what the parts add up to.
-    let bytes = if bytes > MAX_COPY_BYTES as u64 { MAX_COPY_BYTES } else { bytes as usize };
+    // The bound, for the verifier, which does not know what the parts add up to: kernel 6.1's not
+    // even that it is no negative number.
+    let bytes = masked::<{ 2 * MAX_COPY_BYTES as u64 - 1 }>(bytes);
+    let bytes = if bytes > MAX_COPY_BYTES { MAX_COPY_BYTES } else { bytes };
     let length = size_of::<SampleHeader>() + size_of::<CopyHead>() + bytes;
     // Without room the sample ends where its walk did, which its record says.
     // SAFETY: `length` is at most the size of what the pointer points to, which the verifier

@@ -6,10 +6,26 @@ use stackwire_collector_ebpf::managed::{
 };
 use stackwire_collector_ebpf::masked;
 
-use crate::maps::{KNOWN, LISTS, List};
+use crate::maps::{KNOWN, LISTS, List, MAX_LISTS};
 
 /// Goes on: there is more.
 pub const GO_ON: u64 = u64::MAX;
+
+/// Begins a list; false: there are as many as there may be.
+#[inline(always)]
+pub fn begin_list(all: &mut List) -> bool {
+    if all.lists >= MAX_LISTS as u64 {
+        return false;
+    }
+    let list = masked::<{ MAX_LISTS as u64 - 1 }>(all.lists);
+    // SAFETY: masked to less than the lengths.
+    unsafe {
+        *all.next.as_mut_ptr().add(list) = all.evaluators;
+        *all.ends.as_mut_ptr().add(list) = all.evaluators;
+    }
+    all.lists += 1;
+    true
+}
 
 /// Adds a function that runs.
 #[inline(always)]
@@ -34,6 +50,9 @@ pub fn push_evaluator(all: &mut List, address: u64) -> u64 {
     // SAFETY: masked to less than the length.
     unsafe { *all.at.as_mut_ptr().add(of) = all.count };
     all.evaluators += 1;
+    let list = masked::<{ MAX_LISTS as u64 - 1 }>(all.lists.wrapping_sub(1));
+    // SAFETY: masked to less than the length.
+    unsafe { *all.ends.as_mut_ptr().add(list) = all.evaluators };
     push(all, Entry { code: EVALUATOR | NOT_FOUND, rest: address });
     GO_ON
 }

@@ -1,7 +1,8 @@
 //! The walk of an interpreter's own list of frames. The native walk comes by code of the
 //! interpreter, which runs functions, and their frames are in this list and not on the stack.
 //!
-//! First the list is walked (`by_frame_list.rs`, `by_control_frames.rs`). Where C has called the
+//! First the list is walked (`by_frame_list.rs`, `by_control_frames.rs`); a thread has one in each
+//! interpreter of its process that it runs. Where C has called the
 //! interpreter again, it is noted how the stack frame of that evaluator is known: the native walk
 //! comes by it. At last what names functions that were not met before is handed over (`names.rs`).
 //! Only memory of the process that runs is read, which may hold anything: all loops have an end.
@@ -21,7 +22,9 @@ use super::by_frame_list::walk_list;
 use super::entries::GO_ON;
 use super::names;
 use crate::hash::mixed;
-use crate::maps::{LISTS, List, MET, SCRATCH, Scratch, THREAD_SLOTS, WALKING, hand_over, list};
+use crate::maps::{
+    LISTS, List, MAX_LISTS, MET, SCRATCH, Scratch, THREAD_SLOTS, WALKING, hand_over, list,
+};
 use crate::task::Task;
 
 /// Threads that a program looks at, and frames that it walks.
@@ -140,35 +143,62 @@ pub extern "C" fn found(native: u64, slot: u32) -> u64 {
     // SAFETY: the pointer came from a successful lookup; the slot is of this CPU and of the program
     // in whose name this runs.
     let all = unsafe { &mut *all };
-    let next = all.next;
-    if next >= all.evaluators {
+    let Some(Next { list, entry, .. }) = next(all) else {
         all.head.end = ListEnd::Changing as u32;
         return 0;
-    }
-    let of = masked::<{ MAX_EVALUATORS as u64 - 1 }>(next);
+    };
+    let entry = masked::<{ MAX_ENTRIES as u64 - 1 }>(entry);
+    let list = masked::<{ MAX_LISTS as u64 - 1 }>(list);
     // SAFETY: both are masked to less than the lengths.
     unsafe {
-        let entry = masked::<{ MAX_ENTRIES as u64 - 1 }>(*all.at.as_ptr().add(of));
         (*all.entries.as_mut_ptr().add(entry)).code = EVALUATOR | native & NOT_FOUND;
+        *all.next.as_mut_ptr().add(list) += 1;
     }
-    all.next = next + 1;
     address(all)
 }
 
 /// An address in the frame of the next evaluator, or [`ANY`]; 0: there is none.
 #[inline(always)]
 fn address(all: &List) -> u64 {
-    if all.next >= all.evaluators {
+    match next(all) {
+        Some(next) => next.address,
         // One more would say that there is none for some frame. Of a list that was cut there are
         // more.
-        return if all.head.end == ListEnd::Root as u32 { all.any } else { 0 };
+        None if all.head.end == ListEnd::Root as u32 => all.any,
+        None => 0,
     }
-    let of = masked::<{ MAX_EVALUATORS as u64 - 1 }>(all.next);
-    // SAFETY: both are masked to less than the lengths.
-    unsafe {
-        let entry = masked::<{ MAX_ENTRIES as u64 - 1 }>(*all.at.as_ptr().add(of));
-        (*all.entries.as_ptr().add(entry)).rest
+}
+
+/// An evaluator: its list, its entry, and an address in its frame.
+#[derive(Clone, Copy)]
+struct Next {
+    list: u64,
+    entry: u64,
+    address: u64,
+}
+
+/// The next that the native walk will come by: of all lists' next ones, that with the lowest
+/// address, since stacks grow down.
+#[inline(always)]
+fn next(all: &List) -> Option<Next> {
+    // Not an option: the compiler would read what was not written, which the verifier refuses.
+    let mut found = Next { list: 0, entry: 0, address: u64::MAX };
+    for list in 0..MAX_LISTS {
+        // SAFETY: the index is less than the lengths; the others are masked to less than theirs.
+        unsafe {
+            let next = *all.next.as_ptr().add(list);
+            if next < *all.ends.as_ptr().add(list) {
+                let of = masked::<{ MAX_EVALUATORS as u64 - 1 }>(next);
+                let entry = *all.at.as_ptr().add(of);
+                let at = masked::<{ MAX_ENTRIES as u64 - 1 }>(entry);
+                let address = (*all.entries.as_ptr().add(at)).rest;
+                if address < found.address {
+                    found = Next { list: list as u64, entry, address };
+                }
+            }
+        }
     }
+    (found.address != u64::MAX).then_some(found)
 }
 
 /// Walks on; whether it has come to its end.
@@ -225,7 +255,9 @@ fn begin(all: &mut List, scratch: &Scratch) {
     all.is_found = 0;
     all.count = 0;
     all.evaluators = 0;
-    all.next = 0;
+    all.lists = 0;
+    all.next = [0; MAX_LISTS];
+    all.ends = [0; MAX_LISTS];
     all.new = 0;
     // Unless it comes to another.
     all.head.end = ListEnd::DepthLimit as u32;
