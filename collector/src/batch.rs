@@ -186,8 +186,8 @@ impl Epoch {
         });
     }
 
-    /// Adds the parts of a wait. `then`: its process as it was then, where the user stack was walked
-    /// later.
+    /// Adds the parts of a wait. `then`: its process as it was then, where the user stack was
+    /// walked later.
     pub fn add_wait(
         &mut self,
         over: &Over<'_>,

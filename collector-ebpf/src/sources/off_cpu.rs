@@ -32,13 +32,15 @@ use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_copied, tell_kernel, tell_user};
 use crate::walk::{by_frame_pointers, by_tables, copy, lists, remembered, stacks};
 
-/// Of stacks of a thread there is one copy in this time, of stacks on a CPU one in that. A copy takes
-/// the time of some walks, and room in the ring: threads may wait a hundred thousand times a second.
+/// A thread has one copy of its stack in this time. A copy costs as much as some walks, and it takes
+/// room in the ring: threads may wait a hundred thousand times a second.
 const APART_NS: u64 = 5_000_000;
+/// Likewise, all threads of a CPU.
 const APART_ON_CPU_NS: u64 = 500_000;
-/// Beyond that, so many copies of a thread and on a CPU. A thread that has just begun waits some
-/// times before it waits for long.
+/// So many of a thread may come at once: one that has just begun waits some times for a moment
+/// before it waits for long.
 const AT_ONCE: u64 = 16;
+/// Likewise, of all threads of a CPU.
 const AT_ONCE_ON_CPU: u64 = 256;
 
 /// Process id and thread id of the CPU's thread, in a pid namespace alone.

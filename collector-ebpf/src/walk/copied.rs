@@ -1,6 +1,7 @@
 //! The top of a stack, copied together with the registers, as perf events give it
 //! (`PERF_SAMPLE_STACK_USER` of include/uapi/linux/perf_event.h) or the eBPF programs
-//! (`walk/copy.rs`). User space alone walks such a copy: the collector, and the reader of perf.data.
+//! (`walk/copy.rs`). User space alone walks such a copy: the collector, and the reader of
+//! perf.data.
 
 use crate::arch::{RBP, RSP};
 use crate::walk::handed_over::{OF_LEFT, OF_POINTER, PARTS, Part};

@@ -79,8 +79,8 @@ fn copy(part: &mut Part, to: &mut [u8; MAX_COPY_BYTES + 2 * PAGE], before: u64) 
         let piece = if in_page < left { in_page } else { left };
         let place = masked::<{ MAX_COPY_BYTES as u64 - 1 }>(before + bytes);
         let length = masked::<{ 2 * PAGE as u64 - 1 }>(piece) as u32;
-        // SAFETY: the place is less than MAX_COPY_BYTES and the length less than two pages, which is what the
-        // array has. The helper checks the address and fails rather than fault.
+        // SAFETY: the place is less than MAX_COPY_BYTES and the length less than two pages, which
+        // is what the array has. The helper checks the address and fails rather than fault.
         let failed = unsafe {
             bpf_probe_read_user(to.as_mut_ptr().add(place).cast(), length, at as *const _)
         };

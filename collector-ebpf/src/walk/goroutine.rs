@@ -1,6 +1,6 @@
-//! The runtime of Go, and C that Go calls, run on the stack of its scheduler: behind it the stack of
-//! the goroutine goes on. Where C calls Go, it is the other way round. Finds both without an unwind
-//! table: a copy is made because there is none yet.
+//! The runtime of Go, and C that Go calls, run on the stack of its scheduler: behind it the stack
+//! of the goroutine goes on. Where C calls Go, it is the other way round. Finds both without an
+//! unwind table: a copy is made because there is none yet.
 //!
 //! So it relies on what is the same in all releases from 1.16 on, or is one of two, and takes
 //! nothing for Go's that does not lead back to where it came from. Called by `copy.rs`.
