@@ -32,8 +32,8 @@ use crate::task::{Task, current, current_of_host, state};
 use crate::told::{tell_copied, tell_kernel, tell_user};
 use crate::walk::{by_frame_pointers, by_tables, copy, lists, remembered, stacks};
 
-/// A thread has one copy of its stack in this time. A copy costs as much as some walks, and it takes
-/// room in the ring: threads may wait a hundred thousand times a second.
+/// A thread has one copy of its stack in this time. A copy costs as much as some walks, and it
+/// takes room in the ring: threads may wait a hundred thousand times a second.
 const APART_NS: u64 = 5_000_000;
 /// Likewise, all threads of a CPU.
 const APART_ON_CPU_NS: u64 = 500_000;
