@@ -227,6 +227,8 @@ struct Found {
     samples: u64,
     /// Said to be lost.
     lost: u64,
+    /// What each window says of that.
+    said: Vec<String>,
 }
 
 fn found(directory: &Path) -> BTreeMap<String, Found> {
@@ -247,7 +249,9 @@ fn found(directory: &Path) -> BTreeMap<String, Found> {
             let (count, _) = comment.strip_prefix("lost ")?.split_once(' ')?;
             count.parse::<u64>().ok()
         });
-        of_host.lost += lost.sum::<u64>();
+        let lost: u64 = lost.sum();
+        of_host.lost += lost;
+        of_host.said.push(format!("{name}: {lost}"));
     }
     all
 }
@@ -391,7 +395,8 @@ fn whatever_fails_what_is_acknowledged_is_in_the_windows_once() {
         in_windows += held;
         if *is_whole {
             assert_eq!((settled, missing), (epochs, dropped), "{name}: {said:?}");
-            assert_eq!(of_host.lost, dropped, "{name}: windows say so much was lost");
+            let windows = &of_host.said;
+            assert_eq!(of_host.lost, dropped, "{name}: windows say so much was lost: {windows:?}");
             counted += dropped;
         } else {
             // Of a collector that was killed, what was not acknowledged may be there or not.

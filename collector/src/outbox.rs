@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use stackwire_model::LostReason;
-use stackwire_proto::v1::{End, SealedEpoch};
+use stackwire_proto::v1::{self, End, SealedEpoch};
 use tokio::sync::Notify;
 
 use self::kept::Kept;
@@ -338,6 +338,14 @@ impl Inner {
     fn count_dropped(&mut self, dropped: Waiting) {
         self.dropped_samples += dropped.samples;
         self.dropped_losses.extend(dropped.lost);
+        // No epoch follows that could say so. What the dropped one said is in the end's totals.
+        if let Some(end) = &mut self.end {
+            let reason = v1::LostReason::EpochDropped as i32;
+            match end.lost.iter_mut().find(|lost| lost.reason == reason) {
+                Some(lost) => lost.count += dropped.samples,
+                None => end.lost.push(v1::Lost { reason, count: dropped.samples, samples: true }),
+            }
+        }
     }
 }
 
@@ -410,6 +418,18 @@ mod tests {
         assert_eq!(losses, (0..40 - kept).sum());
         outbox.acknowledge(39);
         assert_eq!(outbox.unacknowledged(), 0);
+    }
+
+    #[test]
+    fn what_is_refused_at_the_end_is_in_what_the_end_says() {
+        let outbox = Outbox::new(Limits { memory: 1000, ..Limits::default() });
+        (0..3).for_each(|number| outbox.push(epoch(number), 10, Vec::new()));
+        outbox.close(End::default());
+        outbox.refused();
+        outbox.refused();
+        let lost = outbox.lock().end.as_ref().map(|end| end.lost.clone()).unwrap();
+        let reason = v1::LostReason::EpochDropped as i32;
+        assert_eq!(lost, [v1::Lost { reason, count: 20, samples: true }]);
     }
 
     #[test]
