@@ -169,7 +169,12 @@ impl Outbox {
 
     /// Nothing follows but this.
     pub fn close(&self, end: End) {
-        self.lock().end = Some(end);
+        let mut inner = self.lock();
+        inner.end = Some(end);
+        // Dropped since whoever made the end asked.
+        let dropped = inner.dropped_samples;
+        inner.add_to_end(dropped);
+        drop(inner);
         self.changed.notify_one();
     }
 
@@ -338,13 +343,17 @@ impl Inner {
     fn count_dropped(&mut self, dropped: Waiting) {
         self.dropped_samples += dropped.samples;
         self.dropped_losses.extend(dropped.lost);
-        // No epoch follows that could say so. What the dropped one said is in the end's totals.
-        if let Some(end) = &mut self.end {
-            let reason = v1::LostReason::EpochDropped as i32;
-            match end.lost.iter_mut().find(|lost| lost.reason == reason) {
-                Some(lost) => lost.count += dropped.samples,
-                None => end.lost.push(v1::Lost { reason, count: dropped.samples, samples: true }),
-            }
+        // What it said is in the end's totals.
+        self.add_to_end(dropped.samples);
+    }
+
+    /// No epoch follows that could say so.
+    fn add_to_end(&mut self, dropped: u64) {
+        let Some(end) = self.end.as_mut().filter(|_| dropped > 0) else { return };
+        let reason = v1::LostReason::EpochDropped as i32;
+        match end.lost.iter_mut().find(|lost| lost.reason == reason) {
+            Some(lost) => lost.count += dropped,
+            None => end.lost.push(v1::Lost { reason, count: dropped, samples: true }),
         }
     }
 }
@@ -424,8 +433,8 @@ mod tests {
     fn what_is_refused_at_the_end_is_in_what_the_end_says() {
         let outbox = Outbox::new(Limits { memory: 1000, ..Limits::default() });
         (0..3).for_each(|number| outbox.push(epoch(number), 10, Vec::new()));
-        outbox.close(End::default());
         outbox.refused();
+        outbox.close(End::default());
         outbox.refused();
         let lost = outbox.lock().end.as_ref().map(|end| end.lost.clone()).unwrap();
         let reason = v1::LostReason::EpochDropped as i32;

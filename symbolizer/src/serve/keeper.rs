@@ -555,10 +555,11 @@ impl Keep for Keeper {
             let _ = window.say_what_is_left();
             self.shared.store.close_later(window.id, window.log, std::mem::take(&mut beyond));
         }
-        if !beyond.is_empty()
-            && let Ok(window) = self.begin_window()
-        {
-            self.shared.store.close_later(window.id, window.log, beyond);
+        if !beyond.is_empty() {
+            match self.begin_window() {
+                Ok(window) => self.shared.store.close_later(window.id, window.log, beyond),
+                Err(error) => self.shared.store.warn("cannot tell what was lost", &error),
+            }
         }
     }
 }
