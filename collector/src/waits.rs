@@ -186,11 +186,11 @@ impl Waits {
 
     /// The parts of a wait that is over, with its stacks. `None`: the record is not one.
     pub fn over(&mut self, header: &SampleHeader, of: &[u64]) -> Option<Over<'_>> {
-        let (of, woken) = of.split_first_chunk::<WAIT_WORDS>()?;
+        let waker = waker(of);
+        let of = of.first_chunk::<WAIT_WORDS>()?;
         let &[user, kernel, blocked_ns, runnable_ns, count] = of;
         let wait = Wait { state: state(header.state), began_before: user == 0, goes_on: false };
         let times = Times { blocked_ns, runnable_ns, count };
-        let waker = waker_in(woken);
         let of_wait = Stack::keys(header.pid, user, kernel);
         let of_waker = waker.map(|it| Stack::keys(it.pid, it.user_stack, it.kernel_stack));
         self.use_all(of_wait.iter().chain(of_waker.iter().flatten()));
@@ -317,11 +317,7 @@ pub fn user_stack(of: &[u64]) -> u64 {
 /// Who ended a wait, if that was recorded.
 #[must_use]
 pub fn waker(of: &[u64]) -> Option<KernelWaker> {
-    waker_in(of.get(WAIT_WORDS..)?)
-}
-
-fn waker_in(words: &[u64]) -> Option<KernelWaker> {
-    KernelWaker::read_from_bytes(words.as_bytes()).ok()
+    KernelWaker::read_from_bytes(of.get(WAIT_WORDS..)?.as_bytes()).ok()
 }
 
 /// Of which thread a wait is that was not over when watching ended.

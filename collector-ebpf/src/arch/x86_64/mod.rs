@@ -14,8 +14,8 @@ pub const RAX: u32 = 0;
 pub const RBX: u32 = 3;
 /// DWARF number of r12.
 pub const R12: u32 = 12;
-/// Where Go's current `g` is, from the thread pointer on (`runtime.tlsg`; cmd/link has it there in
-/// all programs, other than libraries).
+/// Where Go's current `g` is, from the thread pointer on (`runtime.tlsg`): in programs of the nine
+/// releases that `make test` has, position-independent ones included.
 pub const GOROUTINE: i64 = -8;
 /// Register in which functions of Go's runtime keep the goroutine's stack pointer while they call
 /// the vDSO (runtime/sys_linux_amd64.s).
