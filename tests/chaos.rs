@@ -253,7 +253,35 @@ fn found(directory: &Path) -> BTreeMap<String, Found> {
         of_host.lost += lost;
         of_host.said.push(format!("{name}: {lost}"));
     }
+    for (host, lost) in without_samples(&directory.join("captures")) {
+        let of_host = all.entry(host).or_default();
+        of_host.lost += lost;
+        of_host.said.push(format!("a window without samples: {lost}"));
+    }
     all
+}
+
+/// What windows say was lost that have no profile because they have no samples, with their hosts.
+fn without_samples(captures: &Path) -> Vec<(String, u64)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(captures).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "stackwire") {
+            continue;
+        }
+        let mut reader = FrameReader::new(BufReader::new(std::fs::File::open(&path).unwrap()));
+        let mut host = String::new();
+        while let Some(message) = reader.next_message().unwrap() {
+            match message.body {
+                Some(Body::Hello(hello)) => host = hello.hostname,
+                Some(Body::End(end)) if end.epochs == 0 => {
+                    found.push((host.clone(), end.lost.iter().map(|lost| lost.count).sum()));
+                }
+                _ => {}
+            }
+        }
+    }
+    found
 }
 
 /// Says what does not make sense as a stream, and what does until it is looked into.

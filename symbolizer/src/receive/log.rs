@@ -34,14 +34,14 @@ pub struct Tally {
     pub epochs: u64,
     /// Samples in them.
     pub samples: u64,
-    /// Samples they say were lost.
+    /// Samples that were lost.
     pub lost_samples: u64,
     /// Samples with a user stack, and those whose stacks reach their roots.
     pub stacks: u64,
     pub whole: u64,
     /// They say how somebody was scheduled.
     pub scheduled: bool,
-    /// What they say was lost, by reason.
+    /// What was lost, by reason: as they say, and as the end says beside that.
     pub lost: BTreeMap<i32, v1::Lost>,
     /// Start of the first, end of the last; monotonic nanoseconds.
     pub span: Option<(u64, u64)>,
@@ -66,10 +66,7 @@ impl Tally {
             lost: BTreeMap::new(),
             ..Self::default()
         };
-        lose(&mut tally.lost, &epoch.lost);
-        let lost = tally.lost.values().filter(|lost| lost.samples);
-        let lost = lost.fold(0u64, |sum, lost| sum.saturating_add(lost.count));
-        tally.lost_samples = lost.min(MOST);
+        tally.lose(&epoch.lost);
         for samples in &epoch.samples {
             for (at, stack) in samples.user_stack.iter().enumerate() {
                 let stack = stack.checked_sub(1).and_then(|at| epoch.stacks.get(at as usize));
@@ -83,6 +80,13 @@ impl Tally {
         }
         (tally.stacks, tally.whole) = (tally.stacks.min(MOST), tally.whole.min(MOST));
         tally
+    }
+
+    /// Adds losses.
+    fn lose(&mut self, more: &[v1::Lost]) {
+        lose(&mut self.lost, more);
+        let lost = self.lost.values().filter(|lost| lost.samples);
+        self.lost_samples = lost.fold(0u64, |sum, lost| sum.saturating_add(lost.count)).min(MOST);
     }
 
     /// Adds what came after it.
@@ -121,6 +125,17 @@ pub fn lose<'a>(into: &mut BTreeMap<i32, v1::Lost>, lost: impl IntoIterator<Item
         let entry = into.entry(lost.reason).or_insert(v1::Lost { count: 0, ..*lost });
         entry.count = entry.count.saturating_add(lost.count);
     }
+}
+
+/// What `total` has beyond `said`, of which each is a part of it.
+#[must_use]
+pub fn beyond(total: &[v1::Lost], said: &[&BTreeMap<i32, v1::Lost>]) -> Vec<v1::Lost> {
+    let left = total.iter().filter_map(|lost| {
+        let said = said.iter().filter_map(|said| said.get(&lost.reason));
+        let count = said.fold(lost.count, |left, said| left.saturating_sub(said.count));
+        (count > 0).then_some(v1::Lost { count, ..*lost })
+    });
+    left.collect()
 }
 
 /// A log being written.
@@ -250,21 +265,20 @@ impl Log {
             return Ok(());
         }
         let mut all = self.tally.clone();
-        lose(&mut all.lost, more);
-        let lost_samples = all
-            .lost
-            .values()
-            .filter(|l| l.samples)
-            .fold(0u64, |sum, l| sum.saturating_add(l.count));
+        all.lose(more);
+        let lost: Vec<v1::Lost> = all.lost.values().copied().collect();
+        let samples = lost.iter().filter(|lost| lost.samples).map(|lost| lost.count);
         let end = v1::End {
             clock_monotonic_ns: all.span.map_or(0, |(_, end)| end),
             epochs: all.epochs,
-            taken: all.samples.saturating_add(lost_samples),
-            lost: all.lost.into_values().collect(),
+            taken: samples.fold(all.samples, u64::saturating_add),
+            lost,
             // Known when the capture ends.
             python: Vec::new(),
         };
-        self.append_one(&v1::CollectorMessage { body: Some(Body::End(end)) })
+        self.append_one(&v1::CollectorMessage { body: Some(Body::End(end)) })?;
+        self.tally = all;
+        Ok(())
     }
 
     /// What its epochs hold.
@@ -335,7 +349,11 @@ pub fn recover(path: &Path) -> Result<Log, LogError> {
                 let epoch = open_epoch(&sealed).unwrap_or_default();
                 tally.add(&Tally { memory, ..Tally::of(&epoch, sealed.number) });
             }
-            Some((_, Some(Body::End(_)))) => ended = true,
+            Some((_, Some(Body::End(end)))) => {
+                ended = true;
+                let more = beyond(&end.lost, &[&tally.lost]);
+                tally.lose(&more);
+            }
             Some((clocks, Some(Body::Hello(_)))) => times = clocks,
             Some((_, Some(Body::Artifact(_)))) => {}
             Some((_, None)) | None => break,

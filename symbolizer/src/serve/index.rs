@@ -59,7 +59,7 @@ pub(super) struct Before {
     pub next_epoch: u64,
     /// Number of its next window.
     pub next_window: u64,
-    /// Said by epochs of closed windows to be lost, by reason.
+    /// Lost by what closed windows say, by reason.
     pub lost: BTreeMap<i32, v1::Lost>,
 }
 

@@ -27,7 +27,7 @@ use super::turns::{Turn, Turns};
 use crate::capture::Assembler;
 use crate::receive::grpc::{Accept, Accepted, Cut, Keep, NotAdmitted, NotKept, Stopped, Taken};
 use crate::receive::handed::Handed;
-use crate::receive::log::{Batch, Log, LogError, Tally, lose};
+use crate::receive::log::{Batch, Log, LogError, Tally, beyond, lose};
 use crate::receive::messages::Shares;
 use crate::receive::peer::Caller;
 use crate::receive::tenant::Tenant;
@@ -463,14 +463,9 @@ impl Keeper {
 
     /// What the capture lost beyond what its windows said.
     fn lost_beyond(&self, total: &[v1::Lost]) -> Vec<v1::Lost> {
-        let said = self.window.as_ref().map(|window| &window.log.tally().lost);
-        let count = |lost: Option<&v1::Lost>| lost.map_or(0, |lost| lost.count);
-        let beyond = total.iter().filter_map(|lost| {
-            let known = count(said.and_then(|said| said.get(&lost.reason)))
-                .saturating_add(count(self.before.lost.get(&lost.reason)));
-            (lost.count > known).then(|| v1::Lost { count: lost.count - known, ..*lost })
-        });
-        beyond.collect()
+        let mut said = vec![&self.before.lost];
+        said.extend(self.window.as_ref().map(|window| &window.log.tally().lost));
+        beyond(total, &said)
     }
 }
 
@@ -556,7 +551,8 @@ impl Keep for Keeper {
             self.shared.store.close_later(window.id, window.log, std::mem::take(&mut beyond));
         }
         if !beyond.is_empty() {
-            match self.begin_window() {
+            // A number that is taken, because the index was lost, is not taken again.
+            match self.begin_window().or_else(|_taken| self.begin_window()) {
                 Ok(window) => self.shared.store.close_later(window.id, window.log, beyond),
                 Err(error) => self.shared.store.warn("cannot tell what was lost", &error),
             }

@@ -77,6 +77,28 @@ fn a_window_is_resolved_once_wherever_servers_end() {
 }
 
 #[test]
+fn what_the_end_says_was_lost_is_known_when_its_collector_comes_back() {
+    let more = [1, 3].map(|reason| v1::Lost { reason, count: 5, samples: true });
+    for is_killed in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let mut store = open(directory.path());
+        let mut log = store.begin(ONE, &Identity::Loopback, &hello()).unwrap();
+        add(&mut log, 0..3);
+        if is_killed {
+            log.end_window(&more).unwrap();
+            drop((log, store));
+            store = open(directory.path());
+        } else {
+            store.close(ONE, &mut log, &more).unwrap();
+        }
+        let before = store.before(ONE.capture, &Identity::Loopback, &v1::Hello::default()).unwrap();
+        let lost: Vec<u64> = before.lost.values().map(|lost| lost.count).collect();
+        assert_eq!(lost, [11, 5], "killed before it was closed: {is_killed}");
+        assert_eq!(store.reader().unwrap().captures(None).unwrap()[0].lost, 16);
+    }
+}
+
+#[test]
 fn windows_without_anything_leave_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let store = open(directory.path());
