@@ -122,7 +122,7 @@ pub enum ListEnd {
     NoThread = 1,
     /// Memory could not be read.
     Unreadable = 2,
-    /// [`MAX_ENTRIES`] or [`MAX_EVALUATORS`] reached.
+    /// [`MAX_ENTRIES`] or [`MAX_EVALUATORS`] reached, or more than four interpreters run.
     DepthLimit = 3,
     /// The thread was not among the first of the process.
     ManyThreads = 4,

@@ -19,11 +19,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod adding;
 mod arch;
 mod artifact;
 mod batch;
 mod clock;
 mod config;
+mod context;
 mod count;
 mod cpu_time;
 mod definitions;

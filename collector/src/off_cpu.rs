@@ -1,14 +1,13 @@
 //! Where threads wait: adds waits to the epoch as they end, and at the end those that go on. How a
-//! record and its stacks become a wait, `waits.rs` says. Called by `pipeline.rs`.
+//! record and its stacks become a wait, `waits.rs` says. Called by `adding.rs`, and by `pipeline.rs`
+//! at the end.
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{RecordKind, SampleHeader, Waiting};
 
-use crate::batch::Epoch;
-use crate::host::kallsyms::KernelLayout;
+use crate::context::Context;
 use crate::late::Late;
-use crate::managed::Codes;
-use crate::process::{Process, Processes};
+use crate::process::Process;
 use crate::sampler::{Batch, RawSample, Sampler};
 use crate::waits::{self, Over, Stacks, Waits};
 
@@ -37,19 +36,6 @@ enum Held {
     },
     /// It goes on.
     GoesOn { tid: u32, waiting: Waiting, end_ns: u64 },
-}
-
-/// What a wait is added to, and by what it is told.
-#[derive(Debug)]
-pub struct Context<'a> {
-    /// Functions of interpreters.
-    pub codes: &'a Codes,
-    /// What is known of processes.
-    pub processes: &'a mut Processes,
-    /// Where the kernel's code is.
-    pub layout: &'a KernelLayout,
-    /// The epoch.
-    pub epoch: &'a mut Epoch,
 }
 
 impl OffCpu {
@@ -106,7 +92,7 @@ impl OffCpu {
             self.uncounted += parts.sum::<u64>();
             return;
         }
-        context.add(&mut over, None);
+        add(&mut over, None, context);
         self.waits.forget_copied(header.pid, waits::user_stack(user));
     }
 
@@ -131,7 +117,7 @@ impl OffCpu {
                     {
                         it.header.start_boottime_ns = 0;
                     }
-                    context.add(&mut over, Some(&stack.process));
+                    add(&mut over, Some(&stack.process), context);
                     self.waits.forget_copied(pid, number);
                 }
                 Held::GoesOn { tid, waiting, end_ns } => {
@@ -175,7 +161,7 @@ impl OffCpu {
     ) {
         let (parts, stacks) = self.waits.going_on(tid, waiting, end_ns);
         self.going_on += parts.len() as u64;
-        context.add(&mut Over { parts, stacks, waker: None }, then);
+        add(&mut Over { parts, stacks, waker: None }, then, context);
     }
 
     /// Begins the next epoch: forgets stacks that nobody refers to, when there are too many.
@@ -184,15 +170,15 @@ impl OffCpu {
     }
 }
 
-impl Context<'_> {
-    fn add(&mut self, over: &mut Over<'_>, then: Option<&Process>) {
-        // Of another process's thread there is its name alone.
-        if let Some(waker) = &mut over.waker
-            && waker.header.start_boottime_ns != 0
-            && !self.processes.counts(&waker.header)
-        {
-            waker.header.start_boottime_ns = 0;
-        }
-        self.epoch.add_wait(over, then, self.codes, self.processes, self.layout);
+/// Adds a wait.
+fn add(over: &mut Over<'_>, then: Option<&Process>, context: &mut Context<'_>) {
+    let Context { codes, processes, layout, epoch } = context;
+    // Of another process's thread there is its name alone.
+    if let Some(waker) = &mut over.waker
+        && waker.header.start_boottime_ns != 0
+        && !processes.counts(&waker.header)
+    {
+        waker.header.start_boottime_ns = 0;
     }
+    epoch.add_wait(over, then, codes, processes, layout);
 }

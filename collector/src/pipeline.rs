@@ -7,12 +7,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stackwire_collector_ebpf::{Counter, RecordKind, SampleHeader};
+use stackwire_collector_ebpf::Counter;
 use stackwire_model::LostReason;
 
+use crate::adding::Adding;
 use crate::artifact::Hash;
 use crate::batch::Epoch;
 use crate::clock::now_ns;
+use crate::context::Context;
 use crate::cpu_time::CpuTimes;
 use crate::handover::Handover;
 use crate::host::Identity;
@@ -20,20 +22,19 @@ use crate::host::jit::Snapshots;
 use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
-use crate::late::{Late, LateWalks, Walked};
-use crate::managed::{Codes, UserStack};
-use crate::off_cpu::{Context, OffCpu};
+use crate::late::LateWalks;
+use crate::managed::Codes;
+use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps, waiting};
 use crate::python::Pythons;
-use crate::sampler::{Batch, NewCode, RawSample, Sampler};
+use crate::sampler::{Batch, NewCode, Sampler};
 use crate::sched::Totals;
 use crate::scheduling::Scheduling;
 use crate::sources::side_band::Change;
 use crate::summary::Summary;
 use crate::unwind::{Stats, Unwind};
-use crate::waits::Taken;
 use crate::wire::{self, Beside, References, Span};
 
 /// An epoch is cut early when it holds this many bytes.
@@ -276,9 +277,9 @@ impl Pipeline {
             && self.outbox.stopped().is_none()
         {
             std::thread::sleep(SETTLE);
-            self.walk_on(LateWalks::look);
+            self.adding().walk_on(LateWalks::look);
         }
-        self.walk_on(LateWalks::finish);
+        self.adding().walk_on(LateWalks::finish);
         self.finish()
     }
 
@@ -302,7 +303,7 @@ impl Pipeline {
                 self.apply(events);
                 events += 1;
             }
-            self.add(&sample);
+            self.uncounted += u64::from(!self.adding().add(&sample));
             samples += 1;
         }
         while self.batch.events.get(events).is_some_and(|event| event.time_ns <= until) {
@@ -317,95 +318,19 @@ impl Pipeline {
         if let Some(unwind) = &mut self.unwind {
             unwind.update(&mut self.processes, &self.batch.events, hurry);
         }
-        self.walk_on(LateWalks::look);
+        self.adding().walk_on(LateWalks::look);
     }
 
-    fn add(&mut self, record: &RawSample) {
-        if record.header.kind == RecordKind::Sample as u8 {
-            self.add_sample(record);
-        } else {
-            self.add_wait(record);
+    fn adding(&mut self) -> Adding<'_> {
+        let (epoch, processes, layout) = (&mut self.epoch, &mut self.processes, &self.layout);
+        Adding {
+            context: Context { codes: &self.codes, processes, layout, epoch },
+            batch: &mut self.batch,
+            begun_ns: self.begun_ns,
+            late: self.late.as_mut().zip(self.unwind.as_mut()),
+            perf: self.perf.as_mut(),
+            off_cpu: self.off_cpu.as_mut(),
         }
-    }
-
-    fn add_sample(&mut self, sample: &RawSample) {
-        if !self.counts(&sample.header) {
-            self.uncounted += 1;
-            return;
-        }
-        let mut header = sample.header;
-        if let Some(perf) = &mut self.perf {
-            perf.complete(&mut header, &mut self.processes);
-        }
-        if self.walks_later(&header, sample) {
-            return;
-        }
-        let (user, kernel) = (self.batch.user(sample), self.batch.kernel(sample));
-        let list = self.batch.list(sample);
-        let managed = (!list.is_empty()).then_some((list, &self.codes));
-        let user = UserStack { native: user, managed };
-        let processes = &mut self.processes;
-        self.epoch.add(&header, user, kernel, Taken::ONE, processes, &self.layout);
-    }
-
-    /// Learns of a stack that threads wait with, or adds a wait.
-    fn add_wait(&mut self, record: &RawSample) {
-        let header = &record.header;
-        if record.has_copy() && self.processes.counts(header) && self.walks_later(header, record) {
-            return;
-        }
-        let (codes, layout) = (&self.codes, &self.layout);
-        let (processes, epoch) = (&mut self.processes, &mut self.epoch);
-        if let Some(off_cpu) = &mut self.off_cpu {
-            let mut context = Context { codes, processes, layout, epoch };
-            off_cpu.take(record, &self.batch, &mut context);
-        }
-    }
-
-    /// Whether the user stack of a sample or of a wait is walked from its copy, now or later.
-    fn walks_later(&mut self, header: &SampleHeader, record: &RawSample) -> bool {
-        let processes = &mut self.processes;
-        let copy = self.batch.take_copy(record);
-        let (user, kernel) = (self.batch.user(record), self.batch.kernel(record));
-        let (Some(copy), Some(late), Some(unwind)) = (copy, &mut self.late, &mut self.unwind)
-        else {
-            return false;
-        };
-        let process = processes.sampled(header.pid, header.start_boottime_ns, header.cgroup_id);
-        if header.host_pid != 0 {
-            process.host_pid = header.host_pid;
-        }
-        if !late.takes(header, user, process) {
-            return false;
-        }
-        let (user, kernel, process) = (user.to_vec(), kernel.to_vec(), process.clone());
-        let list = self.batch.take_list(record);
-        let off_cpu = &mut self.off_cpu;
-        if header.kind == RecordKind::Stack as u8
-            && let Some(off_cpu) = off_cpu
-        {
-            off_cpu.expect(header);
-        }
-        let (epoch, layout, codes) = (&mut self.epoch, &self.layout, &self.codes);
-        let mut context = Context { codes, processes, layout, epoch };
-        let it = Late { header: *header, user, kernel, list, copy, process };
-        late.take(it, unwind, &mut |it, user| add_walked(it, user, off_cpu, &mut context));
-        true
-    }
-
-    /// Adds the samples that need wait no more for their tables.
-    fn walk_on(&mut self, look: fn(&mut LateWalks, &mut Unwind, Walked<'_>)) {
-        if let (Some(late), Some(unwind)) = (&mut self.late, &mut self.unwind) {
-            let (epoch, processes, layout) = (&mut self.epoch, &mut self.processes, &self.layout);
-            let mut context = Context { codes: &self.codes, processes, layout, epoch };
-            let off_cpu = &mut self.off_cpu;
-            look(late, unwind, &mut |it, user| add_walked(it, user, off_cpu, &mut context));
-        }
-    }
-
-    /// Whether it is of a time and a process that count.
-    fn counts(&mut self, header: &SampleHeader) -> bool {
-        header.time_ns >= self.begun_ns && self.processes.counts(header)
     }
 
     /// Keeps what names functions of interpreters.
@@ -602,19 +527,6 @@ impl Pipeline {
             (LostReason::ThreadsFull, self.sampler.counter(Counter::ThreadsFull)),
             (LostReason::WaitStacks, self.off_cpu.as_ref().map_or(0, OffCpu::without_stacks)),
         ]
-    }
-}
-
-/// Adds a sample whose user stack has been walked, or the waits with that stack.
-fn add_walked(it: &Late, user: &[u64], off_cpu: &mut Option<OffCpu>, context: &mut Context<'_>) {
-    match off_cpu {
-        Some(off_cpu) if it.header.kind == RecordKind::Stack as u8 => {
-            off_cpu.learn_late(it, user, context);
-        }
-        _ => {
-            let Context { codes, processes, layout, epoch } = context;
-            epoch.add_late(it, user, codes, processes, layout);
-        }
     }
 }
 

@@ -9,7 +9,7 @@ use stackwire_collector_ebpf::managed::{ANY, Entry, LAYOUTS, ListEnd, MAX_ENTRIE
 
 use super::entries::{GO_ON, begin_list, note_new, push, push_evaluator};
 use super::objects::{is_a, read, word, word_in};
-use crate::maps::{LISTS, List, PYTHON_LAYOUTS, THREAD_SLOTS, THREADS};
+use crate::maps::{LISTS, List, MAX_LISTS, PYTHON_LAYOUTS, THREAD_SLOTS, THREADS};
 
 /// Threads of a process that are looked at, of all its interpreters.
 const MAX_THREADS: u64 = 128;
@@ -72,10 +72,14 @@ fn find_thread(all: &mut List, layout: &Layout) -> Option<u64> {
         return Some(GO_ON);
     }
     // A thread that runs functions of several interpreters, inside each other, has a state in each.
-    if word(all.thread, layout.thread_id)? == all.thread_pointer
-        && enter(all, layout, all.thread).is_some()
-    {
-        if let Some(known) = THREADS.get_ptr_mut(slot) {
+    let is_its = word(all.thread, layout.thread_id)? == all.thread_pointer;
+    if is_its && all.lists >= MAX_LISTS as u64 {
+        return Some(ListEnd::DepthLimit as u64);
+    }
+    if is_its && enter(all, layout, all.thread).is_some() {
+        if all.is_single != 0
+            && let Some(known) = THREADS.get_ptr_mut(slot)
+        {
             // SAFETY: the pointer came from a successful lookup. Of two CPUs that write at once the
             // one that comes later finds what it reads not to fit, and looks again.
             unsafe { *known = [all.start ^ all.tid, all.thread] };
@@ -108,7 +112,7 @@ fn enter(all: &mut List, layout: &Layout, thread: u64) -> Option<()> {
         }
     }
     all.frame = word(from, layout.current_frame).filter(|&frame| frame != 0)?;
-    begin_list(all).then_some(())?;
+    begin_list(all);
     all.is_found = 1;
     Some(())
 }

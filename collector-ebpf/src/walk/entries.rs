@@ -11,12 +11,9 @@ use crate::maps::{KNOWN, LISTS, List, MAX_LISTS};
 /// Goes on: there is more.
 pub const GO_ON: u64 = u64::MAX;
 
-/// Begins a list; false: there are as many as there may be.
+/// Begins a list. There are fewer than [`MAX_LISTS`].
 #[inline(always)]
-pub fn begin_list(all: &mut List) -> bool {
-    if all.lists >= MAX_LISTS as u64 {
-        return false;
-    }
+pub fn begin_list(all: &mut List) {
     let list = masked::<{ MAX_LISTS as u64 - 1 }>(all.lists);
     // SAFETY: masked to less than the lengths.
     unsafe {
@@ -24,7 +21,6 @@ pub fn begin_list(all: &mut List) -> bool {
         *all.ends.as_mut_ptr().add(list) = all.evaluators;
     }
     all.lists += 1;
-    true
 }
 
 /// Adds a function that runs.
