@@ -1,6 +1,6 @@
 //! Where threads wait: adds waits to the epoch as they end, and at the end those that go on. How a
-//! record and its stacks become a wait, `waits.rs` says. Called by `adding.rs`, and by `pipeline.rs`
-//! at the end.
+//! record and its stacks become a wait, `waits.rs` says. Called by `adding.rs`, at the end by
+//! `pipeline.rs`.
 
 use rustc_hash::FxHashMap;
 use stackwire_collector_ebpf::{RecordKind, SampleHeader, Waiting};
