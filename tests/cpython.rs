@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use crate::support::build::{self, source};
 use crate::support::forged::assert_cost_themselves_alone;
-use crate::support::functions::{Shares, Waits, assert_frames, frames_it_knows, in_file};
+use crate::support::functions::{Lines, Shares, Waits, assert_frames, frames_it_knows, in_file};
 use crate::support::interpreters::pythons;
 use crate::support::pprof::Sample;
 use crate::support::python::{copied_from_debian, like, place_of};
@@ -57,7 +57,7 @@ fn functions_and_lines_have_their_shares_and_no_false_caller() {
         return;
     }
     let program = &source("shares.py");
-    let shares = Shares { program, known: &SHARES, lines: LINES, leaf: "", root: "<module>" };
+    let shares = Shares { program, known: &SHARES, lines: &LINES, leaf: "", root: "<module>" };
     for (name, python) in known() {
         let running = Running::start(like(&python).arg(program));
         let profile = record(running.pid(), 4, &[]);
@@ -179,7 +179,7 @@ fn functions_called_from_c_have_their_shares_in_each_thread_and_in_a_child() {
         return;
     }
     let program = &source("mixed.py");
-    let shares = Shares { program, known: &MIXED, lines: LINES, leaf: "", root: "<module>" };
+    let shares = Shares { program, known: &MIXED, lines: &LINES, leaf: "", root: "<module>" };
     let mut run = 0;
     for (name, python) in known() {
         let asks = ["-c", "import ctypes, pyexpat, sqlite3, zlib"];
@@ -215,7 +215,7 @@ fn functions_of_two_interpreters_are_inside_each_other() {
     }
     let program = &source("two_interpreters.py");
     let lines = ["burn(0.016)", "burn(0.008)"];
-    let shares = Shares { program, known: &TWO, lines, leaf: "", root: "<module>" };
+    let shares = Shares { program, known: &TWO, lines: &lines, leaf: "", root: "<module>" };
     for (name, python) in known() {
         let running = Running::start(like(&python).arg(program));
         let profile = record(running.pid(), 4, &[]);
@@ -237,7 +237,7 @@ fn functions_around_numpy_have_their_shares() {
         return;
     }
     let program = &source("arrays.py");
-    let shares = Shares { program, known: &ARRAYS, lines: LINES, leaf: "", root: "<module>" };
+    let shares = Shares { program, known: &ARRAYS, lines: &LINES, leaf: "", root: "<module>" };
     let running = Running::start(Command::new(python).arg(program));
     // Makes the unwind tables, which takes 0.1 s: no functions are shown before.
     record(running.pid(), 1, &[]);
@@ -268,7 +268,7 @@ fn frames_are_those_that_python_knows() {
         let text = std::fs::read_to_string(&said).unwrap();
         let known = frames_it_knows(&text);
         assert_eq!(known.len(), 3, "{text}");
-        let equal = assert_frames(&name, &profile, &known, ".py", true);
+        let equal = assert_frames(&name, &profile, &known, ".py", Lines::OfCallers);
         eprintln!("{name}: {equal:?} stacks are those of sys._current_frames()");
         assert!(equal.values().sum::<u64>() > 100, "{name}: {equal:?}");
     }

@@ -112,6 +112,8 @@ mod namespaces;
 mod newborn;
 /// Whom `record` samples, what it says in the end and leaves behind, code without names.
 mod newcomers;
+/// Functions of Node among native frames.
+mod node;
 /// Signal handlers, execve, io_uring workers: registers that are not where they usually are.
 mod odd_registers;
 /// Methods of Ruby among native frames, with their lines.

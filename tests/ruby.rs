@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::support::build::{self, source};
 use crate::support::forged::assert_cost_themselves_alone;
-use crate::support::functions::{Shares, Waits, assert_frames, frames_it_knows};
+use crate::support::functions::{Lines, Shares, Waits, assert_frames, frames_it_knows};
 use crate::support::interpreters::rubies;
 use crate::support::pprof::Sample;
 use crate::support::python::{like, place_of};
@@ -36,7 +36,7 @@ fn methods_and_lines_have_their_shares_and_no_false_caller() {
     let program = &source("shares.rb");
     let lines = ["burn(0.004)", "burn(0.002)"];
     // What burns time asks for the time.
-    let shares = Shares { program, known: &SHARES, lines, leaf: "used", root: "<main>" };
+    let shares = Shares { program, known: &SHARES, lines: &lines, leaf: "used", root: "<main>" };
     for (name, ruby) in rubies() {
         let running = Running::start(like(&ruby).arg(program));
         let profile = record(running.pid(), 4, &[]);
@@ -59,7 +59,7 @@ fn frames_are_those_that_ruby_knows() {
         let text = std::fs::read_to_string(&said).unwrap();
         let known = frames_it_knows(&text);
         assert_eq!(known.len(), 3, "{text}");
-        let equal = assert_frames(&name, &profile, &known, ".rb", false);
+        let equal = assert_frames(&name, &profile, &known, ".rb", Lines::All);
         eprintln!("{name}: {equal:?} stacks are those of Thread#backtrace_locations");
         assert!(equal.len() == 3 && equal.values().all(|&count| count > 30), "{name}: {equal:?}");
     }

@@ -47,6 +47,7 @@ if [ "${1:-}" != ebpf ]; then
     || echo "tests/setup.sh: could not make clean Debians; the test of packages fails" >&2
   tests/deploy.sh "$cache" || echo "tests/setup.sh: could not get what checks deploy/; its tests fail" >&2
   tests/free_threaded.sh "$cache" || echo "tests/setup.sh: could not build a CPython without its lock; tests of it fail" >&2
+  tests/node.sh "$cache" || echo "tests/setup.sh: could not get every Node; tests of them fail" >&2
   tests/go.sh "$cache" || echo "tests/setup.sh: could not build with every Go; tests of those programs fail" >&2
   tests/pyroscope.sh "$cache" || echo "tests/setup.sh: could not build a receiver of Pyroscope; tests of what is pushed fail" >&2
 fi

@@ -14,6 +14,7 @@ mod picker;
 mod record;
 pub mod ruby;
 pub mod sched_stats;
+pub mod v8;
 mod wait;
 /// What walking by tables takes: the tables, a rule, the step, the kernel's tree of mappings.
 mod walk {

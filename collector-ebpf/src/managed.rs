@@ -1,8 +1,8 @@
 //! Functions that an interpreter runs: what the kernel side hands over of their frames and of what
 //! names them, whichever interpreter it is.
 //!
-//! Pure. Where they are in memory is in `cpython.rs` and `ruby.rs`; the walks are
-//! `walk/by_frame_list.rs` and `walk/by_control_frames.rs`.
+//! Pure. Where they are in memory is in `cpython.rs`, `ruby.rs` and `v8.rs`; the walks are
+//! `walk/by_frame_list.rs`, `walk/by_control_frames.rs` and `walk/by_frames_of_v8.rs`.
 
 #[cfg(not(target_arch = "bpf"))]
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -11,6 +11,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub const LAYOUTS: u32 = 64;
 /// Set in the number of a layout: it is one of Ruby, by the number below it.
 pub const RUBY: u32 = LAYOUTS;
+/// Likewise, of V8.
+pub const V8: u32 = 2 * LAYOUTS;
 /// Frames of an interpreter and places of evaluators that a sample may carry.
 pub const MAX_ENTRIES: usize = 512;
 /// Evaluators on a stack at most: each runs functions up to where C called it. Those of CPython
@@ -31,8 +33,12 @@ pub const MAX_LINES: usize = 4096;
 /// Set in the first word of an [`Entry`]: it is no function, but where an evaluator ends. Below
 /// it there is the number of the evaluator's frame among the native ones, or [`NOT_FOUND`].
 pub const EVALUATOR: u64 = 1 << 63;
-/// Set in the first word of an [`Entry`]: it is a function of Ruby, otherwise of CPython.
+/// Set in the first word of an [`Entry`]: it is a function of Ruby.
 pub const OF_RUBY: u64 = 1 << 62;
+/// Likewise, of V8; of neither: of CPython.
+pub const OF_V8: u64 = 1 << 61;
+/// Bits of an address of a process.
+pub const ADDRESS: u64 = OF_V8 - 1;
 /// Instead of an address in the stack frame of an evaluator: it is the next native frame in its
 /// code. Where one of them is not found, or one more, which is which is not known.
 pub const ANY: u64 = 1;
@@ -45,8 +51,8 @@ pub const NOT_FOUND: u64 = 0xffff;
 #[repr(C)]
 pub struct Entry {
     /// Address of what names the function: a code object of CPython, the body of an instruction
-    /// sequence of Ruby with [`OF_RUBY`]. Of an evaluator: [`EVALUATOR`] and the number of a native
-    /// frame.
+    /// sequence of Ruby with [`OF_RUBY`], what functions share of V8 with [`OF_V8`]. Of an
+    /// evaluator: [`EVALUATOR`] and the number of a native frame.
     pub code: u64,
     /// [`Entry::cookie`] above the position as an `i32`: from the first instruction to the one that
     /// runs or calls, in bytes (CPython) or words (Ruby). Of an evaluator: an address in its stack
@@ -155,7 +161,7 @@ pub struct CodeHead {
     pub cookie: u32,
     /// As the interpreter's layout has it.
     pub version: u32,
-    /// Line it begins in.
+    /// Line it begins in; 0 of V8.
     pub first_line: i32,
     /// Of CPython `state` of the name: its bits 2 to 4 are the bytes of a character.
     pub name_state: u32,
@@ -163,20 +169,48 @@ pub struct CodeHead {
     pub path_state: u32,
     /// Bytes of the index of the line table that follow; Ruby alone has one.
     pub index_bytes: u32,
-    /// Zero; keeps the size a multiple of 8.
-    pub reserved: u32,
+    /// Of V8: its script, as in [`ScriptHead::script`], 0: it has none; and the characters of that
+    /// from which and to which it is.
+    pub script: u64,
+    /// See [`CodeHead::script`].
+    pub span: [u32; 2],
     /// Bytes of the name that follow.
     pub name_bytes: u32,
     /// Bytes of the path that follow.
     pub path_bytes: u32,
     /// Bytes of the line table that follow.
     pub lines_bytes: u32,
+    /// Zero; keeps the size a multiple of 8.
+    pub reserved: u32,
     /// Bytes the name has.
     pub name_length: u64,
     /// Bytes the path has.
     pub path_length: u64,
     /// Bytes the line table has. Where not all of them follow, none do.
     pub lines_length: u64,
+}
+
+/// Scripts of V8 whose source has been handed over that are known, a power of two.
+pub const SCRIPTS: u32 = 1 << 12;
+/// Most bytes of a source in a record.
+pub const PIECE: usize = 8192;
+
+/// In a record of [`RecordKind::Script`](crate::RecordKind), behind the head: a piece of a script's
+/// source, which follows.
+#[cfg_attr(not(target_arch = "bpf"), derive(FromBytes, IntoBytes, Immutable, KnownLayout))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct ScriptHead {
+    /// Which script, of whichever process.
+    pub script: u64,
+    /// Where in the source the piece is, and bytes of the source.
+    pub offset: u64,
+    /// See [`ScriptHead::offset`].
+    pub length: u64,
+    /// Bytes of a character: 1 (Latin-1) or 2 (UTF-16).
+    pub width: u32,
+    /// Bytes that follow.
+    pub bytes: u32,
 }
 
 /// Mixes what tells a code object from others at its address: where its name, its path and its line

@@ -10,6 +10,7 @@ use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray, RingBuf};
 use stackwire_collector_ebpf::frame::TableWalk;
 use stackwire_collector_ebpf::managed::{
     CodeHead, Entry, KNOWN_CODES, LAYOUTS, MAX_ENTRIES, MAX_EVALUATORS, MAX_NEW, ManagedHead,
+    PIECE, SCRIPTS, ScriptHead,
 };
 use stackwire_collector_ebpf::tables::{self, CHUNK, CHUNKS, Executable, Mapping};
 use stackwire_collector_ebpf::vma::{self, FILES, FileKey, Layout, Node, Question};
@@ -18,7 +19,7 @@ use stackwire_collector_ebpf::{
     MAX_KERNEL_FRAMES, MAX_TARGETS, MAX_USER_FRAMES, MAX_WAITING, Picker, RING_BYTES, SampleHeader,
     TOLD_STACKS, Waiting, Waker,
 };
-use stackwire_collector_ebpf::{Rule, cpython, ruby};
+use stackwire_collector_ebpf::{Rule, cpython, ruby, v8};
 
 /// Where a record is put together before it is copied to the ring: too large for the BPF stack.
 #[repr(C)]
@@ -36,6 +37,8 @@ pub struct Scratch {
     pub woken: Ends,
     /// Likewise: what the native walk has to do with an interpreter's list of frames.
     pub list: OfList,
+    /// Likewise: frame pointers of the frames that were left by them; 0: of others.
+    pub pointers: [u64; MAX_USER_FRAMES],
 }
 
 /// What a walk by tables knows of the list of frames of an interpreter.
@@ -87,8 +90,12 @@ pub mod list {
     pub const NONE: u64 = 4;
     /// The thread has none, or was not found.
     pub const NOT_THERE: u64 = 5;
+    /// Code of V8 was met: its frames are looked at when the native walk is over.
+    pub const LATER: u64 = 6;
 }
 
+/// Scripts that a sample may begin to hand over, a power of two.
+pub const MAX_WANTED: usize = 8;
 /// Interpreters of which a thread may run functions inside each other, a power of two.
 pub const MAX_LISTS: usize = 4;
 
@@ -111,7 +118,8 @@ pub struct List {
     pub looked_at: u64,
     /// Non-zero: the thread is found.
     pub is_found: u64,
-    /// The next frame; the next evaluator's `_PyCFrame` (CPython); the end of all frames (Ruby).
+    /// The next frame; the next evaluator's `_PyCFrame` (CPython); the end of all frames (Ruby). Of
+    /// V8: what the function shares with others, and the frame pointer.
     pub frame: u64,
     pub c_frame: u64,
     pub end_of_frames: u64,
@@ -129,12 +137,56 @@ pub struct List {
     pub any: u64,
     /// Entries of evaluators.
     pub at: [u64; MAX_EVALUATORS],
+    /// Of V8: where the function is.
+    pub position: u32,
+    /// Likewise: the strings of a name and of a path, and what was found of the one looked at last.
+    pub text: u64,
+    pub path: u64,
+    pub source: u64,
+    pub characters: Characters,
+    /// Likewise: the table of its positions, and bytes of that.
+    pub table: u64,
+    pub table_bytes: u64,
+    /// Likewise: scripts to hand over, how many, and the one looked at last.
+    pub scripts: [u64; MAX_WANTED],
+    pub wanted: u64,
+    pub last_script: u64,
     /// Functions to hand over.
     pub new: u64,
     pub news: [Entry; MAX_NEW],
     /// What was read last: of 256 bytes at most, from each of which a word may be taken.
     pub bytes: [u8; 264],
 }
+
+/// Where the characters of a string are.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Characters {
+    pub at: u64,
+    /// Bytes that lie there, and bytes of all of the string.
+    pub bytes: u64,
+    pub length: u64,
+    /// Bytes of a character.
+    pub width: u32,
+}
+
+/// Where a piece of a script's source is put together.
+#[repr(C)]
+pub struct Piece {
+    pub header: SampleHeader,
+    pub head: ScriptHead,
+    /// More than are copied: the verifier knows less of lengths.
+    pub bytes: [u8; 2 * PIECE],
+    /// Until when this CPU has used up its share of pieces, `CLOCK_MONOTONIC` nanoseconds.
+    pub until_ns: u64,
+}
+
+/// As [`LISTS`].
+#[map]
+pub static PIECES: PerCpuArray<Piece> = PerCpuArray::with_max_entries(2, 0);
+/// How much of the source of a script was handed over: which script, and bytes.
+#[map]
+pub static HANDED_OVER: Array<[u64; 2]> = Array::with_max_entries(SCRIPTS, BPF_F_MMAPABLE);
 
 /// By slot, of those that walk lists: as in `SCRATCH`.
 #[map]
@@ -172,6 +224,9 @@ pub static PYTHON_LAYOUTS: Array<cpython::Layout> =
 /// Likewise, of Ruby.
 #[map]
 pub static RUBY_LAYOUTS: Array<ruby::Layout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
+/// Likewise, of V8.
+#[map]
+pub static V8_LAYOUTS: Array<v8::Layout> = Array::with_max_entries(LAYOUTS, BPF_F_MMAPABLE);
 
 /// Words of a process's memory that a walk by tables came by.
 #[repr(C)]

@@ -106,6 +106,9 @@ pub enum RecordKind {
     /// A process that has ended, and its parent knows. `period` is the CPU time of all its threads,
     /// nanoseconds. Of the numbers of the process there is `host_pid` alone.
     Ended = 6,
+    /// A piece of the source of a script: a [`ScriptHead`](crate::managed::ScriptHead) in place of
+    /// frames, and the bytes.
+    Script = 7,
 }
 
 /// Why a user stack ended where it did.

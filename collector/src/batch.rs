@@ -10,10 +10,11 @@ use stackwire_collector_ebpf::managed::{EVALUATOR, Entry};
 use stackwire_collector_ebpf::{KernelEnd, SampleHeader, UserEnd};
 use stackwire_model::{EndReason, ListEnd, UserAddr};
 
+use crate::codes::Codes;
 use crate::definitions::{MappingDef, Node, ProcessDef, Sample, SchedDef, ThreadDef, WakerDef};
 use crate::host::kallsyms::{KernelLayout, WokenFrom};
 use crate::late::Late;
-use crate::managed::{self, Codes, UserStack};
+use crate::managed::{self, UserStack};
 use crate::normalize::{self, Frame, Stack};
 use crate::process::executable::{Executable, Kind};
 use crate::process::{Process, Processes};
@@ -281,7 +282,7 @@ impl Epoch {
         self.stack(&[process.image, version], key, is_final, |epoch| {
             let mut stack = normalize::user(process, user.native, user_end, unmapped)?;
             if let Some((entries, codes)) = user.managed {
-                codes.insert(of, entries, &mut stack);
+                managed::insert(codes, of, entries, &mut stack);
             }
             epoch.define_mappings(index, &stack.frames);
             Some(stack)

@@ -2,8 +2,8 @@
 //! `adding.rs` and `off_cpu.rs`.
 
 use crate::batch::Epoch;
+use crate::codes::Codes;
 use crate::host::kallsyms::KernelLayout;
-use crate::managed::Codes;
 use crate::process::Processes;
 
 /// See the top of this file.

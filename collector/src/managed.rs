@@ -1,51 +1,14 @@
-//! Frames of interpreters: which function each of them is of, and their places among the native
-//! frames. Pure. Called by `pipeline.rs` and `batch.rs`.
-
-use std::collections::HashMap;
-use std::rc::Rc;
-use std::sync::Arc;
+//! Frames of interpreters: their places among the native frames. Pure. Which function each is of,
+//! `codes.rs` knows. Called by `batch.rs`, and by those who walk stacks.
 
 use stackwire_collector_ebpf::managed::{
-    self, ANY, CodeHead, EVALUATOR, Entry, Evaluator, NOT_FOUND, OF_RUBY,
+    self, ANY, EVALUATOR, Entry, Evaluator, NOT_FOUND, OF_RUBY,
 };
 use stackwire_collector_ebpf::{SampleHeader, UserEnd};
-use stackwire_model::{Address, Code, EndReason, ListEnd, Runtime, Text, code};
+use stackwire_model::{EndReason, ListEnd};
 
-use crate::normalize::{Frame, FrameKind, Stack};
-use crate::process::executable::{Executable, Executables, Kind};
-
-/// Bytes of what names functions that are kept.
-const MAX_BYTES: usize = 16 << 20;
-/// What an entry takes beside that.
-const OF_ENTRY: usize = 64;
-
-const _: () = assert!(code::MAX_NAME == managed::MAX_NAME && code::MAX_PATH == managed::MAX_PATH);
-// The index of a line table has its length in front of it.
-const _: () = assert!(code::MAX_LINES == managed::MAX_LINES + code::INDEX_LENGTH);
-
-/// A process: its id and its start.
-type Of = (u32, u64);
-
-/// Functions of interpreters that were met, by their process and address.
-#[derive(Debug)]
-pub struct Codes {
-    by_process: HashMap<Of, OfProcess>,
-    /// By number of the function: how many processes have it, and its bytes, which are there once.
-    shared: HashMap<u64, (u32, usize)>,
-    bytes: usize,
-    /// What could not be read of any, of CPython and of Ruby.
-    unknown: [Rc<Executable>; 2],
-    /// Some were forgotten that the kernel side takes for known.
-    has_forgotten: bool,
-}
-
-#[derive(Debug, Default)]
-struct OfProcess {
-    known: HashMap<(u64, u32), Rc<Executable>>,
-    bytes: usize,
-    /// It has been met since the last epoch ended.
-    is_new: bool,
-}
+use crate::codes::{Codes, Of};
+use crate::normalize::{Frame, Stack};
 
 /// Frames of an interpreter, as the kernel side hands them over.
 #[derive(Clone, Debug, Default)]
@@ -73,113 +36,14 @@ impl<'a> UserStack<'a> {
     }
 }
 
-impl Codes {
-    /// None so far.
-    #[must_use]
-    pub fn new(executables: &mut Executables) -> Self {
-        let mut unknown = |of| executables.intern(Kind::Code(Arc::new(Code::unknown(of))));
-        let unknown = [Runtime::Cpython(0), Runtime::Ruby(0)].map(&mut unknown);
-        Self {
-            by_process: HashMap::new(),
-            shared: HashMap::new(),
-            bytes: 0,
-            unknown,
-            has_forgotten: false,
-        }
-    }
-
-    /// Keeps what the kernel side has read of a code object. Where there is no room, the process
-    /// that has most loses all of its own.
-    pub fn define(
-        &mut self,
-        of: &SampleHeader,
-        head: &CodeHead,
-        bytes: &[u8],
-        executables: &mut Executables,
-    ) {
-        let Some(code) = read(head, bytes) else { return };
-        let (of, key) = ((of.pid, of.start_boottime_ns), (head.code, head.cookie));
-        if self.by_process.get(&of).is_some_and(|process| process.known.contains_key(&key)) {
-            return;
-        }
-        let size = code.bytes() + OF_ENTRY;
-        while self.bytes + size > MAX_BYTES {
-            let largest = self.by_process.iter().max_by_key(|(_, process)| process.bytes);
-            let Some((&largest, _)) = largest else { return };
-            self.forget(largest);
-            self.has_forgotten = true;
-            executables.purge();
-        }
-        let code = executables.intern(Kind::Code(Arc::new(code)));
-        let (processes, own) = self.shared.entry(code.id).or_insert((0, size - OF_ENTRY));
-        self.bytes += OF_ENTRY + if *processes == 0 { *own } else { 0 };
-        *processes += 1;
-        let process = self.by_process.entry(of).or_default();
-        process.is_new = true;
-        process.bytes += size;
-        process.known.insert(key, code);
-    }
-
-    /// An epoch is over: forgets those of processes that are gone.
-    pub fn retain(&mut self, is_there: impl Fn(u32, u64) -> bool) {
-        let processes = self.by_process.iter_mut();
-        let gone = processes.filter_map(|(&(pid, start), process)| {
-            // Its first sample may not have been looked at yet.
-            let is_new = std::mem::take(&mut process.is_new);
-            (!is_new && !is_there(pid, start)).then_some((pid, start))
-        });
-        for of in gone.collect::<Vec<_>>() {
-            self.forget(of);
-        }
-    }
-
-    fn forget(&mut self, of: Of) {
-        for code in self.by_process.remove(&of).into_iter().flat_map(|it| it.known.into_values()) {
-            self.bytes -= OF_ENTRY;
-            if let Some((processes, own)) = self.shared.get_mut(&code.id) {
-                *processes -= 1;
-                if *processes == 0 {
-                    self.bytes -= *own;
-                    self.shared.remove(&code.id);
-                }
-            }
-        }
-    }
-
-    /// Whether some were forgotten since the last call that the kernel side takes for known.
-    pub fn take_has_forgotten(&mut self) -> bool {
-        std::mem::take(&mut self.has_forgotten)
-    }
-
-    /// Whether what names the functions of a stack has come.
-    #[must_use]
-    pub fn knows(&self, of: Of, entries: &[Entry]) -> bool {
-        let process = self.by_process.get(&of);
-        let known = |entry: &Entry| {
-            process.is_some_and(|it| it.known.contains_key(&(entry.code, entry.cookie())))
-        };
-        entries.iter().all(|entry| entry.code & EVALUATOR != 0 || known(entry))
-    }
-
-    /// Puts the frames of an interpreter in their places in a stack of a process.
-    pub fn insert(&self, of: Of, entries: &[Entry], stack: &mut Stack) {
-        let process = self.by_process.get(&of);
-        let frame = |entry: &Entry| {
-            let known = process.and_then(|it| it.known.get(&(entry.code, entry.cookie())));
-            let executable =
-                Rc::clone(known.unwrap_or(&self.unknown[usize::from(entry.code & OF_RUBY != 0)]));
-            // The first instruction has not run yet.
-            let position = u64::try_from(entry.position()).unwrap_or(0);
-            let address = Address::Code(position);
-            Frame { executable, address, kind: FrameKind::Interrupted, mapping: None }
-        };
-        insert(entries, stack, frame);
-    }
+/// Puts the frames of an interpreter in their places in a stack of a process.
+pub fn insert(codes: &Codes, of: Of, entries: &[Entry], stack: &mut Stack) {
+    put(entries, stack, |entry| codes.frame(of, entry));
 }
 
 /// In front of each evaluator's frame come those of the functions it runs. What was found of none
 /// comes last, where the native walk has not found the root.
-fn insert(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) -> Frame) {
+fn put(entries: &[Entry], stack: &mut Stack, mut frame: impl FnMut(&Entry) -> Frame) {
     let is_whole = stack.end == EndReason::Root;
     // One of several is, and nothing tells which.
     if entries.iter().any(|entry| entry.rest == ANY && is_lost(entry, entries, is_whole)) {
@@ -282,34 +146,15 @@ fn is_lost(entry: &Entry, entries: &[Entry], is_whole: bool) -> bool {
     entry.code == EVALUATOR | NOT_FOUND && (is_whole || entry.rest == ANY && !of_ruby())
 }
 
-/// None: it has fewer bytes than its head says.
-fn read(head: &CodeHead, bytes: &[u8]) -> Option<Code> {
-    let (name, rest) = bytes.split_at_checked(head.name_bytes as usize)?;
-    let (path, rest) = rest.split_at_checked(head.path_bytes as usize)?;
-    let lines = rest.get(..(head.index_bytes as usize).checked_add(head.lines_bytes as usize)?)?;
-    let is_ruby = head.code & OF_RUBY != 0;
-    let (runtime, index) = if is_ruby {
-        (Runtime::Ruby(head.version), &head.index_bytes.to_le_bytes()[..])
-    } else {
-        (Runtime::Cpython(head.version), &[][..])
-    };
-    let text = |bytes: &[u8], state: u32, length: u64| {
-        // Bits 2 to 4 of `state` (Include/cpython/unicodeobject.h). Ruby's have none: UTF-8.
-        let width = (state >> 2 & 7) as u8;
-        Text { width, bytes: bytes.to_vec(), is_cut: bytes.len() as u64 != length }
-    };
-    Some(Code {
-        runtime,
-        name: text(name, head.name_state, head.name_length),
-        path: text(path, head.path_state, head.path_length),
-        first_line: u32::try_from(head.first_line).unwrap_or(0),
-        lines: [index, lines].concat(),
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::rc::Rc;
+
+    use stackwire_model::Address;
+
     use super::*;
+    use crate::normalize::FrameKind;
+    use crate::process::executable::{Executables, Kind};
 
     /// Native frames are called 100 and more, those of an interpreter by their code.
     fn merged(entries: &[Entry], native: u64, end: EndReason) -> Vec<u64> {
@@ -322,7 +167,7 @@ mod tests {
             mapping: None,
         };
         let mut stack = Stack { frames: (100..100 + native).map(frame).collect(), end };
-        insert(entries, &mut stack, |entry| frame(entry.code));
+        put(entries, &mut stack, |entry| frame(entry.code));
         stack.frames.iter().map(|frame| frame.address.number()).collect()
     }
 
@@ -400,54 +245,5 @@ mod tests {
             come_by(&mut list, number, ip, (0, 0));
         }
         assert_eq!(found(&list), [1, 4, 5]);
-    }
-
-    #[test]
-    fn functions_are_kept_while_there_is_room_and_once() {
-        let mut executables = Executables::default();
-        let mut codes = Codes::new(&mut executables);
-        let mut define = |codes: &mut Codes, pid: u32, address: u64, name: &[u8]| {
-            let of = SampleHeader { pid, start_boottime_ns: 1, ..SampleHeader::default() };
-            let name_bytes = name.len() as u32;
-            let head = CodeHead { code: address, name_bytes, ..CodeHead::default() };
-            codes.define(&of, &head, name, &mut executables);
-        };
-        let entry = |address| [Entry { code: address, rest: 0 }];
-        define(&mut codes, 1, 10, b"shared");
-        let first = codes.bytes;
-        define(&mut codes, 1, 10, b"shared");
-        assert_eq!(codes.bytes, first, "it is known");
-        define(&mut codes, 2, 20, b"shared");
-        assert_eq!(codes.bytes, first + OF_ENTRY, "its bytes are there once");
-        assert!(codes.knows((2, 1), &entry(20)) && !codes.knows((2, 1), &entry(10)));
-        // One takes all the room: it loses what it has, and others keep theirs.
-        for number in 0..4000u64 {
-            let name = [&[0; 5000][..], &number.to_ne_bytes()].concat();
-            define(&mut codes, 3, number, &name);
-        }
-        assert!(codes.bytes <= MAX_BYTES && codes.take_has_forgotten());
-        assert!(codes.knows((1, 1), &entry(10)) && codes.knows((2, 1), &entry(20)));
-        assert!(!codes.knows((3, 1), &entry(0)) && codes.knows((3, 1), &entry(3999)));
-        codes.retain(|_, _| false);
-        codes.retain(|_, _| false);
-        assert_eq!((codes.bytes, codes.shared.len()), (0, 0));
-    }
-
-    #[test]
-    fn code_has_as_many_bytes_as_it_says() {
-        let head = CodeHead {
-            name_bytes: 1,
-            name_length: 2,
-            name_state: 1 << 2,
-            path_bytes: 2,
-            path_length: 2,
-            lines_bytes: 3,
-            ..CodeHead::default()
-        };
-        let of = |bytes: &[u8]| read(&head, bytes);
-        assert!(of(b"f/xab").is_none());
-        let found = of(b"f/xabc").unwrap();
-        assert_eq!((found.name.bytes, found.name.is_cut), (b"f".to_vec(), true));
-        assert_eq!((found.path.is_cut, found.lines), (false, b"abc".to_vec()));
     }
 }

@@ -14,6 +14,7 @@ use crate::adding::Adding;
 use crate::artifact::Hash;
 use crate::batch::Epoch;
 use crate::clock::now_ns;
+use crate::codes::Codes;
 use crate::context::Context;
 use crate::cpu_time::CpuTimes;
 use crate::handover::Handover;
@@ -23,13 +24,12 @@ use crate::host::kallsyms::KernelLayout;
 use crate::host::kernel_names::KernelNames;
 use crate::host::whose::Whose;
 use crate::late::LateWalks;
-use crate::managed::Codes;
 use crate::off_cpu::OffCpu;
 use crate::outbox::Outbox;
 use crate::perf_samples::PerfSamples;
 use crate::process::{Processes, maps, waiting};
 use crate::python::Pythons;
-use crate::sampler::{Batch, NewCode, Sampler};
+use crate::sampler::{Batch, NewCode, NewPiece, Sampler};
 use crate::sched::Totals;
 use crate::scheduling::Scheduling;
 use crate::sources::side_band::Change;
@@ -338,6 +338,9 @@ impl Pipeline {
         // Of processes that do not count as well: they may later, and it does not come again.
         for NewCode { of, head, bytes } in self.batch.codes.drain(..) {
             self.codes.define(&of, &head, &bytes, self.processes.executables());
+        }
+        for NewPiece { of, head, bytes } in self.batch.pieces.drain(..) {
+            self.codes.add_source(&of, &head, &bytes, self.processes.executables());
         }
     }
 

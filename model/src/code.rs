@@ -10,6 +10,8 @@ pub enum Runtime {
     Cpython(u32),
     /// Ruby; major, minor and patch version, a byte each.
     Ruby(u32),
+    /// V8; major, minor and build version: 8, 8 and 16 bits.
+    V8(u32),
 }
 
 impl Runtime {
@@ -19,15 +21,17 @@ impl Runtime {
         match self {
             Self::Cpython(_) => "cpython",
             Self::Ruby(_) => "ruby",
+            Self::V8(_) => "v8js",
         }
     }
 
     /// Native functions, one called by the other, that run one of its own: CPython's
-    /// `_PyEval_EvalFrameDefault`, Ruby's `rb_vm_exec` and `vm_exec_core`.
+    /// `_PyEval_EvalFrameDefault`, Ruby's `rb_vm_exec` and `vm_exec_core`. V8's functions have each
+    /// a native frame of their own.
     #[must_use]
     pub fn evaluators(self) -> usize {
         match self {
-            Self::Cpython(_) => 1,
+            Self::Cpython(_) | Self::V8(_) => 1,
             Self::Ruby(_) => 2,
         }
     }
@@ -43,6 +47,8 @@ impl fmt::Display for Runtime {
             }
             Self::Ruby(0) => f.write_str("Ruby"),
             Self::Ruby(version) => write!(f, "Ruby {}.{}", version >> 16, version >> 8 & 0xff),
+            Self::V8(0) => f.write_str("V8"),
+            Self::V8(version) => write!(f, "V8 {}.{}", version >> 24, version >> 16 & 0xff),
         }
     }
 }
@@ -101,7 +107,9 @@ pub struct Code {
     /// Line it begins in; 0: unknown.
     pub first_line: u32,
     /// Its line table, as the run-time has it; empty: it was not taken. In front of Ruby's is the
-    /// length of its index, see [`INDEX_LENGTH`].
+    /// length of its index, see [`INDEX_LENGTH`]; in front of V8's is its own, and behind it are
+    /// the characters of the script where the function begins and that end lines in it, each but
+    /// the first as the distance from the one before, in 7 bits a byte.
     pub lines: Vec<u8>,
 }
 

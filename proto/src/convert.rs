@@ -68,6 +68,7 @@ impl From<&Code> for v1::Code {
         let (runtime, version) = match code.runtime {
             Runtime::Cpython(version) => (v1::Runtime::Cpython, version),
             Runtime::Ruby(version) => (v1::Runtime::Ruby, version),
+            Runtime::V8(version) => (v1::Runtime::V8, version),
         };
         let text = |text: &Text| v1::Text {
             characters: text.bytes.clone(),
@@ -98,6 +99,7 @@ impl From<&v1::Code> for Option<Code> {
         let runtime = match wire.runtime() {
             v1::Runtime::Cpython => Runtime::Cpython(wire.version),
             v1::Runtime::Ruby => Runtime::Ruby(wire.version),
+            v1::Runtime::V8 => Runtime::V8(wire.version),
             v1::Runtime::Unspecified => return None,
         };
         let (name, path) = (text(&wire.name), text(&wire.path));

@@ -50,8 +50,9 @@ pub fn jitdump(bytes: &[u8]) {
 /// Finds lines of a function of an interpreter. The first bytes say of which version, and where.
 pub fn code(bytes: &[u8]) {
     let Some((head, bytes)) = bytes.split_at_checked(4) else { return };
-    let runtime = match head[0] % 12 {
+    let runtime = match head[0] % 13 {
         number @ ..9 => Runtime::Cpython(0x0308_0000 + (u32::from(number) << 16)),
+        12 => Runtime::V8(0x0a02_0000),
         number => Runtime::Ruby(0x0003_0000 + (u32::from(number - 9) << 8)),
     };
     let (name, lines) = bytes.split_at(bytes.len().min(usize::from(head[1])));

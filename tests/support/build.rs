@@ -97,18 +97,27 @@ pub(crate) fn forged_python() -> &'static Path {
 /// `forged_ruby`.
 pub(crate) fn forged_ruby() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let (library, out) = (output("libforged_ruby.so"), output("forged_ruby"));
-        let directory = out.parent().unwrap().display().to_string();
-        let mut build = Command::new("gcc");
-        build.args(C).args(["-fPIC", "-shared", "-pthread"]).arg(source("forged_ruby.c"));
-        run(build.arg("-o").arg(&library));
-        // Where another of the same name is put in its place, that is found first.
-        let mut build = Command::new("gcc");
-        build.args(C).arg(source("forged_ruby_main.c")).args(["-lforged_ruby", "-o"]).arg(&out);
-        run(build.args([format!("-L{directory}"), format!("-Wl,-rpath,{directory}")]));
-        out
-    })
+    BUILT.get_or_init(|| forged("forged_ruby"))
+}
+
+/// `forged_v8`.
+pub(crate) fn forged_v8() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| forged("forged_v8"))
+}
+
+/// A program that runs what a library of the same name has.
+fn forged(name: &str) -> PathBuf {
+    let (library, out) = (output(&format!("lib{name}.so")), output(name));
+    let directory = out.parent().unwrap().display().to_string();
+    let mut build = Command::new("gcc");
+    build.args(C).args(["-fPIC", "-shared", "-pthread"]).arg(source(&format!("{name}.c")));
+    run(build.arg("-o").arg(&library));
+    // Where another of the same name is put in its place, that is found first.
+    let mut build = Command::new("gcc");
+    build.args(C).arg(source("forged_main.c")).arg(format!("-l{name}")).arg("-o").arg(&out);
+    run(build.args([format!("-L{directory}"), format!("-Wl,-rpath,{directory}")]));
+    out
 }
 
 /// `faults`.

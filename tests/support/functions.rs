@@ -23,8 +23,9 @@ pub(crate) struct Shares<'a> {
     pub(crate) program: &'a Path,
     /// What is on its stack while it uses time, leaf first, and the share of that.
     pub(crate) known: &'a [(&'a [&'a str], f64)],
-    /// Lines on which the second function of the first stack spends two thirds and one third.
-    pub(crate) lines: [&'a str; 2],
+    /// Lines on which the second function of the first stack spends two thirds and one third; none:
+    /// they are not known.
+    pub(crate) lines: &'a [&'a str],
     /// What may stand above all others, and what may stand below.
     pub(crate) leaf: &'a str,
     pub(crate) root: &'a str,
@@ -70,9 +71,12 @@ impl Shares<'_> {
             is_about(name, functions, counts[*functions], total, *share);
         }
         let text = std::fs::read_to_string(self.program).unwrap();
-        let of_lines = self.lines.map(|line| lines[&line_of(&text, line)]);
-        assert_eq!(lines.len(), 2, "{name}: {lines:?}");
-        is_about(name, &["line"], of_lines[0], of_lines[0] + of_lines[1], 2.0 / 3.0);
+        let of_lines: Vec<u64> =
+            self.lines.iter().map(|line| lines[&line_of(&text, line)]).collect();
+        if let [two_thirds, third] = of_lines[..] {
+            assert_eq!(lines.len(), 2, "{name}: {lines:?}");
+            is_about(name, &["line"], two_thirds, two_thirds + third, 2.0 / 3.0);
+        }
     }
 }
 
@@ -101,15 +105,25 @@ pub(crate) fn frames_it_knows(text: &str) -> BTreeMap<&str, Vec<Frame<'_>>> {
     threads
 }
 
-/// Every sample of a thread that is known has its frames, in files of these names. `moves`: the
-/// innermost goes from line to line. How many samples of each thread.
+/// Lines that are compared.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lines {
+    All,
+    /// The innermost function goes from line to line.
+    OfCallers,
+    /// Likewise, and some are not known.
+    OfCallersIfKnown,
+}
+
+/// Every sample of a thread that is known has its frames, in files of these names. How many samples
+/// of each thread.
 #[track_caller]
 pub(crate) fn assert_frames<'k>(
     name: &str,
     profile: &Pprof,
     known: &BTreeMap<&'k str, Vec<Frame<'_>>>,
     files: &str,
-    moves: bool,
+    compared: Lines,
 ) -> BTreeMap<&'k str, u64> {
     let mut equal = BTreeMap::new();
     for sample in &profile.samples {
@@ -120,8 +134,11 @@ pub(crate) fn assert_frames<'k>(
         let lines = lines.filter(|(_, path, _)| path.ends_with(files));
         let mut found: Vec<Frame<'_>> =
             lines.map(|(function, file, line)| (&**function, &**file, *line)).collect();
-        if moves && let (Some(found), Some(known)) = (found.first_mut(), known.first()) {
-            found.2 = known.2;
+        for (index, (found, known)) in found.iter_mut().zip(known).enumerate() {
+            let is_unknown = compared == Lines::OfCallersIfKnown && found.2 == 0;
+            if is_unknown || index == 0 && compared != Lines::All {
+                found.2 = known.2;
+            }
         }
         assert_eq!(&found, known, "{name}");
         *equal.entry(thread).or_default() += sample.count;

@@ -1,11 +1,11 @@
-//! Every CPython, Ruby and Java that is here: the host's, those of an interpreter manager, and
-//! another Debian's.
+//! Every CPython, Ruby, Node and Java that is here: the host's, those of an interpreter manager,
+//! the vendor's, and another Debian's.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{of_debian, run};
+use super::{of_debian, run, test_cache};
 
 /// A CPython of each version, by that.
 pub(crate) fn pythons() -> BTreeMap<String, Command> {
@@ -45,6 +45,26 @@ pub(crate) fn rubies() -> BTreeMap<String, Command> {
         ruby.arg("--yjit");
         all.insert(format!("{name} with its JIT"), ruby);
     }
+    all
+}
+
+/// A Node of each line, by its version.
+pub(crate) fn nodes() -> BTreeMap<String, Command> {
+    let root = test_cache().join("node");
+    let of_vendor = programs(&root, "bin/node").into_iter();
+    let mut all: BTreeMap<_, _> = of_vendor
+        .map(|node| {
+            let version = node.iter().rev().nth(2).unwrap().to_string_lossy();
+            (format!("node {version}"), Command::new(&node))
+        })
+        .collect();
+    assert!(all.len() >= 4, "{:?}: tests/node.sh gets them", all.keys());
+    // Its library has no symbols, and looks for a part of Node where Debian has it.
+    let debian = root.join("trixie");
+    let mut node = Command::new("unshare");
+    let mounted = format!("mount --bind {0}/usr/share /usr/share && exec \"$@\"", debian.display());
+    node.args(["--mount", "sh", "-c", &mounted, "sh"]).arg(debian.join("run")).arg("node");
+    all.insert("node of Debian 13".to_owned(), node);
     all
 }
 

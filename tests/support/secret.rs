@@ -61,6 +61,19 @@ pub(crate) fn ruby_with_a_secret(mut ruby: Command) -> Running {
     Running::start(ruby.args(["-e", program]).env("SECRET", OsStr::from_bytes(&secret())))
 }
 
+/// The same, a Node.
+pub(crate) fn node_with_a_secret(node: &mut Command) -> Running {
+    let program = "function spends(secret, text) {\n  \
+        const local = new Map([[secret, text]]);\n  \
+        for (;;) local.get(secret);\n\
+        }\n\
+        const bytes = Array.from({ length: 63 }, (_, at) => (at + 1) * 73 & 255);\n\
+        const secret = String.fromCharCode(...bytes);\n\
+        process.stdout.write('ready\\n');\n\
+        spends(secret, secret.repeat(2));\n";
+    Running::start(node.args(["-e", program]).env("SECRET", OsStr::from_bytes(&secret())))
+}
+
 fn secret() -> Vec<u8> {
     (1..64u32).map(|at| (at * 73) as u8).collect()
 }

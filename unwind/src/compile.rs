@@ -16,14 +16,14 @@ use stackwire_collector_ebpf::{Rule, cfa, fp, ra};
 use stackwire_model::BuildId;
 
 use crate::arch::expression::{Shape, shape};
-use crate::arch::{go, startup, v8};
+use crate::arch::{builtins, go, startup};
 use crate::elf::Elf;
 use crate::error::CompileError;
 use crate::interpreter::Interpreter;
 use crate::pages::Spans;
 use crate::shared::Shared;
 use crate::table::Table;
-use crate::{cpython, ruby};
+use crate::{cpython, ruby, v8};
 
 pub(crate) type Bytes<'a> = EndianSlice<'a, LittleEndian>;
 
@@ -61,7 +61,8 @@ pub fn compile(file: &File) -> Result<Table, CompileError> {
         spans = compile_with(&elf, go.as_ref(), Some(RBX))?;
     }
     let ruby = || ruby::layout(&elf).map(Interpreter::Ruby);
-    let interpreter = cpython::layout(&elf).map(Interpreter::Cpython).or_else(ruby);
+    let v8 = || v8::layout(&elf).map(Interpreter::V8);
+    let interpreter = cpython::layout(&elf).map(Interpreter::Cpython).or_else(ruby).or_else(v8);
     let code = go.as_ref().and_then(|table| table.code(&elf)).unwrap_or_default();
     Ok(Table { interpreter, go: code, ..spans.finish(elf.build_id()) })
 }
@@ -107,7 +108,7 @@ fn compile_with(
     if !found && covered.is_empty() {
         return Err(CompileError::Nothing);
     }
-    v8::add(elf, &covered, &mut spans);
+    builtins::add(elf, &covered, &mut spans);
     startup::add(elf, &covered, kept, &mut spans);
     add_stubs(elf, &covered, &mut spans);
     add_entry(elf, &covered, &mut spans);

@@ -1,6 +1,6 @@
 //! Where the interpreter in a file keeps the frames of the functions it runs, as a table has it.
 
-use stackwire_collector_ebpf::{cpython, ruby};
+use stackwire_collector_ebpf::{cpython, ruby, v8};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// An interpreter and its layout.
@@ -10,6 +10,8 @@ pub enum Interpreter {
     Cpython(cpython::Layout),
     /// Ruby.
     Ruby(ruby::Layout),
+    /// V8.
+    V8(v8::Layout),
 }
 
 impl Interpreter {
@@ -18,6 +20,7 @@ impl Interpreter {
         let (kind, layout) = match &self {
             Self::Cpython(layout) => (CPYTHON, layout.as_bytes()),
             Self::Ruby(layout) => (RUBY, layout.as_bytes()),
+            Self::V8(layout) => (V8, layout.as_bytes()),
         };
         [&[kind], layout].concat()
     }
@@ -34,6 +37,10 @@ impl Interpreter {
                 let layout = ruby::Layout::read_from_bytes(layout).ok()?;
                 layout.is_sound().then_some(Self::Ruby(layout))
             }
+            V8 => {
+                let layout = v8::Layout::read_from_bytes(layout).ok()?;
+                layout.is_sound().then_some(Self::V8(layout))
+            }
             _ => None,
         }
     }
@@ -41,3 +48,4 @@ impl Interpreter {
 
 const CPYTHON: u8 = 1;
 const RUBY: u8 = 2;
+const V8: u8 = 3;

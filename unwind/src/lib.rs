@@ -15,6 +15,7 @@ mod pages;
 mod ruby;
 mod shared;
 mod table;
+mod v8;
 
 pub use compile::{build_id, compile};
 pub use error::CompileError;

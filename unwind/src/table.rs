@@ -17,7 +17,7 @@ use crate::interpreter::Interpreter;
 
 /// What tables made by this code hold. A change of rules or of what is compiled needs a new one:
 /// tables are kept on disk.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Whose registers the rules are about, as ELF files name it.
 pub const MACHINE: Machine = Machine::X86_64;

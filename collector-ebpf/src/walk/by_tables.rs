@@ -7,7 +7,7 @@
 
 use aya_ebpf::bindings::pt_regs;
 use aya_ebpf::helpers::{bpf_probe_read_user, bpf_probe_read_user_buf};
-use stackwire_collector_ebpf::arch::{RSP, saved};
+use stackwire_collector_ebpf::arch::{RBP, RSP, saved};
 use stackwire_collector_ebpf::frame::{AGAIN, NOT_CALLED, TableWalk, Tables};
 use stackwire_collector_ebpf::tables::{CHUNK, Mapping, mapping_of};
 use stackwire_collector_ebpf::unwind::{GO_ON, guessed};
@@ -20,7 +20,7 @@ use crate::maps::{
     list,
 };
 use crate::processes::{find_process, generation};
-use crate::walk::{lists, tree};
+use crate::walk::{lists, pointers, tree};
 
 /// A count of [`Reads`].
 const NOT_REPEATABLE: u64 = MAX_READS as u64 + 1;
@@ -29,6 +29,8 @@ const NOT_REPEATABLE: u64 = MAX_READS as u64 + 1;
 /// which cover MAX_USER_FRAMES. Those of a list (`lists.rs`), up to five, are taken from
 /// these.
 const STEP: u64 = 32;
+/// Frames of a process that runs V8: tail calls are left to look at them afterwards, 128 in each.
+const MAX_OF_V8: u64 = 736;
 
 /// The process's own memory, and what was read of it.
 struct User<'a>(&'a mut Reads);
@@ -76,6 +78,7 @@ pub fn begin(scratch: &mut Scratch, pid: u32, regs: &pt_regs, thread: u64) {
     scratch.frames[0] = saved::ip(regs);
     scratch.walk.depth = 1;
     scratch.walk.end = WALKING;
+    scratch.pointers[0] = 0;
     let TableWalk { cursor, mapping, .. } = &mut scratch.tables;
     saved::copy(regs, &mut cursor.registers);
     cursor.ip = saved::ip(regs);
@@ -119,8 +122,8 @@ pub fn step(scratch: &mut Scratch, slot: u32) {
         scratch.walk.depth = 1;
         scratch.walk.end = UserEnd::TablesReplaced as u64;
     }
-    if over && scratch.walk.end != UserEnd::Root as u64 {
-        lists::meet_again(slot);
+    if over {
+        lists::walk_is_over(slot);
     }
 }
 
@@ -138,7 +141,7 @@ pub extern "C" fn walk_frame(slot: u32) -> u64 {
 #[inline(always)]
 fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     let depth = scratch.walk.depth;
-    if depth >= MAX_USER_FRAMES as u64 {
+    if depth >= MAX_USER_FRAMES as u64 || depth == MAX_OF_V8 && lists::is_of_v8(slot) != 0 {
         return UserEnd::DepthLimit as u64;
     }
     let memory = &mut User(&mut scratch.reads);
@@ -146,6 +149,7 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
     let elsewhere = |ip| tree::mapping_at(ip, slot);
     let (ip, sp) =
         (scratch.tables.cursor.lookup_ip(), scratch.tables.cursor.registers[RSP as usize]);
+    scratch.walk.fp = scratch.tables.cursor.registers[RBP as usize];
     let mut maps = Maps { layout: 0 };
     let end = scratch.tables.up(&mut maps, memory, guesses, elsewhere);
     if maps.layout != 0 && scratch.list.stage == list::NOT_MET {
@@ -172,10 +176,34 @@ fn frame(scratch: &mut Scratch, slot: u32) -> u64 {
         *scratch.frames.as_mut_ptr().add(masked::<{ MAX_USER_FRAMES as u64 - 1 }>(depth)) = address;
     }
     scratch.walk.depth = depth + 1;
+    note_pointer(slot, sp);
     if scratch.list.evaluator != 0 {
         lists::come_by(scratch, slot, depth - 1, ip, sp);
     }
     GO_ON
+}
+
+/// Notes whether the frame that was left, with this stack pointer, has a frame pointer of its own
+/// that was followed. A global function, as `walk_frame`, whose stack it spares.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn note_pointer(slot: u32, sp: u64) -> u64 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(slot) else { return 0 };
+    // SAFETY: as in `walk_frame`.
+    let scratch = unsafe { &mut *scratch };
+    let (cursor, pointer) = (&scratch.tables.cursor, scratch.walk.fp);
+    let is_own = cursor.guessed != guessed::NOT
+        && cursor.registers[RSP as usize] == pointer.wrapping_add(16);
+    let noted = if is_own { pointers::noted(pointer, sp) } else { 0 };
+    let frame = scratch.walk.depth.wrapping_sub(2);
+    // SAFETY: the indexes are masked to less than the length.
+    unsafe {
+        let at = |frame| masked::<{ MAX_USER_FRAMES as u64 - 1 }>(frame);
+        *scratch.pointers.as_mut_ptr().add(at(frame)) = noted;
+        // The new one, until it is left.
+        *scratch.pointers.as_mut_ptr().add(at(frame.wrapping_add(1))) = 0;
+    }
+    1
 }
 
 /// The collector's tables.

@@ -2,10 +2,11 @@
 //! interpreter, which runs functions, and their frames are in this list and not on the stack.
 //!
 //! First the list is walked (`by_frame_list.rs`, `by_control_frames.rs`); a thread has one in each
-//! interpreter of its process that it runs. Where C has called the
-//! interpreter again, it is noted how the stack frame of that evaluator is known: the native walk
-//! comes by it. At last what names functions that were not met before is handed over (`names.rs`).
-//! Only memory of the process that runs is read, which may hold anything: all loops have an end.
+//! interpreter of its process that it runs. Where C has called the interpreter again, it is noted
+//! how the stack frame of that evaluator is known: the native walk comes by it. V8 has no such
+//! list: when the native walk is over, its frames are looked at (`by_frames_of_v8.rs`). At last
+//! what names functions that were not met before is handed over (`names.rs`). Only memory of the
+//! process that runs is read, which may hold anything: all loops have an end.
 //!
 //! In steps of [`STEP`], each a program that calls the next, as in `by_tables.rs`. In a slot of
 //! `LISTS`, as a native walk is in one of `SCRATCH`. Called by `sources/`.
@@ -13,14 +14,15 @@
 use aya_ebpf::helpers::generated::bpf_get_current_task_btf;
 use stackwire_collector_ebpf::arch::RSP;
 use stackwire_collector_ebpf::managed::{
-    ANY, EVALUATOR, Entry, ListEnd, MAX_ENTRIES, MAX_EVALUATORS, ManagedHead, NOT_FOUND, RUBY,
+    ANY, EVALUATOR, Entry, ListEnd, MAX_ENTRIES, MAX_EVALUATORS, ManagedHead, NOT_FOUND, RUBY, V8,
 };
-use stackwire_collector_ebpf::{RecordKind, SampleHeader, masked};
+use stackwire_collector_ebpf::{RecordKind, SampleHeader, UserEnd, masked};
 
 use super::by_control_frames::walk_control_frame;
 use super::by_frame_list::walk_list;
+use super::by_frames_of_v8::{FOUND, add_function_of_v8, walk_frame_of_v8};
 use super::entries::GO_ON;
-use super::names;
+use super::{names, scripts};
 use crate::hash::mixed;
 use crate::maps::{
     LISTS, List, MAX_LISTS, MET, SCRATCH, Scratch, THREAD_SLOTS, WALKING, hand_over, list,
@@ -44,7 +46,7 @@ pub extern "C" fn meet(slot: u32, layout: u32, base: u64, ip: u64, sp: u64) -> u
     list.ip = ip;
     list.sp = sp;
     list.native = scratch.walk.depth.wrapping_sub(1);
-    list.stage = list::WANTED;
+    list.stage = if layout & V8 != 0 { list::LATER } else { list::WANTED };
     let of = process(scratch);
     if let Some(met) = MET.get_ptr_mut(of as u32 & (THREAD_SLOTS - 1)) {
         // SAFETY: the pointer came from a successful lookup. Of two CPUs that write at once the one
@@ -54,15 +56,23 @@ pub extern "C" fn meet(slot: u32, layout: u32, base: u64, ip: u64, sp: u64) -> u
     1
 }
 
-/// A walk has ended before it came by code of an interpreter, as in code that an interpreter made
-/// at run time: its list is walked all the same, if another walk of the process has come by it. A
-/// global function, as `walk_frame`: programs that call it have no stack to spare.
+/// A walk is over: the list is walked that waits for that. Where it has ended before it came by
+/// code of an interpreter, as in code that an interpreter made at run time, its list is walked all
+/// the same, if another walk of the process has come by it. A global function, as `walk_frame`:
+/// programs that call it have no stack to spare.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn meet_again(slot: u32) -> u64 {
+pub extern "C" fn walk_is_over(slot: u32) -> u64 {
     let Some(scratch) = SCRATCH.get_ptr_mut(slot) else { return 0 };
     // SAFETY: as in `found`.
     let scratch = unsafe { &mut *scratch };
+    if scratch.list.stage == list::LATER {
+        scratch.list.stage = list::WANTED;
+        return 1;
+    }
+    if scratch.walk.end == UserEnd::Root as u64 {
+        return 0;
+    }
     let of = process(scratch);
     let Some(met) = MET.get(of as u32 & (THREAD_SLOTS - 1)) else { return 0 };
     if met[0] == of && scratch.list.stage == list::NOT_MET {
@@ -71,6 +81,21 @@ pub extern "C" fn meet_again(slot: u32) -> u64 {
         scratch.list.stage = list::WANTED;
     }
     1
+}
+
+/// Whether the process runs V8, by this walk or another. A global function, as `walk_frame`.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn is_of_v8(slot: u32) -> u64 {
+    let Some(scratch) = SCRATCH.get_ptr(slot) else { return 0 };
+    // SAFETY: as in `found`.
+    let scratch = unsafe { &*scratch };
+    if scratch.list.stage != list::NOT_MET {
+        return u64::from(scratch.list.stage == list::LATER);
+    }
+    let of = process(scratch);
+    let Some(met) = MET.get(of as u32 & (THREAD_SLOTS - 1)) else { return 0 };
+    u64::from(met[0] == of && met[1] & u64::from(V8) != 0)
 }
 
 /// What tells the process from others, and from what it was before it became another program.
@@ -210,10 +235,17 @@ pub fn step(scratch: &mut Scratch, slot: u32) -> bool {
         begin(unsafe { &mut *all }, scratch);
         scratch.list.stage = list::WALKING;
     }
-    let is_ruby = scratch.list.layout & u64::from(RUBY) != 0;
+    let kind = scratch.list.layout as u32 & (RUBY | V8);
     let mut end = GO_ON;
     for _ in 0..STEP {
-        end = if is_ruby { walk_control_frame(slot) } else { walk_list(slot) };
+        end = match kind {
+            RUBY => walk_control_frame(slot),
+            V8 => match walk_frame_of_v8(slot) {
+                FOUND => add_function_of_v8(slot),
+                end => end,
+            },
+            _ => walk_list(slot),
+        };
         if end != GO_ON {
             break;
         }
@@ -225,7 +257,11 @@ pub fn step(scratch: &mut Scratch, slot: u32) -> bool {
 #[inline(always)]
 pub fn finish(scratch: &mut Scratch, slot: u32) {
     scratch.list.stage = list::WALKED;
-    names::hand_over_new(slot, scratch.list.layout & u64::from(RUBY) != 0);
+    let kind = scratch.list.layout as u32 & (RUBY | V8);
+    names::hand_over_new(slot, kind);
+    if kind == V8 {
+        scripts::hand_over_more(slot);
+    }
     let Some(all) = LISTS.get_ptr(slot) else { return };
     // SAFETY: as in `found`.
     let all = unsafe { &*all };
@@ -259,6 +295,8 @@ fn begin(all: &mut List, scratch: &Scratch) {
     all.next = [0; MAX_LISTS];
     all.ends = [0; MAX_LISTS];
     all.new = 0;
+    all.wanted = 0;
+    all.last_script = 0;
     // Unless it comes to another.
     all.head.end = ListEnd::DepthLimit as u32;
     all.any = 0;

@@ -2,22 +2,25 @@
 //! `lists.rs`.
 
 use aya_ebpf::bindings::BPF_RB_AVAIL_DATA;
-use stackwire_collector_ebpf::managed::{Entry, KNOWN_CODES, LAYOUTS, MAX_NEW, known_word};
+use stackwire_collector_ebpf::managed::{
+    Entry, KNOWN_CODES, LAYOUTS, MAX_NEW, RUBY, V8, known_word,
+};
 use stackwire_collector_ebpf::{RING_BYTES, RecordKind, masked};
 
-use super::{code_objects, sequences};
+use super::{code_objects, functions, sequences};
 use crate::maps::{
-    CODES, Code, KNOWN, LISTS, List, PYTHON_LAYOUTS, RUBY_LAYOUTS, SAMPLES, SCRATCH, hand_over,
+    CODES, Code, KNOWN, LISTS, List, PYTHON_LAYOUTS, RUBY_LAYOUTS, SAMPLES, SCRATCH, V8_LAYOUTS,
+    hand_over,
 };
 
-/// Hands over what names new functions.
+/// Hands over what names new functions of a run-time: [`RUBY`], [`V8`] or neither.
 #[inline(always)]
-pub fn hand_over_new(slot: u32, is_ruby: bool) {
+pub fn hand_over_new(slot: u32, kind: u32) {
     for index in 0..MAX_NEW as u32 {
-        let more = if is_ruby {
-            begin_sequence(index, slot) != 0 && end_sequence(index, slot) != 0
-        } else {
-            define_code(index, slot) != 0
+        let more = match kind {
+            RUBY => begin_sequence(index, slot) != 0 && end_sequence(index, slot) != 0,
+            V8 => begin_function(index, slot) != 0 && end_function(index, slot) != 0,
+            _ => define_code(index, slot) != 0,
         };
         if !more {
             break;
@@ -60,6 +63,30 @@ pub extern "C" fn end_sequence(index: u32, slot: u32) -> u64 {
     let Some(layout) = RUBY_LAYOUTS.get(number) else { return 0 };
     if code.head.code != 0 {
         let length = sequences::gather_lines(all, code, layout, entry);
+        hand_over_code(slot, all, code, entry, length);
+    }
+    1
+}
+
+/// Likewise, of V8. The first part.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn begin_function(index: u32, slot: u32) -> u64 {
+    let Some((all, code, entry)) = new(index, slot) else { return 0 };
+    let Some(layout) = V8_LAYOUTS.get(all.layout as u32 & (LAYOUTS - 1)) else { return 0 };
+    if functions::begin(all, code, layout, entry).is_none() {
+        code.head.code = 0;
+    }
+    1
+}
+
+/// The second part.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn end_function(index: u32, slot: u32) -> u64 {
+    let Some((all, code, entry)) = new(index, slot) else { return 0 };
+    if code.head.code != 0 {
+        let length = functions::end(code, slot);
         hand_over_code(slot, all, code, entry, length);
     }
     1

@@ -5,6 +5,7 @@ use aya_ebpf::helpers::bpf_probe_read_user as read_user;
 use aya_ebpf::helpers::generated::bpf_probe_read_user;
 use stackwire_collector_ebpf::cpython::Layout;
 use stackwire_collector_ebpf::masked;
+use stackwire_collector_ebpf::v8::{TAG, TYPE};
 
 use crate::maps::{CODE_ROOM, List};
 
@@ -38,6 +39,24 @@ pub fn read(all: &mut List, address: u64, bytes: usize) -> Option<()> {
 #[inline(always)]
 pub fn is_a(all: &List, layout: &Layout, of: u64) -> bool {
     word_in(&all.bytes, layout.object_type) == all.base.wrapping_add(of)
+}
+
+/// The type of an object of V8; none: it is no object.
+#[inline(always)]
+pub fn type_of(object: u64) -> Option<u16> {
+    if object & TAG == 0 {
+        return None;
+    }
+    let map = word(object - TAG, 0)?;
+    Some(word(map.wrapping_sub(TAG), TYPE)? as u16)
+}
+
+/// Copies so many bytes; whether they could be read.
+#[inline(always)]
+pub fn copy_into<const N: usize>(to: &mut [u8; N], from: u64, bytes: u32) -> bool {
+    let bytes = if bytes as usize > N { N as u32 } else { bytes };
+    // SAFETY: there is room for as many. The helper checks the address and fails rather than fault.
+    unsafe { bpf_probe_read_user(to.as_mut_ptr().cast(), bytes, from as *const _) == 0 }
 }
 
 /// Copies the first `length` bytes, at most `MOST`, behind `before` others; returns how many.

@@ -1,7 +1,7 @@
 //! What one look at the rings brought. Pure. Filled by `ebpf.rs` or `perf.rs`, emptied by
 //! `pipeline.rs`.
 
-use stackwire_collector_ebpf::managed::{CodeHead, Entry};
+use stackwire_collector_ebpf::managed::{CodeHead, Entry, ScriptHead};
 use stackwire_collector_ebpf::unwind::Cursor;
 use stackwire_collector_ebpf::{PARTS, Part, SampleHeader};
 use zeroize::{Zeroize, Zeroizing};
@@ -41,6 +41,17 @@ pub struct NewCode {
     pub bytes: Vec<u8>,
 }
 
+/// A piece of the source of a script. It is wiped when it is dropped.
+#[derive(Clone, Debug)]
+pub struct NewPiece {
+    /// The process.
+    pub of: SampleHeader,
+    /// Which piece.
+    pub head: ScriptHead,
+    /// The piece.
+    pub bytes: Zeroizing<Vec<u8>>,
+}
+
 /// What the walk of a user stack goes on from. It is wiped when it is dropped.
 #[derive(Debug, Default)]
 pub struct Copy {
@@ -69,6 +80,8 @@ pub struct Batch {
     pub malformed: u64,
     /// Functions of interpreters that these samples are the first to have.
     pub codes: Vec<NewCode>,
+    /// Pieces of scripts that they are of.
+    pub pieces: Vec<NewPiece>,
     /// Processes that have ended.
     pub ended: Vec<Ended>,
     pub(super) frames: Vec<u64>,

@@ -17,7 +17,7 @@ use stackwire_model::sched::PerfCounter;
 use zerocopy::FromBytes;
 use zeroize::Zeroizing;
 
-use super::drained::{Batch, Copy, NewCode};
+use super::drained::{Batch, Copy, NewCode, NewPiece};
 use super::object::{Filter, Object, Waiters};
 use super::sched_stats::{SchedSums, counters};
 use super::{Kind, Sampler, SamplerError, ToCopy, online_cpus, open_error};
@@ -355,6 +355,10 @@ impl Sampler for EbpfSampler {
                 }
                 Ok(Record::Code { of, head, bytes }) => {
                     batch.codes.push(NewCode { of, head, bytes: bytes.to_vec() });
+                }
+                Ok(Record::Script { of, head, bytes }) => {
+                    let bytes = Zeroizing::new(bytes.to_vec());
+                    batch.pieces.push(NewPiece { of, head, bytes });
                 }
                 Ok(Record::Copy { of, head: CopyHead { cursor, parts }, bytes }) => {
                     let bytes = Zeroizing::new(bytes.to_vec());

@@ -22,7 +22,7 @@ use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{Counter, Waiting};
 use stackwire_model::{Event, NoBpf};
 
-pub use self::drained::{Batch, Copy, NewCode, RawSample};
+pub use self::drained::{Batch, Copy, NewCode, NewPiece, RawSample};
 pub use self::ebpf::EbpfSampler;
 pub use self::load_error::{BTF_PATH, LoadError};
 pub use self::object::Filter;

@@ -14,7 +14,7 @@ use aya::programs::tp_btf::BtfTracePointLinkId;
 use aya::programs::{BtfTracePoint, Iter, PerfEvent as PerfEventProgram, Program, RawTracePoint};
 use aya::{Ebpf, EbpfLoader};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
-use stackwire_collector_ebpf::managed::KNOWN_CODES;
+use stackwire_collector_ebpf::managed::{KNOWN_CODES, SCRIPTS};
 use stackwire_collector_ebpf::sched_stats::{OnCpu, SchedStats};
 use stackwire_collector_ebpf::{
     COPY, COUNTERS_PER_CPU, Config, Counter, LIST, MAX_COPY_BYTES, MAX_CPUS, MAX_EVENTS, PICK,
@@ -70,6 +70,7 @@ pub struct Object {
     copy_bytes: Mapped,
     /// Functions of interpreters that were handed over.
     known: Mapped,
+    scripts: Mapped,
     /// `None`: waits are not recorded.
     told: Option<Mapped>,
     /// With each wait it is recorded who ended it.
@@ -233,6 +234,7 @@ impl Object {
         copy_bytes.atomic(OF_SAMPLES).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
         copy_bytes.atomic(OF_WAITS).store(MAX_COPY_BYTES as u64, Ordering::Relaxed);
         let known = mapped(&ebpf, "KNOWN", KNOWN_CODES as usize * 8, Mapped::read_write)?;
+        let scripts = mapped(&ebpf, "HANDED_OVER", SCRIPTS as usize * 16, Mapped::read_write)?;
         let told = || mapped(&ebpf, "TOLD", TOLD_STACKS as usize * 8, Mapped::read_write);
         let told = waits.then(told).transpose()?;
         let watching = Watching::default();
@@ -243,6 +245,7 @@ impl Object {
             pickers,
             copy_bytes,
             known,
+            scripts,
             told,
             wakers,
             answers,
@@ -354,6 +357,9 @@ impl Object {
         for word in 0..KNOWN_CODES as usize {
             self.known.atomic(word * 8).store(0, Ordering::Relaxed);
         }
+        for script in 0..SCRIPTS as usize {
+            self.scripts.atomic(script * 16).store(0, Ordering::Relaxed);
+        }
     }
 
     /// Has the kernel side tell of a stack again, by its number and the place it is noted in.
@@ -396,6 +402,7 @@ impl Object {
             question: take("QUESTION")?,
             pythons: take("PYTHON_LAYOUTS")?,
             rubies: take("RUBY_LAYOUTS")?,
+            v8s: take("V8_LAYOUTS")?,
         })
     }
 

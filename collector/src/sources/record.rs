@@ -2,7 +2,9 @@
 //!
 //! Called by `sampler/mod.rs` for every record.
 
-use stackwire_collector_ebpf::managed::{CodeHead, Entry, Evaluator, ListEnd, ManagedHead};
+use stackwire_collector_ebpf::managed::{
+    CodeHead, Entry, Evaluator, ListEnd, ManagedHead, ScriptHead,
+};
 use stackwire_collector_ebpf::{
     CopyHead, MAX_KERNEL_FRAMES, MAX_USER_FRAMES, RecordKind, SampleHeader,
 };
@@ -46,6 +48,15 @@ pub enum Record<'a> {
         /// How long each part is.
         head: CodeHead,
         /// The parts.
+        bytes: &'a [u8],
+    },
+    /// A piece of the source of a script.
+    Script {
+        /// Head: the process.
+        of: SampleHeader,
+        /// Which piece.
+        head: ScriptHead,
+        /// The piece.
         bytes: &'a [u8],
     },
     /// A process that has ended.
@@ -94,6 +105,10 @@ pub fn decode<'a>(record: &'a [u8], frames: &mut Vec<u64>) -> Result<Record<'a>,
     if header.kind == RecordKind::Code as u8 {
         let Ok((head, bytes)) = CodeHead::read_from_prefix(tail) else { return Err(malformed) };
         return Ok(Record::Code { of: header, head, bytes });
+    }
+    if header.kind == RecordKind::Script as u8 {
+        let Ok((head, bytes)) = ScriptHead::read_from_prefix(tail) else { return Err(malformed) };
+        return Ok(Record::Script { of: header, head, bytes });
     }
     if header.kind == RecordKind::Ended as u8 {
         let SampleHeader { time_ns, host_pid, start_boottime_ns, period: cpu_ns, .. } = header;

@@ -128,6 +128,8 @@ struct Inner {
     pythons: Vec<Interpreter>,
     /// Likewise, of Rubies.
     rubies: Vec<Interpreter>,
+    /// Likewise, of V8s.
+    v8s: Vec<Interpreter>,
     /// Everyone's first.
     numbers: HashMap<Kind, BTreeMap<Owner, u32>>,
     /// By number.
@@ -198,6 +200,7 @@ impl Catalog {
             rules: Rules::default(),
             pythons: Vec::new(),
             rubies: Vec::new(),
+            v8s: Vec::new(),
             numbers: HashMap::new(),
             slots: vec![none(), none()],
             resting: BTreeMap::new(),

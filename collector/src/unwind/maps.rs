@@ -12,7 +12,7 @@ use stackwire_collector_ebpf::tables::{
     RULES, mapping_word, moment,
 };
 use stackwire_collector_ebpf::vma::{FILES, File, Question};
-use stackwire_collector_ebpf::{Rule, cpython, ruby};
+use stackwire_collector_ebpf::{Rule, cpython, ruby, v8};
 use stackwire_unwind::Interpreter;
 
 use super::known::{Keys, KnownFiles};
@@ -43,6 +43,8 @@ pub struct Descriptors {
     pub pythons: OwnedFd,
     /// Likewise, of Rubies.
     pub rubies: OwnedFd,
+    /// Likewise, of V8s.
+    pub v8s: OwnedFd,
 }
 
 impl Descriptors {
@@ -68,6 +70,7 @@ impl Descriptors {
             question: map(size_of::<Question>())?,
             pythons: map(LAYOUTS as usize * size_of::<cpython::Layout>())?,
             rubies: map(LAYOUTS as usize * size_of::<ruby::Layout>())?,
+            v8s: map(LAYOUTS as usize * size_of::<v8::Layout>())?,
         })
     }
 }
@@ -92,6 +95,7 @@ pub struct TableMaps {
     rules: OwnedFd,
     pythons: OwnedFd,
     rubies: OwnedFd,
+    v8s: OwnedFd,
     generation: Mapped,
     /// Which file is which executable.
     pub files: KnownFiles,
@@ -129,6 +133,7 @@ pub fn open(maps: Descriptors) -> io::Result<(ProcessMaps, TableMaps, Keys)> {
         rules: maps.rules,
         pythons: maps.pythons,
         rubies: maps.rubies,
+        v8s: maps.v8s,
         files: KnownFiles::new(&maps.known_files)?,
     };
     Ok((processes, tables, Keys::new(&maps.question)?))
@@ -241,6 +246,10 @@ impl TableMaps {
             Interpreter::Ruby(layout) => {
                 let words: &[u64; size_of::<ruby::Layout>() / 8] = zerocopy::transmute_ref!(layout);
                 (&self.rubies, words.to_vec())
+            }
+            Interpreter::V8(layout) => {
+                let words: [u64; size_of::<v8::Layout>() / 8] = zerocopy::transmute!(*layout);
+                (&self.v8s, words.to_vec())
             }
         };
         write(map, u64::from(number) * 8 * words.len() as u64, words)

@@ -34,7 +34,10 @@ impl NoLayout {
             Interpreter::Ruby(layout) if layout.is_unknown() => {
                 Err(Self::Unknown(Runtime::Ruby(layout.version)))
             }
-            Interpreter::Ruby(_) => Ok(()),
+            Interpreter::V8(layout) if layout.is_unknown() => {
+                Err(Self::Unknown(Runtime::V8(layout.version)))
+            }
+            Interpreter::Ruby(_) | Interpreter::V8(_) => Ok(()),
         }
     }
 }

@@ -3,10 +3,14 @@
 
 mod cpython;
 mod ruby;
+mod v8;
 
 use bytestring::ByteString;
 use stackwire_model::profile::Line;
 use stackwire_model::{Code, Runtime};
+
+/// What functions of V8 are called that have no name, as V8's own profiles call them.
+const ANONYMOUS: &str = "(anonymous)";
 
 /// A function, read.
 #[derive(Debug)]
@@ -21,14 +25,18 @@ impl Function {
     /// Reads what was taken of a function; none where its name was not.
     #[must_use]
     pub fn read(code: &Code) -> Option<Self> {
-        if code.name.bytes.is_empty() {
-            return None;
-        }
+        let name = match code.runtime {
+            _ if !code.name.bytes.is_empty() => code.name.to_utf8().into(),
+            // It was taken, and is empty.
+            Runtime::V8(1..) => ANONYMOUS.into(),
+            _ => return None,
+        };
         let lines = match code.runtime {
             Runtime::Cpython(version) => cpython::lines(code, version),
             Runtime::Ruby(version) => ruby::lines(code, version),
+            Runtime::V8(_) => v8::lines(code),
         };
-        let (name, path) = (code.name.to_utf8().into(), code.path.to_utf8().into());
+        let path = code.path.to_utf8().into();
         Some(Self { name, path, lines })
     }
 

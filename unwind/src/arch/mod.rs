@@ -4,4 +4,4 @@
 
 mod x86_64;
 
-pub use self::x86_64::{expression, go, startup, v8};
+pub use self::x86_64::{builtins, expression, go, startup};

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use stackwire_collector_ebpf::Rule;
-use stackwire_collector_ebpf::managed::{LAYOUTS, RUBY};
+use stackwire_collector_ebpf::managed::{LAYOUTS, RUBY, V8};
 use stackwire_collector_ebpf::tables::{CHUNK, CHUNKS, PAGES, page_word, pages_word, row, state};
 use stackwire_unwind::{Interpreter, Table};
 
@@ -104,6 +104,7 @@ impl Inner {
         let (layouts, mark) = match of {
             Interpreter::Cpython(_) => (&mut self.pythons, 0),
             Interpreter::Ruby(_) => (&mut self.rubies, RUBY),
+            Interpreter::V8(_) => (&mut self.v8s, V8),
         };
         if let Some(known) = layouts.iter().position(|known| *known == of) {
             return Ok(mark | (known as u32 + 1));

@@ -142,6 +142,12 @@ impl Seen {
         self.options.iter().any(|word| word == option || word.starts_with(&format!("{option}=")))
     }
 
+    /// Whether it runs code of a file with a name that begins so.
+    fn runs(&self, start: &str) -> bool {
+        let base = |path: &String| path.rsplit('/').next().is_some_and(|it| it.starts_with(start));
+        self.code.iter().any(base)
+    }
+
     /// Whether a variable is there, and not to say no.
     fn has_variable(&self, name: &str) -> bool {
         self.options.windows(2).any(|two| two[0] == name && two[1] != "0")
@@ -154,13 +160,7 @@ impl Seen {
         match run_time {
             RunTime::Python => vec![self.python(&how), whole()],
             RunTime::Node => {
-                let names =
-                    ["--perf-basic-prof", "--perf_basic_prof", "--perf-basic-prof-only-functions"];
-                if self.wrote_perf_map || names.iter().any(|it| self.has_option(it)) {
-                    vec![named(), whole()]
-                } else {
-                    vec![limits("names: none of JavaScript functions", how), whole()]
-                }
+                vec![works("names: of JavaScript functions, of Node 18 to 24"), whole()]
             }
             RunTime::Java => {
                 let names = if self.wrote_perf_map {
@@ -179,21 +179,21 @@ impl Seen {
                 vec![names, stacks]
             }
             RunTime::Ruby => {
-                let only = "names: none of Ruby functions, only those of its interpreter";
-                if self.wrote_perf_map || self.has_option("--yjit-perf") {
-                    vec![works("names of what YJIT compiled: in its perf-map"), whole()]
-                } else if self.has_option("--yjit") || self.has_option("--jit") {
-                    let stacks = limits("stacks: end in compiled functions", how.clone());
-                    vec![limits(only, how), stacks]
+                let names = if self.runs("libruby") {
+                    works("names: of Ruby methods, of Ruby 3.0 to 4.0")
                 } else {
-                    vec![
-                        limits(
-                            only,
-                            "there is no option for it; --yjit --yjit-perf names what is compiled",
-                        ),
-                        whole(),
-                    ]
-                }
+                    limits(
+                        "names: none of Ruby methods, only those of its interpreter",
+                        "run a Ruby that is linked with libruby",
+                    )
+                };
+                let compiles = ["--yjit", "--jit"].iter().any(|it| self.has_option(it));
+                let stacks = if compiles && !self.has_option("--yjit-perf") {
+                    limits("stacks: end in compiled methods", how)
+                } else {
+                    whole()
+                };
+                vec![names, stacks]
             }
             RunTime::DotNet => {
                 let stacks = works("stacks: whole, compiled methods keep frame pointers");
@@ -217,6 +217,10 @@ impl Seen {
     fn python(&self, how: &str) -> Finding {
         let only = "names: none of Python functions, only those of its interpreter";
         let version = self.code.iter().find_map(|path| minor_of_python(path));
+        let has_no_lock = self.code.iter().any(|path| path.contains("python3.14t"));
+        if version.is_some_and(|minor| (8..=15).contains(&minor)) && !has_no_lock {
+            return works("names: of Python functions, with files and lines");
+        }
         let asked = self.options.windows(2).any(|two| two[0] == "-X" && two[1] == "perf")
             || self.has_option("-Xperf")
             || self.has_variable("PYTHONPERFSUPPORT");
@@ -279,17 +283,23 @@ mod tests {
     fn options_of_run_times_decide() {
         use Level::{Limits, Works};
         let python = ["/usr/bin/python3.12"];
-        assert_eq!(levels(&python, &[]), [Limits, Works]);
+        assert_eq!(levels(&python, &[]), [Works, Works]);
         assert_eq!(levels(&python, &["python3", "-X", "perf", "a.py"]), [Works, Works]);
         assert_eq!(levels(&python, &["PYTHONPERFSUPPORT", "1"]), [Works, Works]);
-        assert_eq!(levels(&python, &["PYTHONPERFSUPPORT", "0"]), [Limits, Works]);
-        assert_eq!(levels(&["/usr/bin/python3.11"], &["-X", "perf"]), [Limits, Works]);
+        let newer = ["/usr/bin/python3.16"];
+        assert_eq!(levels(&newer, &["PYTHONPERFSUPPORT", "1"]), [Works, Works]);
+        assert_eq!(levels(&newer, &["PYTHONPERFSUPPORT", "0"]), [Limits, Works]);
+        assert_eq!(levels(&["/usr/bin/python3.14t"], &[]), [Limits, Works]);
+        assert_eq!(levels(&["/usr/bin/python3.7"], &["-X", "perf"]), [Limits, Works]);
         assert_eq!(levels(&["/usr/bin/node"], &["node", "--perf-basic-prof"]), [Works, Works]);
-        assert_eq!(levels(&["/usr/bin/node"], &["node", "a.js"]), [Limits, Works]);
+        assert_eq!(levels(&["/usr/bin/node"], &["node", "a.js"]), [Works, Works]);
         let java = ["/usr/bin/java", "/usr/lib/libjvm.so"];
         assert_eq!(levels(&java, &["-XX:+PreserveFramePointer"]), [Limits, Works]);
         assert_eq!(levels(&java, &[]), [Limits, Limits]);
-        assert_eq!(levels(&["/usr/bin/ruby3.1"], &["ruby", "--yjit"]), [Limits, Limits]);
+        let ruby = ["/usr/bin/ruby3.1", "/usr/lib/libruby-3.1.so.3.1"];
+        assert_eq!(levels(&ruby, &["ruby"]), [Works, Works]);
+        assert_eq!(levels(&ruby, &["ruby", "--yjit"]), [Works, Limits]);
+        assert_eq!(levels(&["/usr/bin/ruby3.1"], &["ruby"]), [Limits, Works]);
         assert_eq!(
             levels(&["/a", "/b/libcoreclr.so"], &["DOTNET_PerfMapEnabled", "1"]),
             [Works, Works]
