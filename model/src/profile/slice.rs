@@ -97,11 +97,21 @@ impl Profile {
     }
 
     /// Takes out the evaluators that run functions of an interpreter: of both there is one frame,
-    /// that of the function.
+    /// that of the function. Where V8 has written itself what the code is that it made, with lines
+    /// and inlined functions, the frame of the code stays instead.
     pub fn hide_evaluators(&mut self) {
+        let mut is_hidden = vec![false; self.tree.len()];
         for index in 0..self.tree.len() {
+            // A caller comes before what it calls.
+            if let Some(caller) = self.tree[index].caller.filter(|at| is_hidden[at.index()]) {
+                self.tree[index].caller = self.tree[caller.index()].caller;
+            }
             let Some(runtime) = self.runtime(index) else { continue };
             let Some(first) = self.tree[index].caller.map(FrameId::index) else { continue };
+            if matches!(runtime, Runtime::V8(_)) && self.is_told_by_jit(first) {
+                is_hidden[index] = true;
+                continue;
+            }
             for _ in 0..runtime.evaluators() {
                 let Some(caller) = self.tree[index].caller else { break };
                 let caller = caller.index();
@@ -112,6 +122,21 @@ impl Profile {
                 self.tree[index].caller = self.tree[caller].caller;
             }
         }
+        for index in 0..self.stacks.len() {
+            if let Some(leaf) = self.stacks[index].leaf.filter(|at| is_hidden[at.index()]) {
+                self.stacks[index].leaf = self.tree[leaf.index()].caller;
+            }
+        }
+    }
+
+    /// Of code that a process made itself, and wrote down what it is.
+    fn is_told_by_jit(&self, frame: usize) -> bool {
+        let location = &self.locations[self.tree[frame].location.index()];
+        let is_made = self.executables[location.executable.index()] == Executable::Anonymous;
+        location.process.filter(|_| is_made).is_some_and(|process| {
+            let process = &self.processes[process.index()];
+            !process.perf_map.is_empty() || !process.jitdump.is_empty()
+        })
     }
 
     /// Takes out the functions of interpreters: what is left is how the interpreters run them.
